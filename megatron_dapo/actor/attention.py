@@ -1,0 +1,95 @@
+"""Core attention of the local layer spec: rotary embedding and PyTorch's scaled_dot_product_attention on packed sequences.
+
+Megatron's own local attention takes neither packed sequences nor context parallelism. Legend: t tokens on this
+context-parallel rank, H query heads and G key/value heads on this tensor-parallel rank, D head size, B sequences of a bucket.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_dapo.actor.sequences import Bucket, PackedSequences
+
+
+class Rotary:
+    """Cosines and sines of one micro-batch, kept for its layers: the embedding is the same in each of them."""
+
+    def __init__(self, inverse_frequencies: Tensor):
+        self.inverse_frequencies = inverse_frequencies
+        self._last: tuple[PackedSequences, Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, sequences: PackedSequences) -> Tensor:
+        """Rotate [t, heads, D] by each token's position in its sequence."""
+        if self._last is None or self._last[0] is not sequences or self._last[1].dtype != x.dtype:
+            positions = sequences.plan.positions.to(torch.float32)
+            angles = torch.outer(positions, self.inverse_frequencies.to(x.device)).repeat(1, 2)[:, None]
+            self._last = (sequences, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        _, cos, sin = self._last
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention with grouped queries inside each sequence of a packed stream.
+
+    Sequences of similar length are computed as one padded batch (see `AttentionPlan`), so that many short sequences cost
+    a few calls a layer. Under context parallelism keys and values of the whole stream are gathered from the ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        rotary: Rotary,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        self.rotary = rotary
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.context_group = groups.cp if config.context_parallel_size > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
+        if not isinstance(packed_seq_params, PackedSequences) or attention_mask is not None:
+            raise ValueError("give packed_seq_params from sequences.packed_sequences and no attention mask")
+        plan = packed_seq_params.plan
+        query = self.rotary(query, packed_seq_params)
+        key_value = torch.stack((self.rotary(key, packed_seq_params), value), dim=1)  # [t, 2, G, D]
+        if self.context_group is not None:
+            key_value = gather_from_sequence_parallel_region(key_value, group=self.context_group)
+        outputs = [self._attend(query, key_value, bucket) for bucket in plan.buckets]
+        return torch.cat(outputs).index_select(0, plan.slots).flatten(1)
+
+    def _attend(self, query: Tensor, key_value: Tensor, bucket: Bucket) -> Tensor:
+        """[B * Lq, H, D], padding slots included."""
+        q = query[bucket.queries].transpose(1, 2)  # [B, H, Lq, D]
+        k, v = key_value[bucket.keys].transpose(1, 3).unbind(2)  # [B, G, Lk, D] each
+        output = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=self.scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        return output.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,96 @@
+"""AdamW with the state layout of TransformerEngine's and Apex's FusedAdam, for where neither is installed.
+
+Megatron's own fallback, torch.optim.AdamW, trains, but keeps its step counter as a tensor for each parameter where the
+distributed optimizer's checkpoints expect one number for each group: loading such a checkpoint breaks, or goes on with one
+counter shared by all parameters and silently diverges.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import megatron.core.optimizer
+import megatron.core.optimizer.distrib_optimizer
+import torch
+from torch.optim.adam import adam
+
+
+class FusedLayoutAdam(torch.optim.Optimizer):
+    """AdamW (decoupled decay) or Adam: `group["step"]` an int; state `exp_avg`, `exp_avg_sq` float32 of the parameter's shape."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        **options: Any,
+    ):
+        # `options` names what only the fused kernels have (capturable, master_weights, ...); all of it is off by default.
+        wanted = {key: value for key, value in options.items() if value}
+        if wanted or not bias_correction:
+            raise ValueError(
+                f"this AdamW has no {wanted or 'bias_correction=False'}; install TransformerEngine or Apex"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update of every parameter that has a gradient; `closure` is refused (Megatron never gives one)."""
+        if closure is not None:
+            raise ValueError("a closure is not supported")
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        beta1, beta2 = group["betas"]
+        adam(
+            params=parameters,
+            grads=[parameter.grad.float() for parameter in parameters],
+            exp_avgs=[self.state[parameter]["exp_avg"] for parameter in parameters],
+            exp_avg_sqs=[self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+            max_exp_avg_sqs=[],
+            # The kernel counts up each tensor of this list: one for each parameter, or the count would run ahead.
+            state_steps=[torch.tensor(float(group["step"] - 1), device=parameter.device) for parameter in parameters],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=self.adam_w_mode,
+        )
+
+
+def choose(device: torch.device) -> dict[str, str]:
+    """Name and reason of the Adam that Megatron's optimizers will use; puts ours in place where it has no fused one.
+
+    On the CPU ours is used in any case: the fused ones are CUDA kernels.
+    """
+    optimizer = megatron.core.optimizer
+    distributed = megatron.core.optimizer.distrib_optimizer
+    fused = optimizer.Adam is not FusedLayoutAdam and not optimizer.USING_PYTORCH_OPTIMIZER
+    if device.type == "cuda" and fused:
+        package = optimizer.Adam.__module__.partition(".")[0]
+        return {"name": f"FusedAdam of {package}", "reason": f"{package} is importable"}
+    optimizer.Adam = distributed.Adam = FusedLayoutAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    # "TransformerEngine or Apex" selects, in the distributed optimizer, the state layout that FusedLayoutAdam has.
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    distributed.USING_TE_OPTIMIZER = False
+    reason = "the fused ones need CUDA" if device.type == "cpu" else "neither TransformerEngine nor Apex is importable"
+    return {"name": "AdamW of this package in FusedAdam's state layout", "reason": reason}

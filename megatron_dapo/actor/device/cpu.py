@@ -1,0 +1,169 @@
+"""Megatron-Core on the CPU: what it asks of `torch.cuda` is answered, for Megatron's modules alone.
+
+Every `megatron.*` module gets, once it is imported, a stand-in for its global `torch`: the same attributes, except that
+`torch.cuda.current_device()` is the CPU, streams and events do nothing, the CUDA generator is the CPU's, and factories take
+`device="cuda"` as the CPU. The real `torch`, and with it everything else in the process, stays as it is. Only two tensor
+methods have to be replaced themselves, since no module's global reaches them; they ask who calls.
+"""
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+RNG_MODULE = "megatron.core.tensor_parallel.random"
+
+
+def install() -> None:
+    """Answer Megatron's CUDA calls on the CPU from now on; once is enough for a process.
+
+    Raises:
+        RuntimeError: a Megatron module is already imported, so parts of it hold the real `torch`.
+    """
+    if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
+        return
+    early = [name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")]
+    if early:
+        raise RuntimeError(f"{early[0]} was imported before actor.device.prepare; call prepare first in this process")
+    sys.meta_path.insert(0, _MegatronFinder(_stand_in_for_torch()))
+    _patch_tensor_methods()
+    logging.getLogger(RNG_MODULE).addFilter(_not_about_shared_generator)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Lets the usual finders find `megatron.*` and dresses each module when its code has run."""
+
+    def __init__(self, stand_in: ModuleType):
+        self.stand_in = stand_in
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None):
+        if path is None or name.partition(".")[0] != "megatron":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        spec.loader = _MegatronLoader(spec.loader.name, spec.loader.path, self.stand_in)
+        return spec
+
+
+class _MegatronLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, stand_in: ModuleType):
+        super().__init__(name, path)
+        self.stand_in = stand_in
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if vars(module).get("torch") is torch:
+            module.torch = self.stand_in
+        if module.__name__ == RNG_MODULE:
+            module._get_cuda_rng_state = _get_rng_state
+            module._set_cuda_rng_state = _set_rng_state
+        elif module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()  # torch.compile would call a C++ compiler for each small function
+
+
+class _Stand(ModuleType):
+    """A module's attributes with some of them replaced; one that appears later is still found."""
+
+    def __init__(self, real: ModuleType, replaced: dict[str, Any]):
+        super().__init__(real.__name__)
+        vars(self).update({**vars(real), **replaced})
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _NoStream:
+    """Stands for streams and events: all work on the CPU is done when its call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _stand_in_for_torch() -> ModuleType:
+    stream = _NoStream()
+    generator = {
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+    }
+    cuda = _Stand(
+        torch.cuda,
+        {
+            **generator,
+            "random": _Stand(torch.cuda.random, generator),
+            "current_device": lambda: CPU,
+            "device_count": lambda: 1,
+            "set_device": _nothing,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "current_stream": lambda *args, **kwargs: stream,
+            "default_stream": lambda *args, **kwargs: stream,
+            "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+            "Stream": _NoStream,
+            "Event": _NoStream,
+        },
+    )
+    return _Stand(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            device = CPU
+        return factory(*args, device=device, **kwargs)
+
+    return create
+
+
+def _patch_tensor_methods() -> None:
+    own_cuda, own_type = torch.Tensor.cuda, torch.Tensor.type
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_from("megatron.core.") else own_cuda(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = own_type(self, *args, **kwargs)
+        # Megatron's optimizers sort parameters by the names of CUDA tensor types.
+        if not args and not kwargs and _called_from("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.cuda = cuda
+    torch.Tensor.type = type_
+
+
+def _called_from(prefix: str) -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(prefix)
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _not_about_shared_generator(record: logging.LogRecord) -> bool:
+    # Megatron watches the CPU generator while it forks "the CUDA one"; here both are the same, by design.
+    return "CPU RNG state changed" not in record.getMessage()

@@ -1,0 +1,193 @@
+"""What goes into the actor and comes out: responses, mini-batches, log-probs, metrics of an update.
+
+Everything is a flat numpy array, response after response without padding, so that a message crosses Ray's object
+store without a copy. Such arrays are read-only, and nothing here writes to them. No torch, no Megatron in this file.
+
+R responses of a message, N response tokens of all of them together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from megatron_dapo.actor.packing import MicroBatchPlan, exclusive_sum, ranges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Responses:
+    """R prompts with their responses.
+
+    Two of them, prompt [5, 6] with response [7, 8, 2] and prompt [9] with response [2]:
+    token_ids [5, 6, 7, 8, 2, 9, 2], sequence_lengths [5, 2], prompt_lengths [2, 1]; N = 4 response tokens: 7, 8, 2, 2.
+    """
+
+    token_ids: np.ndarray
+    """int32 [sum of sequence_lengths]: each prompt directly followed by its response, the end token included."""
+
+    sequence_lengths: np.ndarray
+    """int32 [R]: tokens of prompt and response."""
+
+    prompt_lengths: np.ndarray
+    """int32 [R]: at least 1, for the first response token is predicted from the prompt's last one."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
+            _check_array("Responses", name, getattr(self, name), np.int32)
+        if self.sequence_lengths.shape != self.prompt_lengths.shape:
+            raise ValueError(
+                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths"
+            )
+        bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
+        if bad.size:
+            i = bad[0]
+            raise ValueError(
+                f"Responses: response {i} has prompt_length {self.prompt_lengths[i]} and sequence_length "
+                f"{self.sequence_lengths[i]}; a prompt and a response hold at least one token each"
+            )
+        total = int(self.sequence_lengths.sum(dtype=np.int64))
+        if total != len(self.token_ids):
+            raise ValueError(
+                f"Responses: sequence_lengths sum to {total} but there are {len(self.token_ids)} token_ids"
+            )
+        if len(self.token_ids) and self.token_ids.min() < 0:
+            raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int32 [R]: response tokens of each."""
+        return self.sequence_lengths - self.prompt_lengths
+
+    @property
+    def num_response_tokens(self) -> int:
+        """N."""
+        return int(self.response_lengths.sum(dtype=np.int64))
+
+    def select(self, indices: np.ndarray) -> "Responses":
+        """The responses at `indices` [any number], in that order."""
+        lengths = self.sequence_lengths[indices]
+        starts = exclusive_sum(self.sequence_lengths)[indices]
+        return Responses(
+            token_ids=self.token_ids[ranges(starts, lengths)],
+            sequence_lengths=lengths,
+            prompt_lengths=self.prompt_lengths[indices],
+        )
+
+    def response_token_indices(self, indices: np.ndarray) -> np.ndarray:
+        """int64: where the response tokens of the responses at `indices` stand in an [N] column of this message."""
+        return ranges(exclusive_sum(self.response_lengths)[indices], self.response_lengths[indices])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """One optimizer step: its loss is sum(weights * token loss) over all N response tokens."""
+
+    responses: Responses
+    weights: np.ndarray
+    """float32 [N]: `algorithm.aggregation.token_weights` of the whole mini-batch; 0 where a token carries no loss."""
+
+    plan: MicroBatchPlan
+    """Which responses go through the model together, and on which data-parallel rank."""
+
+    advantages: np.ndarray | None = None
+    """float32 [N], eq. 9; None only for a supervised objective, as `old_log_probs`."""
+
+    old_log_probs: np.ndarray | None = None
+    """float32 [N]: log pi_old, from `MegatronActor.log_probs`."""
+
+    reference_log_probs: np.ndarray | None = None
+    """float32 [N]: log ref, with a KL term."""
+
+    correction: np.ndarray | None = None
+    """float32 [N]: `algorithm.importance.correction_weights`; None: 1."""
+
+    def __post_init__(self) -> None:
+        tokens = self.responses.num_response_tokens
+        for name, column in self.columns.items():
+            _check_array("MiniBatch", name, column, np.float32, length=tokens, what="response tokens")
+            finite = np.isfinite(column)
+            if not finite.all():
+                where = int(np.argmin(finite))
+                raise ValueError(f"MiniBatch: {name}[{where}] = {column[where]}; every entry must be a finite number")
+        if (self.advantages is None) != (self.old_log_probs is None):
+            raise ValueError("MiniBatch: advantages and old_log_probs go together: give both, or none (supervised)")
+        if self.plan.num_responses != len(self.responses):
+            raise ValueError(
+                f"MiniBatch: the plan is for {self.plan.num_responses} responses, there are {len(self.responses)}"
+            )
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The [N] arrays that are there, by name."""
+        names = ("weights", "advantages", "old_log_probs", "reference_log_probs", "correction")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """The model's view of N response tokens, in the order of the responses asked for."""
+
+    log_probs: np.ndarray
+    """float32 [N]: log pi(token), at the temperature asked for, in nats."""
+
+    entropy: np.ndarray
+    """float32 [N]: entropy of the distribution that the token was drawn from, in nats."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _check_array("LogProbs", item.name, getattr(self, item.name), np.float32, length=len(self.log_probs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateMetrics:
+    """One optimizer step, the same on every rank. Sums and their count, never means: add up first, divide last."""
+
+    optimizer_step: int
+    """How many steps the optimizer has made, this one included."""
+
+    loss: float
+    """sum(weights * token loss)."""
+
+    grad_norm: float
+    """Global L2 norm before clipping."""
+
+    lr: float
+    """Learning rate of this step."""
+
+    tokens: int
+    """Response tokens that carry loss (weight not 0)."""
+
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums over those tokens: `log_prob`, `entropy` and each of the objective's `stat_names`."""
+
+    micro_batches: int
+    """Micro-batches that each data-parallel rank ran."""
+
+    seconds: float
+    """Wall time on rank 0."""
+
+    def mean(self, name: str) -> float:
+        """`sums[name]` / `tokens`; 0 if no token carried loss."""
+        return self.sums[name] / self.tokens if self.tokens else 0.0
+
+
+def _check_array(
+    message: str,
+    name: str,
+    array: np.ndarray,
+    dtype: type[np.generic],
+    *,
+    length: int | None = None,
+    what: str = "entries",
+) -> None:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{message}: {name} is a {type(array).__name__}; give a numpy array of {dtype.__name__}")
+    if array.dtype != dtype:
+        raise TypeError(f"{message}: {name} has dtype {array.dtype}; it must be {dtype.__name__}")
+    if array.ndim != 1:
+        raise ValueError(f"{message}: {name} has shape {array.shape}; it must have one dimension")
+    if length is not None and len(array) != length:
+        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} {what}")

@@ -1,0 +1,297 @@
+"""Which responses share a micro-batch, and how a micro-batch lies in memory. Numpy only.
+
+A micro-batch is *packed*: its sequences lie one after the other in one row of tokens, and attention is told where each
+begins (`thd` layout). Nothing is padded to the longest, and a sequence is never split over micro-batches.
+
+Two sequences of 5 and 2 tokens, prompts of 2 and 1, without context parallel:
+
+    input_ids          5 6 7 8 2 | 9 2
+    position_ids       0 1 2 3 4 | 0 1
+    predicts             7 8 2     2          the response tokens, N = 4
+    rows               1 2 3       5          whose output predicts them
+
+With context parallel of size c each sequence is padded to a multiple of 2c and cut into 2c pieces; rank r holds the
+pieces r and 2c - 1 - r (Megatron's zigzag), so that causal attention costs every rank the same.
+
+R responses of a message, S of them in one micro-batch, N response tokens of all R.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+
+if TYPE_CHECKING:
+    from megatron_dapo.actor.messages import Responses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchPlan:
+    """Responses by data-parallel rank and micro-batch.
+
+    Two ranks, five responses: micro_batches = (([0, 3], [1]), ([2], [4])). Every rank has equally many micro-batches
+    (the pipeline and the gradient all-reduce need that); a micro-batch may be empty.
+    """
+
+    micro_batches: tuple[tuple[np.ndarray, ...], ...]
+    """[data-parallel rank][micro-batch]: int64 indices of responses, ascending."""
+
+    num_responses: int
+    """R: each of 0..R-1 stands in exactly one micro-batch."""
+
+    def __post_init__(self) -> None:
+        counts = {len(rank) for rank in self.micro_batches}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError(
+                f"MicroBatchPlan: ranks have {sorted(counts)} micro-batches; all need the same number, at least 1"
+            )
+        planned = np.sort(np.concatenate([indices for rank in self.micro_batches for indices in rank]))
+        if not np.array_equal(planned, np.arange(self.num_responses)):
+            raise ValueError(
+                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks that the plan is for."""
+        return len(self.micro_batches)
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches of each rank, empty ones included."""
+        return len(self.micro_batches[0])
+
+    def micro_batch_index(self) -> np.ndarray:
+        """int64 [R]: a number of the micro-batch that holds the response; 0, 1, ... without gaps, over all ranks."""
+        index = np.empty(self.num_responses, dtype=np.int64)
+        filled = (indices for rank in self.micro_batches for indices in rank if len(indices))
+        for number, indices in enumerate(filled):
+            index[indices] = number
+        return index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMicroBatch:
+    """What one rank feeds to the model for one micro-batch. T tokens on this rank, n of the micro-batch's N_mb response
+    tokens predicted on this rank (all of them unless context parallel)."""
+
+    input_ids: np.ndarray
+    """int64 [T]."""
+
+    position_ids: np.ndarray
+    """int64 [T]: position inside the own sequence."""
+
+    sequence_bounds: np.ndarray
+    """int32 [S + 1]: where each sequence starts and the last one ends, before cutting for context parallel."""
+
+    max_sequence_length: int
+    """Longest of them, padding included."""
+
+    rows: np.ndarray
+    """int64 [n]: position (< T) whose output predicts the response token."""
+
+    targets: np.ndarray
+    """int64 [n]: the response tokens."""
+
+    places: np.ndarray
+    """int64 [n]: which of the micro-batch's response tokens (< N_mb) each is."""
+
+    columns: np.ndarray
+    """int64 [N_mb]: which of the message's N response tokens each of the micro-batch's is."""
+
+    sequence_index: np.ndarray
+    """int64 [N_mb]: which of the S sequences each response token belongs to."""
+
+    response_lengths: np.ndarray
+    """int64 [S]: response tokens of each sequence; [0] in an empty micro-batch."""
+
+
+def plan_micro_batches(
+    sequence_lengths: np.ndarray,
+    *,
+    token_budget: int,
+    data_parallel: int = 1,
+    sequence_multiple: int = 1,
+    count_multiple: int = 1,
+    attention_cost: float = 0.0,
+) -> MicroBatchPlan:
+    """As few micro-batches as the budget allows, equally many on each rank, with costs as equal as can be.
+
+    Deterministic: the same lengths give the same plan on every rank and in every run.
+
+    Args:
+        sequence_lengths: int [R], prompt and response.
+        token_budget: most tokens of a micro-batch; a sequence longer than that gets a micro-batch of its own.
+        data_parallel: number of data-parallel ranks.
+        sequence_multiple: a sequence occupies its length rounded up to this (2 x context-parallel size).
+        count_multiple: micro-batches of a rank are a multiple of this (pipeline size, with virtual stages).
+        attention_cost: cost of a sequence of L tokens is L * (1 + attention_cost * L); 1 / (12 * hidden size) is a
+            transformer's.
+
+    Example: lengths [9, 5, 4, 1], budget 10, one rank: [0, 3] and [1, 2].
+    """
+    lengths = round_up(np.asarray(sequence_lengths, dtype=np.int64), sequence_multiple)
+    if lengths.ndim != 1 or (lengths < 1).any():
+        raise ValueError("plan_micro_batches: sequence_lengths must be one-dimensional, each at least 1")
+    for name, value in (("token_budget", token_budget), ("data_parallel", data_parallel)):
+        if value < 1:
+            raise ValueError(f"plan_micro_batches: {name} = {value}; it must be at least 1")
+    costs = lengths * (1.0 + attention_cost * lengths)
+    step = data_parallel * count_multiple
+    # No two sequences above half the budget share a micro-batch, and one above the budget shares with none.
+    full = int((lengths > token_budget).sum())
+    least = max(
+        full + math.ceil(int(lengths[lengths <= token_budget].sum()) / token_budget),
+        int((2 * lengths > token_budget).sum()),
+    )
+    bins = max(round_up(least, step), step)
+    while True:
+        assignment = _fill(lengths, costs, token_budget, bins, balance=True)
+        if assignment is None:
+            assignment = _fill(lengths, costs, token_budget, bins, balance=False)
+        if assignment is not None:
+            break
+        bins += step
+    return _deal(assignment, costs, bins, data_parallel)
+
+
+def plan_for_actor(sequence_lengths: np.ndarray, config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
+    """The plan for the layout and budget of `config`. `micro_batch_tokens` counts what one rank holds, so the context-
+    parallel ranks together take that many times as much."""
+    layout = config.layout
+    return plan_micro_batches(
+        sequence_lengths,
+        token_budget=config.micro_batch_tokens * layout.context,
+        data_parallel=layout.data,
+        sequence_multiple=sequence_multiple(layout),
+        count_multiple=1 if layout.virtual_pipeline is None else layout.pipeline,
+        attention_cost=1 / (12 * hidden_size),
+    )
+
+
+def pack_micro_batch(
+    responses: "Responses", indices: np.ndarray, layout: LayoutConfig, *, context_rank: int = 0
+) -> PackedMicroBatch:
+    """The micro-batch of the responses at `indices` as the given context-parallel rank sees it.
+
+    No indices: one short sequence of token 0 without response tokens. The model runs on it as on any other, so that the
+    ranks stay in step, and its loss is a sum over nothing.
+    """
+    lengths = responses.sequence_lengths[indices].astype(np.int64)
+    prompts = responses.prompt_lengths[indices].astype(np.int64)
+    if not len(lengths):
+        lengths, prompts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    occupied = round_up(lengths, sequence_multiple(layout))
+    # Sequence parallel cuts the row into equal parts too: what is missing is padding after the last sequence.
+    occupied[-1] += -occupied.sum() % _row_multiple(layout)
+    starts = exclusive_sum(occupied)
+
+    row = np.zeros(int(occupied.sum()), dtype=np.int64)
+    if len(indices):
+        source = exclusive_sum(responses.sequence_lengths)[indices]
+        row[ranges(starts, lengths)] = responses.token_ids[ranges(source, lengths)]
+    positions = ranges(np.zeros_like(occupied), occupied)
+    predictors = ranges(starts + prompts - 1, lengths - prompts)
+    targets = row[predictors + 1]
+    places = np.arange(len(predictors))
+
+    if layout.context > 1:
+        held = zigzag_positions(occupied, layout.context, context_rank)
+        row, positions = row[held], positions[held]
+        local = np.full(int(occupied.sum()), -1, dtype=np.int64)
+        local[held] = np.arange(len(held))
+        here = local[predictors] >= 0
+        predictors, targets, places = local[predictors[here]], targets[here], places[here]
+    return PackedMicroBatch(
+        input_ids=row,
+        position_ids=positions,
+        sequence_bounds=np.concatenate([[0], np.cumsum(occupied)]).astype(np.int32),
+        max_sequence_length=int(occupied.max()),
+        rows=predictors,
+        targets=targets,
+        places=places,
+        columns=responses.response_token_indices(indices),
+        sequence_index=np.repeat(np.arange(len(lengths)), lengths - prompts),
+        response_lengths=lengths - prompts,
+    )
+
+
+def zigzag_positions(lengths: np.ndarray, context: int, context_rank: int) -> np.ndarray:
+    """int64: positions of the packed row that a context-parallel rank holds, in its order.
+
+    `lengths` int [S], each a multiple of 2 x `context`. [8] over 2 ranks: rank 0 has 0 1 6 7, rank 1 has 2 3 4 5.
+    """
+    piece = np.asarray(lengths, dtype=np.int64) // (2 * context)
+    starts = exclusive_sum(lengths)
+    first, last = starts + context_rank * piece, starts + (2 * context - 1 - context_rank) * piece
+    return ranges(np.stack([first, last], axis=1).reshape(-1), np.repeat(piece, 2))
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64 [sum of lengths]: start, start + 1, ... for each, one after the other. ([5, 0], [2, 3]): 5 6 0 1 2."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    shift = np.asarray(starts, dtype=np.int64) - exclusive_sum(lengths)
+    return np.repeat(shift, lengths) + np.arange(int(lengths.sum()))
+
+
+def exclusive_sum(lengths: np.ndarray) -> np.ndarray:
+    """int64, as long as `lengths`: where each piece starts when pieces of these lengths lie one after the other."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def round_up(value, multiple: int):
+    """The next multiple of `multiple`, of an int or of each entry of an array."""
+    return -(-value // multiple) * multiple
+
+
+def sequence_multiple(layout: LayoutConfig) -> int:
+    """What the length of each sequence of a micro-batch is rounded up to: two pieces for each context-parallel rank."""
+    return 2 * layout.context if layout.context > 1 else 1
+
+
+def _row_multiple(layout: LayoutConfig) -> int:
+    """What the length of the whole row is rounded up to, over all context-parallel ranks."""
+    shards = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    return math.lcm(sequence_multiple(layout), shards)
+
+
+def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, balance: bool) -> np.ndarray | None:
+    """int64 [R]: the bin of each sequence, or None if they do not fit.
+
+    Costly ones first, each to the bin of least cost that has room (`balance`), or to the fullest that has room, which
+    fits more.
+    """
+    room = np.full(bins, budget, dtype=np.int64)
+    load = np.zeros(bins)
+    assignment = np.empty(len(lengths), dtype=np.int64)
+    for i in np.argsort(-costs, kind="stable"):
+        free = room >= min(int(lengths[i]), budget)
+        score = np.where(free, load if balance else room, np.inf)
+        chosen = int(score.argmin())
+        if not free[chosen]:
+            return None
+        assignment[i] = chosen
+        room[chosen] -= lengths[i]
+        load[chosen] += costs[i]
+    return assignment
+
+
+def _deal(assignment: np.ndarray, costs: np.ndarray, bins: int, data_parallel: int) -> MicroBatchPlan:
+    """Give the bins to the ranks: neighbours in cost run at the same time, and the ranks' sums are level."""
+    load = np.bincount(assignment, weights=costs, minlength=bins)
+    order = np.argsort(-load, kind="stable")
+    members: Sequence[np.ndarray] = [np.flatnonzero(assignment == number) for number in range(bins)]
+    ranks: list[list[np.ndarray]] = [[] for _ in range(data_parallel)]
+    sums = np.zeros(data_parallel)
+    for round_start in range(0, bins, data_parallel):
+        # The costliest bin of the round goes to the rank that has least so far.
+        for number, rank in zip(
+            order[round_start : round_start + data_parallel], np.argsort(sums, kind="stable"), strict=True
+        ):
+            ranks[rank].append(members[number])
+            sums[rank] += load[number]
+    return MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in ranks), num_responses=len(assignment))

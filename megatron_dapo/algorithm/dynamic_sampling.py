@@ -1,0 +1,96 @@
+"""Dynamic sampling (section 3.2, constraint of eq. 11): train only on groups that are neither all right nor all wrong.
+
+    0 < |{o_i : o_i is equivalent to the answer}| < G
+
+Such groups have no spread in accuracy, so eq. 9 gives them no gradient (or, with shaped rewards, one that teaches
+nothing but length). More prompts are sampled until N groups are kept; how many more is estimated from the share of
+groups that passed so far. Decisions only: who sends and who waits is the coordinator's.
+
+Example: 8 groups are missing, 4 in flight, half of the groups pass. The 4 are expected to give 2, so 6 must come from
+new prompts: 12 are dispatched.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+def keep_group(correct: int, group_size: int) -> bool:
+    """Eq. 11's constraint, on the number of *correct* responses (never on rewards).
+
+    Raises:
+        ValueError: `correct` is not in 0..group_size.
+    """
+    if not 0 <= correct <= group_size:
+        raise ValueError(f"{correct} correct responses in a group of {group_size}: must be in 0..{group_size}")
+    return 0 < correct < group_size
+
+
+def prompts_to_dispatch(missing: int, in_flight: int, pass_rate: float) -> int:
+    """How many more prompts to send, so that the expected number of groups kept reaches `missing`.
+
+    ceil(missing / pass_rate) - in_flight, never negative; 0 if nothing is missing. At least one prompt is under way as
+    long as something is missing. The caller applies its own ceiling (`max_oversampling`).
+
+    Args:
+        missing: groups still wanted, beyond those kept.
+        in_flight: groups dispatched and not yet judged.
+        pass_rate: expected share of groups that are kept, in (0, 1].
+    """
+    if not 0 < pass_rate <= 1:
+        raise ValueError(f"pass rate {pass_rate:g}: must be in (0, 1]; an estimate of 0 would dispatch without end")
+    if missing <= 0:
+        return 0
+    # A hair below the quotient: 9 / 0.009 is 1000.0000000000001 in floating point and must not become 1001.
+    return max(0, math.ceil(missing / pass_rate - 1e-9) - in_flight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRate:
+    """Estimate of the share of groups that are kept: the mean of a Beta posterior with exponential forgetting.
+
+    The pass rate drifts as the policy improves, so old groups count less: each judged group multiplies the weight of
+    all earlier ones by 1 - 1 / memory. The prior never fades altogether, so the estimate stays inside (0, 1).
+
+    Example: PassRate.start(0.5) has 2 pseudo-groups kept and 2 not. After 6 kept of 6: (2 + 6) / (4 + 6) = 0.8 (without
+    forgetting).
+    """
+
+    prior_kept: float
+    prior_filtered: float
+    memory: float
+    kept: float = 0.0
+    filtered: float = 0.0
+
+    @classmethod
+    def start(cls, initial: float, *, strength: float = 4.0, memory: float = 2048.0) -> "PassRate":
+        """An estimate that begins at `initial` and gives it the weight of `strength` groups.
+
+        Args:
+            initial: in (0, 1]; 1 is taken as a share that no group of the prior failed.
+            strength: groups that the prior counts as; > 0.
+            memory: groups after which an observation has faded to 1/e; > 1.
+        """
+        if not 0 < initial <= 1 or strength <= 0 or memory <= 1:
+            raise ValueError(
+                f"pass rate: initial {initial:g} must be in (0, 1], strength {strength:g} > 0, memory {memory:g} > 1"
+            )
+        return cls(prior_kept=initial * strength, prior_filtered=(1 - initial) * strength, memory=memory)
+
+    @property
+    def mean(self) -> float:
+        """Expected share of groups that are kept, in (0, 1]."""
+        kept = self.prior_kept + self.kept
+        return kept / (kept + self.prior_filtered + self.filtered)
+
+    def update(self, *, kept: int, filtered: int) -> "PassRate":
+        """The estimate after `kept` + `filtered` more groups, which count alike: their order does not matter."""
+        if kept < 0 or filtered < 0:
+            raise ValueError(f"pass rate: counts must not be negative, got kept {kept}, filtered {filtered}")
+        fade = (1 - 1 / self.memory) ** (kept + filtered)
+        return PassRate(
+            prior_kept=self.prior_kept,
+            prior_filtered=self.prior_filtered,
+            memory=self.memory,
+            kept=self.kept * fade + kept,
+            filtered=self.filtered * fade + filtered,
+        )

@@ -1,0 +1,85 @@
+"""KL divergence to a reference, estimated from the sampled tokens. DAPO has no such term (section 2.3): off by default.
+
+With d = log pi(y) - log ref(y) of a token or of a whole response, y drawn from pi (Schulman's k1, k2, k3):
+
+    k1 = d                   k2 = d^2 / 2                    k3 = exp(-d) - 1 + d
+    k1' = 1                  k2' = d                         k3' = 1 - exp(-d)
+
+As *values* k1 and k3 are unbiased and k2 is not. As *losses* it is the derivative that counts, and E[k' * grad log pi]
+is zero for k1 (it regularises nothing), the gradient of KL(pi || ref) for k2 on whole responses, and that of
+KL(ref || pi) for k3 on whole responses. Per token, each of them leaves out what a token does to later ones.
+
+Example: log pi = -1.0, log ref = -1.5, so d = 0.5: k1 = 0.5, k2 = 0.125, k3 = 0.1065.
+"""
+
+# ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+EXPONENT_BOUND = 20.0
+"""Largest |log ratio| put into exp: the square of e^20 = 4.9e8 still fits float32. No healthy run comes near."""
+
+
+def kl_estimate(
+    log_probs: Float[Tensor, "*shape"], reference: Float[Tensor, "*shape"], estimator: Estimator
+) -> Float[Tensor, "*shape"]:
+    """The estimator at each d = log_probs - reference, in nats; differentiable in `log_probs`."""
+    return _value(log_probs - reference, estimator)
+
+
+def sequence_kl_estimate(
+    log_probs: Float[Tensor, " T"],
+    reference: Float[Tensor, " T"],
+    estimator: Estimator,
+    *,
+    sequence_index: Int[Tensor, " T"],
+    sequence_lengths: Int[Tensor, " S"],
+    sum_over_shards: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, " T"]:
+    """The estimator at each whole response's d = sum of its tokens' d, divided by its length and laid on its tokens.
+
+    Every aggregation weighs the tokens of a response alike (w). Their weighted sum is then w * k(d), with gradient
+    w * k'(d) in each of the response's log-probs; with k1 it equals the token version. d needs no gradient of its own:
+    the derivative is written out, so the tokens of a response may lie on several context-parallel ranks.
+
+    Args:
+        sequence_index: which of the S responses a token belongs to, 0 <= index < S.
+        sequence_lengths: tokens of each whole response, those on other ranks included.
+        sum_over_shards: adds an [S] tensor over the ranks that hold other tokens of the same responses, without
+            gradient; None where all responses are whole.
+
+    Example: tokens with d = 0.5 and 0.3, k2: d = 0.8, k2 = 0.32, so 0.16 on each token; each one's gradient is 0.8 w.
+    """
+    difference = (log_probs - reference).detach()
+    totals = difference.new_zeros(sequence_lengths.shape[0]).index_add(0, sequence_index, difference)
+    if sum_over_shards is not None:
+        totals = sum_over_shards(totals)
+    lengths = sequence_lengths.clamp(min=1).to(totals.dtype)
+    value = (_value(totals, estimator) / lengths)[sequence_index]
+    slope = _slope(totals, estimator)[sequence_index]
+    # `log_probs - log_probs.detach()` is zero: it adds the slope to the gradient and nothing to the value.
+    return value + slope * (log_probs - log_probs.detach())
+
+
+def _value(difference: Tensor, estimator: Estimator) -> Tensor:
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    # expm1 keeps k3 exact (and not negative) near 0, where exp(-d) - 1 would cancel.
+    return torch.expm1(-difference.clamp(min=-EXPONENT_BOUND)) + difference
+
+
+def _slope(difference: Tensor, estimator: Estimator) -> Tensor:
+    if estimator == "k1":
+        return torch.ones_like(difference)
+    if estimator == "k2":
+        return difference
+    return torch.where(difference < -EXPONENT_BOUND, 1.0, -torch.expm1(-difference))

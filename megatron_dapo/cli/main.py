@@ -1,0 +1,78 @@
+"""`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError, load_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Config file; docs/config.md lists every key.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override keys.")]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train by DAPO. `run.dir` names the run directory, `run.resume=true` continues it."""
+    from megatron_dapo.cli.train import train_command
+
+    raise typer.Exit(train_command(config, overrides or []))
+
+
+@app.command()
+def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
+    """Print prompts exactly as the server gets them: text, token ids, ground truth."""
+    from megatron_dapo.cli.preview import preview_command
+
+    raise typer.Exit(preview_command(config, overrides or [], count))
+
+
+@app.command()
+def ask(
+    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt, as the model was trained to get it.")],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+) -> None:
+    """Answer one prompt with a model in Hugging Face format, on the CPU."""
+    from megatron_dapo.cli.ask import ask_command
+
+    raise typer.Exit(ask_command(model, prompt, max_new_tokens, temperature))
+
+
+@app.command()
+def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
+    """Write the pages that are made from the code: config.md and metrics.md."""
+    from megatron_dapo.config.reference import reference_page
+    from megatron_dapo.monitor.reference import metrics_page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.md").write_text(reference_page())
+    (folder / "metrics.md").write_text(metrics_page())
+
+
+@app.command()
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Say whether a config is valid, and print it with every default filled in."""
+    from megatron_dapo.config import dump_config
+
+    try:
+        print(dump_config(load_config(config, overrides or [])), end="")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(ExitCode.CONFIG) from None
+
+
+def main() -> None:
+    """Entry point of `megatron-dapo`."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    app()
+
+
+if __name__ == "__main__":
+    main()

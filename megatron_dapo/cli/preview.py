@@ -1,0 +1,29 @@
+"""`megatron-dapo preview`: what the server gets, to the last token."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.data.prompts import DataError, prompt_at, read_prompts
+from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+
+
+def preview_command(path: Path, overrides: Sequence[str], count: int) -> ExitCode:
+    """Print the first `count` prompts of the run's order."""
+    try:
+        config = load_config(path, overrides)
+        text = load_text_tools(config.model.path)
+        prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
+    except (ConfigError, DataError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIG
+    print(f"{config.data.path}: {prompts.summary()}")
+    print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {config.rollout.max_new_tokens} tokens")
+    for position in range(count):
+        prompt = prompts.prompts[prompt_at(position, len(prompts.prompts), config.run.seed)]
+        print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens, answer {prompt.answer!r}")
+        print(prompt.text)
+        print(f"token ids: {prompt.ids.tolist()}")
+    return ExitCode.FINISHED

@@ -1,0 +1,78 @@
+"""Section `actor`: how Megatron-Core trains."""
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from megatron_dapo.config.base import STRICT, NonNegativeFloat, NonNegativeInt, Pair, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LayoutConfig:
+    tensor: PositiveInt = 1
+    """Tensor-parallel size (TP)."""
+
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel size (PP)."""
+
+    virtual_pipeline: PositiveInt | None = None
+    """Model chunks a pipeline rank holds (interleaved schedule); none: one chunk."""
+
+    context: PositiveInt = 1
+    """Context-parallel size (CP): each sequence is split over this many ranks."""
+
+    data: PositiveInt = 1
+    """Data-parallel size (DP)."""
+
+    sequence_parallel: bool = False
+    """Split norms and residuals over the tensor-parallel ranks too; needs `tensor` > 1."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer processes."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+
+    betas: Pair = (0.9, 0.999)
+    """AdamW's decay rates."""
+
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; biases and norms have none."""
+
+    clip_norm: NonNegativeFloat = 1.0
+    """Global gradient norm above which the gradient is scaled down; 0 switches it off."""
+
+    warmup_rollout_steps: NonNegativeFloat = 20
+    """Rollout steps of linear warm-up; the rate is constant afterwards."""
+
+    distributed: bool = True
+    """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActorConfig:
+    layout: LayoutConfig = LayoutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where a GPU is visible, else the CPU over gloo."""
+
+    micro_batch_tokens: PositiveInt = 32768
+    """Token budget of a packed micro-batch on one rank (prompt and response); a longer sequence gets one of its own."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: `selective` the attention core, `full` every layer."""
+
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are brought to float32 at a time."""
+
+    threads: PositiveInt = 1
+    """CPU threads of each trainer process."""

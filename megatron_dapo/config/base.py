@@ -1,0 +1,19 @@
+"""What every config section shares: a frozen, strict, documented dataclass and one kind of error."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+# YAML has lists, not tuples: only the container is converted, its items stay strictly typed.
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A config that must not run. The message names the file and line or the key, the rule and the remedy."""

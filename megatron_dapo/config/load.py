@@ -1,0 +1,134 @@
+"""YAML file + `section.key=value` overrides -> Config, strictly (no key is ignored, none is guessed)."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.root import Config, contradictions
+
+Lines = dict[tuple[str, ...], str]
+"""Where each key was given: key path -> `file:line` or `override`."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-6 is a number (YAML 1.1 reads it as a text) and a key given twice is an error."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?(\d[\d_]*)\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of `path` with `overrides` (`actor.layout.tensor=2`) applied.
+
+    Raises:
+        ConfigError: file missing or no YAML, unknown key (with the nearest valid one), wrong type, contradiction.
+            All faults are listed at once, each with its file and line.
+    """
+    tree, lines = _read(Path(path))
+    for override in overrides:
+        _override(tree, lines, override)
+    try:
+        config = TypeAdapter(Config).validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, lines)) from None
+    faults = list(contradictions(config))
+    if faults:
+        raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML; `load_config` reads it back to an equal config."""
+    tree = TypeAdapter(Config).dump_python(config, mode="json")
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Lines]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}; give the path of a YAML file") from None
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")
+    lines: Lines = {}
+    _collect_lines(node, (), str(path), lines)
+    return tree, lines
+
+
+def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, lines: Lines) -> None:
+    for key, value in node.value:
+        where = (*above, str(key.value))
+        place = f"{file}:{key.start_mark.line + 1}"
+        if where in lines:
+            raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
+        lines[where] = place
+        if isinstance(value, yaml.MappingNode):
+            _collect_lines(value, where, file, lines)
+
+
+def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    path = tuple(part.strip() for part in name.split("."))
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+    at = tree
+    for part in path[:-1]:
+        at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    at[path[-1]] = value
+    lines[path] = f"override {override!r}"
+
+
+def _explain(error: ValidationError, lines: Lines) -> str:
+    return "config is not valid\n" + "\n".join(f"  {_fault(fault, lines)}" for fault in error.errors())
+
+
+def _fault(fault: Any, lines: Lines) -> str:
+    path = tuple(str(part) for part in fault["loc"] if not str(part).startswith(("constrained-", "literal[", "function-")))
+    name, place = ".".join(path), _place(path, lines)
+    if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = _keys(path[:-1])
+        near = get_close_matches(path[-1], known, n=1)
+        above = ".".join((*path[:-1], ""))
+        hint = f"did you mean {above}{near[0]}?" if near else f"valid: {', '.join(known)}"
+        return f"{place}: {name}: no such key; {hint}"
+    if fault["type"] in ("missing", "missing_argument"):
+        return f"{place}: {name} is missing; set it ({name}=... on the command line, or in the file)"
+    return f"{place}: {name} = {fault['input']!r}: {fault['msg']}"
+
+
+def _place(path: tuple[str, ...], lines: Lines) -> str:
+    for length in range(len(path), 0, -1):
+        if path[:length] in lines:
+            return lines[path[:length]]
+    return next(iter(lines.values())).rsplit(":", 1)[0] if lines else "config"
+
+
+def _keys(path: tuple[str, ...]) -> list[str]:
+    """Valid keys below the section `path`."""
+    section: Any = Config
+    for part in path:
+        section = {field.name: field.type for field in dataclasses.fields(section)}[part]
+    return [field.name for field in dataclasses.fields(section)]

@@ -1,0 +1,79 @@
+"""The configuration reference: one Markdown page made from the sections themselves, so that it cannot drift."""
+
+import ast
+import dataclasses
+import inspect
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megatron_dapo.config.root import Config
+
+HEADER = """# Configuration reference
+
+Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; every key may also be
+given on the command line as `section.key=value`. An unknown key, a wrong type or two keys that contradict each other stop the
+run before it starts. Defaults are the paper's where the paper states one.
+"""
+
+
+def reference_page() -> str:
+    """Markdown: a table a section (key, type, default, meaning)."""
+    parts = [HEADER]
+    for field in dataclasses.fields(Config):
+        parts.append(_section(field.name, field.type))
+    return "\n".join(parts)
+
+
+def _section(name: str, section: Any) -> str:
+    summary = (inspect.getmodule(section).__doc__ or "").strip().splitlines()[0] if "." not in name else ""
+    lines = [f"{'##' if '.' not in name else '###'} {name}", ""]
+    if summary:
+        lines += [summary, ""]
+    below = []
+    meanings = _attribute_docstrings(section)
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(field.type):
+            below.append((f"{name}.{field.name}", field.type))
+            continue
+        default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
+        lines.append(f"| `{name}.{field.name}` | {_type(field.type)} | {default} | {meanings[field.name]} |")
+    if len(lines) == 4:  # only sections below this one
+        lines = lines[:2]
+    return "\n".join([*lines, ""]) + "".join("\n" + _section(*child) for child in below)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, FieldInfo):
+        value = value.default
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _type(annotation: Any) -> str:
+    """`int`, `"a" or "b"`, `list of float`, ... without the bounds, which the error messages state."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{option}`" for option in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(option) for option in arguments)
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    return "none" if annotation is type(None) else annotation.__name__
+
+
+def _attribute_docstrings(section: Any) -> dict[str, str]:
+    """Texts under the fields, one line each."""
+    body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            texts[statement.target.id] = " ".join(str(after.value.value).split()).replace("|", "\\|")  # type: ignore[union-attr]
+    return texts

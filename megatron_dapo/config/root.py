@@ -1,0 +1,73 @@
+"""The whole config of a run, and the rules that tie its sections together."""
+
+from collections.abc import Iterator
+
+from pydantic.dataclasses import dataclass
+
+from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.base import STRICT
+from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.evaluation import EvaluationConfig
+from megatron_dapo.config.model import ModelConfig
+from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.config.run import RunConfig
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Config:
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    actor: ActorConfig = ActorConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
+    algorithm, layout, rollout = config.algorithm, config.actor.layout, config.rollout
+    responses, group = algorithm.mini_batch_responses, algorithm.group_size
+    if group < 2:
+        yield f"algorithm.group_size = {group}: eq. 9 compares responses of one prompt; use 2 or more"
+    if responses % group:
+        yield (
+            f"algorithm.mini_batch_responses = {responses}: must be a multiple of algorithm.group_size = {group}, "
+            "so that no group is split over two optimizer steps"
+        )
+    if responses > algorithm.prompts_per_step * group:
+        yield (
+            f"algorithm.mini_batch_responses = {responses}: a rollout step has only prompts_per_step x group_size = "
+            f"{algorithm.prompts_per_step * group} responses; lower it"
+        )
+    clip = algorithm.clip
+    if clip.dual is not None and clip.dual <= 1 + clip.high:
+        yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
+    overlong = algorithm.overlong
+    if overlong.shape != "none" and overlong.buffer >= rollout.max_new_tokens:
+        yield (
+            f"algorithm.overlong.buffer = {overlong.buffer}: must be below rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}; eq. 13 would punish every response"
+        )
+    importance = algorithm.importance
+    if importance.mode == "masked" and importance.lower >= importance.upper:
+        yield (
+            f"algorithm.importance.lower = {importance.lower:g}: must be below importance.upper = "
+            f"{importance.upper:g}, else every token is dropped"
+        )
+    if config.data.max_prompt_tokens + rollout.max_new_tokens > config.model.context_length:
+        yield (
+            f"model.context_length = {config.model.context_length}: below data.max_prompt_tokens + "
+            f"rollout.max_new_tokens = {config.data.max_prompt_tokens + rollout.max_new_tokens}; raise it or lower them"
+        )
+    if layout.sequence_parallel and layout.tensor == 1:
+        yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
+    if layout.virtual_pipeline is not None and layout.pipeline == 1:
+        yield f"actor.layout.virtual_pipeline = {layout.virtual_pipeline}: needs layout.pipeline > 1"
+    if config.monitor.mismatch_stop < config.monitor.mismatch_warn:
+        yield "monitor.mismatch_stop: below monitor.mismatch_warn, so the warning would never be seen; raise it"

@@ -1,0 +1,35 @@
+"""Section `run`: where a run lives, how long it goes on, what it keeps."""
+
+from pydantic.dataclasses import dataclass
+
+from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    dir: str
+    """Run directory: everything the run writes is below it. A directory that holds a run is refused unless `resume`."""
+
+    rollout_steps: PositiveInt
+    """The run ends after this many rollout steps (each: fill a batch, then `mini-batches` optimizer steps)."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the prompt order, of every response's sampling seed and of the mini-batch shuffle."""
+
+    resume: bool = False
+    """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint stands."""
+
+    checkpoint_every: NonNegativeInt = 10
+    """Rollout steps between checkpoints; 0 writes only the last one."""
+
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk."""
+
+    export_at_end: bool = True
+    """Write the trained model in Hugging Face format to `<dir>/model` when the run ends."""
+
+    start_deadline_s: PositiveFloat = 600.0
+    """Seconds that trainer and servers may take to get ready before the run stops with the reason."""
+
+    step_deadline_s: PositiveFloat = 3600.0
+    """Seconds that any one phase of a rollout step may take before the run stops with the reason."""

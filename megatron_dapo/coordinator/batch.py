@@ -1,0 +1,117 @@
+"""Admitted groups -> the arrays that the trainer gets: responses, advantages, per-token loss weights, packing. Pure.
+
+Law 1 starts here: the weight of every token is computed once per mini-batch, from the whole mini-batch; everything later sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
+from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.algorithm.advantage import group_advantages
+from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.importance import correction_weights
+from megatron_dapo.config.root import Config
+from megatron_dapo.coordinator.messages import ScoredGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepArrays:
+    """All responses of one rollout step, group after group. R responses, N response tokens."""
+
+    responses: Responses
+    rollout_log_probs: np.ndarray
+    """float32 [N], as the engine gave them."""
+    advantages: np.ndarray
+    """float32 [R], eq. 9 of the shaped rewards."""
+    carries_loss: np.ndarray
+    """bool [R]; False where overlong filtering masks a truncated response."""
+
+
+def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
+    """Flatten the groups and compute their advantages."""
+    everyone = [(group, response) for group in groups for response in group.responses]
+    advantage = config.algorithm.advantage
+    rewards = torch.tensor(
+        [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
+    )
+    truncated = np.array([response.truncated for _, response in everyone])
+    return StepArrays(
+        responses=Responses(
+            token_ids=np.concatenate(
+                [np.concatenate([group.prompt_ids, response.generation.token_ids]) for group, response in everyone]
+            ).astype(np.int32),
+            sequence_lengths=np.array(
+                [len(group.prompt_ids) + len(response.generation.token_ids) for group, response in everyone], np.int32
+            ),
+            prompt_lengths=np.array([len(group.prompt_ids) for group, _ in everyone], np.int32),
+        ),
+        rollout_log_probs=np.concatenate([response.generation.log_probs for _, response in everyone]).astype(np.float32),
+        advantages=group_advantages(rewards, epsilon=advantage.epsilon, ddof=advantage.ddof)
+        .flatten()
+        .numpy()
+        .astype(np.float32),
+        carries_loss=~truncated if config.algorithm.overlong.filter else np.ones(len(everyone), bool),
+    )
+
+
+def mini_batches(
+    arrays: StepArrays, old: LogProbs, reference: LogProbs | None, config: Config, rollout_step: int
+) -> list[MiniBatch]:
+    """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
+    algorithm = config.algorithm
+    group_size = algorithm.group_size
+    groups = len(arrays.advantages) // group_size
+    order = np.random.Generator(np.random.PCG64([config.run.seed, rollout_step])).permutation(groups)
+    per_batch = algorithm.mini_batch_responses // group_size
+    members = order[:, None] * group_size + np.arange(group_size)
+    return [
+        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, config)
+        for at in range(0, groups, per_batch)
+    ]
+
+
+def _mini_batch(
+    chosen: np.ndarray, arrays: StepArrays, old: LogProbs, reference: LogProbs | None, config: Config
+) -> MiniBatch:
+    algorithm, layout = config.algorithm, config.actor.layout
+    responses = arrays.responses.select(chosen)
+    lengths = arrays.responses.response_lengths
+    tokens = arrays.responses.response_token_indices(chosen)
+    chosen_lengths = torch.from_numpy(lengths[chosen].astype(np.int64))
+    plan = plan_micro_batches(
+        responses.sequence_lengths, token_budget=config.actor.micro_batch_tokens, data_parallel=layout.data
+    )
+    weights = token_weights(
+        chosen_lengths,
+        torch.from_numpy(np.repeat(np.arange(len(chosen) // algorithm.group_size), algorithm.group_size)),
+        algorithm.aggregation,
+        mask=torch.from_numpy(arrays.carries_loss[chosen]),
+        constant_length=config.rollout.max_new_tokens,
+        micro_batch_index=torch.from_numpy(plan.micro_batch_index()),
+    )
+    importance = algorithm.importance
+    correction = None
+    if importance.mode != "none":
+        correction = correction_weights(
+            torch.from_numpy(old.log_probs[tokens]),
+            torch.from_numpy(arrays.rollout_log_probs[tokens]),
+            mode=importance.mode,
+            level=importance.level,
+            upper=importance.upper,
+            lower=importance.lower,
+            response_lengths=chosen_lengths,
+        ).weights.numpy()
+    return MiniBatch(
+        responses=responses,
+        weights=weights.numpy().astype(np.float32),
+        advantages=np.repeat(arrays.advantages[chosen], lengths[chosen]),
+        old_log_probs=old.log_probs[tokens],
+        reference_log_probs=None if reference is None else reference.log_probs[tokens],
+        correction=correction,
+        plan=plan,
+    )
+

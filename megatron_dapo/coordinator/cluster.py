@@ -1,0 +1,55 @@
+"""Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
+
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray
+
+LOCAL_OBJECT_STORE_BYTES = 256 << 20
+"""A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
+
+
+class Cluster:
+    """Connection to Ray. A local cluster lives and dies with this process and is closed to other users by a token."""
+
+    def __init__(self, *, processes: int, use_gpu: bool) -> None:
+        """Start or join.
+
+        Args:
+            processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
+        """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._folder: Path | None = None
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            return
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # Unix sockets lie below this folder: its path must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-"))
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, processes),
+            object_store_memory=None if use_gpu else LOCAL_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=str(self._folder),
+            _node_ip_address="127.0.0.1",
+        )
+
+    @property
+    def host(self) -> str:
+        """Address of this node inside the cluster."""
+        return ray.util.get_node_ip_address()
+
+    def close(self) -> None:
+        ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

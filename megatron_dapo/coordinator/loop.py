@@ -1,0 +1,123 @@
+"""The run, as Algorithm 1 of the paper tells it.
+
+    prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
+"""
+
+from dataclasses import replace
+
+from megatron_dapo.coordinator.batch import mini_batches, step_arrays
+from megatron_dapo.coordinator.messages import Admission
+from megatron_dapo.coordinator.parts import Parts
+from megatron_dapo.coordinator.phases import Phases
+from megatron_dapo.coordinator.progress import Progress, save_progress
+from megatron_dapo.coordinator.publish import publish_weights
+from megatron_dapo.coordinator.step_metrics import StepRecord, check_mismatch, step_metrics, write_samples
+from megatron_dapo.data.ledger import Event
+
+
+async def train(parts: Parts, progress: Progress) -> Progress:
+    """Rollout steps until `run.rollout_steps` are done. Returns where the run then stands."""
+    run = parts.config.run
+    while progress.rollout_step < run.rollout_steps:
+        progress, record = await rollout_step(parts, progress)
+        parts.writer.write(step_metrics(record, parts.config))
+        write_samples(record, parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses)
+        parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
+    return progress
+
+
+async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, StepRecord]:
+    """One batch of N groups, all its optimizer steps, and the servers on the new weights."""
+    config, step, phases = parts.config, progress.rollout_step + 1, Phases()
+    deadline = config.run.step_deadline_s
+
+    with phases.measure("rollout"):
+        filling = parts.sampler.fill(step, progress.weight_version)
+        admission = await parts.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
+    phases.move("rollout", "reward", parts.generator.take_reward_seconds())
+    if admission.limit_reached:
+        parts.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
+
+    arrays = step_arrays(admission.kept, config)
+    with phases.measure("logprob"):
+        old = await parts.trainer.log_probs(arrays.responses)
+        reference = None
+        if config.algorithm.kl.coefficient > 0:
+            reference = await parts.trainer.reference_log_probs(arrays.responses)
+    gap = check_mismatch(old, arrays, config.monitor, parts.console)
+
+    with phases.measure("update"):
+        batches = mini_batches(arrays, old, reference, config, step)
+        updates = await parts.trainer.update(batches, parts.objective)
+
+    version = progress.weight_version + 1
+    with phases.measure("weight_sync"):
+        await publish_weights(parts, version)
+    close_step(parts, admission, step, progress.weight_version)
+    progress = replace(
+        progress,
+        rollout_step=step,
+        optimizer_step=progress.optimizer_step + len(updates),
+        weight_version=version,
+        sampler=parts.sampler.state,
+    )
+
+    evaluation = {}
+    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.run.rollout_steps:
+        with phases.measure("evaluation"):
+            evaluation = await evaluate(parts, f"step{step}")
+    if step == config.run.rollout_steps or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
+        with phases.measure("checkpoint"):
+            await checkpoint(parts, progress)
+    record = StepRecord(
+        progress=progress,
+        admission=admission,
+        arrays=arrays,
+        old=old,
+        mismatch=gap,
+        updates=tuple(updates),
+        evaluation=evaluation,
+        seconds=phases.seconds(),
+    )
+    return progress, record
+
+
+def close_step(parts: Parts, admission: Admission, step: int, version: int) -> None:
+    """Write down what was trained, durably."""
+    for group in admission.kept:
+        parts.ledger.record(
+            Event.TRAINED,
+            prompt=group.position,
+            rollout_step=step,
+            weight_version=version,
+            generated_by=group.weight_version,
+            correct=group.correct,
+            tokens=group.tokens,
+        )
+    parts.ledger.commit()
+
+
+async def evaluate(parts: Parts, name: str) -> dict:
+    """Held-out answers with the weights that the servers hold now."""
+    deadline = parts.config.run.step_deadline_s
+    return await parts.waits.wait_for("held-out answers", "rollout servers", deadline, parts.evaluator.run(name))
+
+
+async def checkpoint(parts: Parts, progress: Progress) -> None:
+    """Trainer, sampler and counters together; it counts once its folder has its name.
+
+    The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next resume
+    voids. The other order would leave a folder that the ledger does not know.
+    """
+    run = parts.config.run
+    aside = parts.run_dir.checkpoint_aside(progress.rollout_step)
+    await parts.trainer.save_checkpoint(aside / "actor")
+    save_progress(progress, aside)
+    parts.ledger.record(
+        Event.CHECKPOINT,
+        rollout_step=progress.rollout_step,
+        weight_version=progress.weight_version,
+        optimizer_step=progress.optimizer_step,
+    )
+    parts.ledger.commit()
+    parts.run_dir.publish_checkpoint(aside, progress.rollout_step, run.keep_checkpoints)

@@ -1,0 +1,246 @@
+"""Everything a run is made of, started in the right order and closed in the opposite one."""
+
+import asyncio
+import json
+import platform
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config import Config, dump_config
+from megatron_dapo.coordinator.cluster import Cluster
+from megatron_dapo.coordinator.evaluation import Evaluator
+from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.trainer import Trainer
+from megatron_dapo.coordinator.waits import Waits
+from megatron_dapo.data.ledger import Event, Ledger
+from megatron_dapo.data.prompts import PromptSet, read_prompts
+from megatron_dapo.data.tokenizer import TextTools, load_text_tools
+from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.writer import MetricsWriter
+from reward.pool import RewardPool
+from rollout.fleet import RolloutFleet
+from rollout.messages import SamplingParams
+from rollout.server import make_engines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What was read and checked before anything was started."""
+
+    text: TextTools
+    prompts: PromptSet
+    heldout: PromptSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The running parts; each is used only by the loop and the functions it calls."""
+
+    config: Config
+    inputs: Inputs
+    run_dir: RunDir
+    waits: Waits
+    console: Console
+    ledger: Ledger
+    writer: MetricsWriter
+    trainer: Trainer
+    fleet: RolloutFleet
+    generator: GroupGenerator
+    sampler: DynamicSampler
+    evaluator: Evaluator
+    objective: PolicyObjective
+    progress: Progress
+    start_seconds: float
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
+    text = load_text_tools(config.model.path)
+    prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(config.evaluation.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
+    return Inputs(text=text, prompts=prompts, heldout=heldout)
+
+
+async def start_parts(config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack) -> Parts:
+    """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
+
+    Raises:
+        Whatever part failed to start, with its own explanation; the others are closed by `stack`.
+    """
+    began = time.monotonic()
+    waits = Waits()
+    use_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
+    progress = _progress(config, run_dir)
+    fresh = progress.rollout_step == 0
+    ledger = Ledger(run_dir.ledger)
+    stack.callback(ledger.close)
+    if config.run.resume:
+        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        ledger.commit()
+    pool = RewardPool(config.reward)
+    stack.callback(pool.close)
+    engines = make_engines(
+        config.rollout,
+        model_path=Path(config.model.path),
+        dtype=config.model.dtype,
+        context_length=config.model.context_length,
+        seed=config.run.seed,
+        log_dir=run_dir.logs,
+        device="cuda" if use_gpu else "cpu",
+    )
+    fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note)
+    stack.push_async_callback(fleet.close)
+    cluster = Cluster(processes=config.actor.layout.world_size, use_gpu=use_gpu)
+    stack.callback(cluster.close)
+    trainer = Trainer(config, run_dir.path, waits, use_gpu=use_gpu, host=cluster.host)
+    stack.push_async_callback(trainer.close)
+    described = await _start_together(config, trainer, fleet, waits)
+    run_dir.write_text("config.yaml", dump_config(config))
+    run_dir.write_json("manifest.json", _manifest(config, inputs, described))
+    console.note(_one_line(described))
+    if not fresh:
+        latest = run_dir.latest_checkpoint()
+        assert latest is not None
+        await trainer.load_checkpoint(latest.folder / "actor")
+    return _assemble(config, inputs, run_dir, console, stack, waits, ledger, pool, fleet, trainer, progress, began)
+
+
+def _assemble(
+    config: Config,
+    inputs: Inputs,
+    run_dir: RunDir,
+    console: Console,
+    stack: AsyncExitStack,
+    waits: Waits,
+    ledger: Ledger,
+    pool: RewardPool,
+    fleet: RolloutFleet,
+    trainer: Trainer,
+    progress: Progress,
+    began: float,
+) -> Parts:
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=inputs.text.stop_token_ids,
+    )
+    generator = GroupGenerator(
+        fleet=fleet,
+        pool=pool,
+        decoder=inputs.text.tokenizer,
+        prompts=inputs.prompts.prompts,
+        sampling=sampling,
+        group_size=config.algorithm.group_size,
+        overlong=config.algorithm.overlong,
+        verifier=config.reward.verifier,
+        seed=config.run.seed,
+    )
+    evaluator = Evaluator(
+        config=config.evaluation,
+        fleet=fleet,
+        pool=pool,
+        decoder=inputs.text.tokenizer,
+        prompts=inputs.heldout.prompts[: config.evaluation.limit or None],
+        sampling=sampling,
+        verifier=config.reward.verifier,
+        seed=config.run.seed,
+    )
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard)
+    stack.callback(writer.close)
+    algorithm = config.algorithm
+    return Parts(
+        config=config,
+        inputs=inputs,
+        run_dir=run_dir,
+        waits=waits,
+        console=console,
+        ledger=ledger,
+        writer=writer,
+        trainer=trainer,
+        fleet=fleet,
+        generator=generator,
+        sampler=DynamicSampler(algorithm, generator.group, ledger, progress.sampler),
+        evaluator=evaluator,
+        objective=PolicyObjective(
+            clip_low=algorithm.clip.low,
+            clip_high=algorithm.clip.high,
+            clip_dual=algorithm.clip.dual,
+            kl_coefficient=algorithm.kl.coefficient,
+            kl_estimator=algorithm.kl.estimator,
+            kl_aggregation=algorithm.kl.aggregation,
+            entropy_coefficient=algorithm.entropy_coefficient,
+        ),
+        progress=progress,
+        start_seconds=time.monotonic() - began,
+    )
+
+
+def _progress(config: Config, run_dir: RunDir) -> Progress:
+    latest = run_dir.latest_checkpoint() if config.run.resume else None
+    if latest is not None:
+        return load_progress(latest.folder)
+    sampling = config.algorithm.dynamic_sampling
+    # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
+    rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)
+    state = SamplerState(cursor=0, pass_rate=rate, carried=())
+    return Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)
+
+
+async def _start_together(config: Config, trainer: Trainer, fleet: RolloutFleet, waits: Waits) -> dict[str, Any]:
+    """Both at once; the first failure ends the other."""
+    deadline = config.run.start_deadline_s
+    building = asyncio.ensure_future(trainer.start())
+    serving = asyncio.ensure_future(waits.wait_for("server start", "SGLang servers", deadline, fleet.start(deadline)))
+    try:
+        await asyncio.gather(building, serving)
+    except BaseException:
+        for task in (building, serving):
+            task.cancel()
+        await asyncio.gather(building, serving, return_exceptions=True)
+        raise
+    return building.result()
+
+
+def _manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[str, Any]:
+    names = ("megatron-dapo", "megatron-core", "sglang", "ray", "torch", "transformers", "transformer-engine")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
+        "command": sys.argv,
+        "trainer": trainer,
+        "model": {"path": config.model.path, "config": json.loads((Path(config.model.path) / "config.json").read_text())},
+        "data": {
+            "train": {"path": config.data.path, "sha256": inputs.prompts.content_hash, "rows": inputs.prompts.summary()},
+            "heldout": {
+                "path": config.evaluation.path,
+                "sha256": inputs.heldout.content_hash,
+                "rows": inputs.heldout.summary(),
+            },
+        },
+        "stop_token_ids": list(inputs.text.stop_token_ids),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _one_line(described: dict[str, Any]) -> str:
+    return "trainer: " + ", ".join(f"{key} {value}" for key, value in described.items() if isinstance(value, str | int))

@@ -1,0 +1,33 @@
+"""Wall-clock seconds of a rollout step's phases."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NAMES = ("rollout", "reward", "logprob", "update", "weight_sync", "evaluation", "checkpoint")
+
+
+class Phases:
+    """Adds up seconds by phase; what no phase claims is the coordinator's own share of `step`."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds = dict.fromkeys(NAMES, 0.0)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - began
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` of one phase as another's."""
+        seconds = min(seconds, self._seconds[source])
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, and `step` for all since the start."""
+        return self._seconds | {"step": time.monotonic() - self._began}

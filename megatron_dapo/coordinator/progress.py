@@ -1,0 +1,122 @@
+"""What a checkpoint holds beside the trainer's own files: counters, pass rate and the carried groups, without pickle."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
+from megatron_dapo.coordinator.sampler import SamplerState
+from reward.messages import Verdict
+from rollout.messages import FinishReason, Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where the run stands after `rollout_step` steps."""
+
+    rollout_step: int
+    optimizer_step: int
+    weight_version: int
+    sampler: SamplerState
+
+
+def save_progress(progress: Progress, folder: Path) -> None:
+    """Write `progress.json` and `carried.npz` into `folder`."""
+    carried = progress.sampler.carried
+    responses = [response for group in carried for response in group.responses]
+    content = {
+        "rollout_step": progress.rollout_step,
+        "optimizer_step": progress.optimizer_step,
+        "weight_version": progress.weight_version,
+        "cursor": progress.sampler.cursor,
+        "pass_rate": asdict(progress.sampler.pass_rate),
+        "carried": [_group_json(group) for group in carried],
+    }
+    (folder / "progress.json").write_text(json.dumps(content))
+    empty = [np.zeros(0, np.int32)]
+    np.savez(
+        folder / "carried.npz",
+        prompt_ids=np.concatenate([group.prompt_ids for group in carried] or empty),
+        token_ids=np.concatenate([response.generation.token_ids for response in responses] or empty),
+        log_probs=np.concatenate([response.generation.log_probs for response in responses] or [np.zeros(0, np.float32)]),
+        weight_versions=np.concatenate([response.generation.weight_versions for response in responses] or empty),
+    )
+
+
+def load_progress(folder: Path) -> Progress:
+    """Read back what `save_progress` wrote, equal in every bit."""
+    content = json.loads((folder / "progress.json").read_text())
+    with np.load(folder / "carried.npz", allow_pickle=False) as arrays:
+        reader = _Reader({name: arrays[name] for name in arrays.files})
+    carried = tuple(_group(entry, reader) for entry in content["carried"])
+    return Progress(
+        rollout_step=content["rollout_step"],
+        optimizer_step=content["optimizer_step"],
+        weight_version=content["weight_version"],
+        sampler=SamplerState(cursor=content["cursor"], pass_rate=PassRate(**content["pass_rate"]), carried=carried),
+    )
+
+
+def _group_json(group: ScoredGroup) -> dict[str, object]:
+    return {
+        "position": group.position,
+        "prompt_index": group.prompt_index,
+        "weight_version": group.weight_version,
+        "prompt_tokens": len(group.prompt_ids),
+        "responses": [
+            {
+                "request_id": response.generation.request_id,
+                "tokens": len(response.generation.token_ids),
+                "finish_reason": response.generation.finish_reason,
+                "text": response.text,
+                "verdict": asdict(response.verdict),
+                "reward_raw": response.reward_raw,
+                "reward_shaped": response.reward_shaped,
+            }
+            for response in group.responses
+        ],
+    }
+
+
+class _Reader:
+    """Hands out consecutive slices of the flat arrays."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self._at = dict.fromkeys(arrays, 0)
+
+    def take(self, name: str, count: int) -> np.ndarray:
+        at = self._at[name]
+        self._at[name] = at + count
+        return self._arrays[name][at : at + count]
+
+
+def _group(entry: dict, reader: _Reader) -> ScoredGroup:
+    return ScoredGroup(
+        position=entry["position"],
+        prompt_index=entry["prompt_index"],
+        prompt_ids=reader.take("prompt_ids", entry["prompt_tokens"]),
+        weight_version=entry["weight_version"],
+        responses=tuple(_response(response, reader) for response in entry["responses"]),
+    )
+
+
+def _response(entry: dict, reader: _Reader) -> ScoredResponse:
+    verdict = Verdict(**entry["verdict"])
+    return ScoredResponse(
+        generation=Generation(
+            request_id=entry["request_id"],
+            token_ids=reader.take("token_ids", entry["tokens"]),
+            log_probs=reader.take("log_probs", entry["tokens"]),
+            weight_versions=reader.take("weight_versions", entry["tokens"]),
+            finish_reason=FinishReason(entry["finish_reason"]),
+        ),
+        text=entry["text"],
+        verdict=verdict,
+        accuracy=verdict.accuracy,
+        reward_raw=entry["reward_raw"],
+        reward_shaped=entry["reward_shaped"],
+    )

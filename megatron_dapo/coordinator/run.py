@@ -1,0 +1,158 @@
+"""A whole run: check the inputs, start the parts, measure, train, measure again, export, sum up."""
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config import Config
+from megatron_dapo.coordinator.evaluation import Answers
+from megatron_dapo.coordinator.loop import evaluate, train
+from megatron_dapo.coordinator.parts import Inputs, Parts, read_inputs, start_parts
+from megatron_dapo.coordinator.publish import publish_weights
+from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.picture import draw_run
+from megatron_dapo.monitor.writer import read_metrics
+
+EXAMPLES = 3
+"""Held-out problems shown with their answers before and after."""
+
+
+async def run(config: Config, console: Console) -> dict[str, Any]:
+    """Run `config` to its end. Returns what `summary.json` holds.
+
+    Everything that was started is closed on every way out: success, error, cancellation.
+    """
+    began = time.monotonic()
+    inputs = read_inputs(config)
+    console.note(f"prompts: {inputs.prompts.summary()}")
+    console.note(f"held-out problems: {inputs.heldout.summary()}")
+    async with AsyncExitStack() as stack:
+        run_dir = RunDir(config.run.dir, resume=config.run.resume)
+        stack.callback(run_dir.close)
+        console.note(f"run directory: {run_dir.path}")
+        console.note("starting trainer and servers")
+        parts = await start_parts(config, inputs, run_dir, console, stack)
+        await publish_weights(parts, parts.progress.weight_version)
+        summary = await _measure_and_train(parts, began)
+    run_dir.write_json("summary.json", summary)
+    draw_run(read_metrics(run_dir.path), summary, run_dir.path / "curves.png")
+    console.summary(summary)
+    if config.run.export_at_end:
+        problem = inputs.heldout.prompts[0]
+        console.note("ask the trained model:")
+        console.note(f"  {ask_command(run_dir.path / 'model', problem.text)}")
+    return summary
+
+
+async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
+    seconds = {"start": parts.start_seconds}
+    before_file = parts.run_dir.path / "heldout_before.json"
+    if parts.progress.rollout_step == 0:
+        parts.console.note("held-out problems before training")
+        clock = time.monotonic()
+        before = _as_json(await evaluate(parts, "before"))
+        baseline = await _made_to_work(parts)
+        parts.run_dir.write_json(before_file.name, {"before": before, "baseline": baseline})
+        seconds["evaluation_before"] = time.monotonic() - clock
+    else:
+        import json
+
+        stored = json.loads(before_file.read_text())
+        before, baseline = stored["before"], stored["baseline"]
+    clock = time.monotonic()
+    progress = await train(parts, parts.progress)
+    seconds["training"] = time.monotonic() - clock
+    parts.console.note("held-out problems after training")
+    clock = time.monotonic()
+    after = _as_json(await evaluate(parts, "after"))
+    seconds["evaluation_after"] = time.monotonic() - clock
+    if parts.config.run.export_at_end:
+        await parts.trainer.export_hf(parts.run_dir.path / "model")
+    lines = read_metrics(parts.run_dir.path)
+    for phase in ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint", "evaluation", "step"):
+        seconds[phase] = sum(line[f"timing/{phase}"] for line in lines)
+    seconds["total"] = time.monotonic() - began
+    return {
+        "rollout_steps": progress.rollout_step,
+        "optimizer_steps": progress.optimizer_step,
+        "seed": parts.config.run.seed,
+        "heldout": {
+            "before": _figures(before),
+            "baseline": _figures(baseline) if baseline else None,
+            "after": _figures(after),
+        },
+        "tokens": {
+            "generated": sum(line["tokens/generated"] for line in lines),
+            "trained": sum(line["tokens/trained"] for line in lines),
+        },
+        "seconds": seconds,
+        "examples": _examples(parts.inputs, before, after),
+    }
+
+
+async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
+    start = parts.config.evaluation.forbidden_start
+    if start is None:
+        return None
+    token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
+    deadline = parts.config.run.step_deadline_s
+    answering = parts.evaluator.run("baseline", forbid=token)
+    return _as_json(await parts.waits.wait_for("baseline answers", "rollout servers", deadline, answering))
+
+
+def _as_json(answers: Mapping[str, Answers]) -> dict[str, Any]:
+    return {
+        name: {"figures": asdict(way.accuracy), "texts": list(way.texts), "correct": list(way.correct)}
+        for name, way in answers.items()
+    }
+
+
+def _figures(ways: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: way["figures"] for name, way in ways.items()}
+
+
+def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
+    return [
+        {
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "before": before["sampled"]["texts"][at],
+            "before_correct": before["sampled"]["correct"][at],
+            "after": after["sampled"]["texts"][at],
+            "after_correct": after["sampled"]["correct"][at],
+        }
+        for at, prompt in enumerate(inputs.heldout.prompts[:EXAMPLES])
+    ]
+
+
+def ask_command(model: Path, prompt: str) -> str:
+    """A command that a person can paste."""
+    return shlex.join([_short(Path(sys.executable).with_name("megatron-dapo")), "ask", _short(model), prompt])
+
+
+def _short(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def run_blocking(config: Config, console: Console) -> dict[str, Any]:
+    """`run` with the signals that end a run wired to its cancellation."""
+    return asyncio.run(_with_signals(config, console))
+
+
+async def _with_signals(config: Config, console: Console) -> dict[str, Any]:
+    import signal
+
+    task = asyncio.ensure_future(run(config, console))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    return await task

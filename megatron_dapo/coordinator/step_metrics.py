@@ -1,0 +1,185 @@
+"""One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.algorithm.importance import Mismatch, mismatch
+from megatron_dapo.config import Config
+from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.coordinator.batch import StepArrays
+from megatron_dapo.coordinator.evaluation import Answers
+from megatron_dapo.coordinator.messages import Admission, ScoredGroup
+from megatron_dapo.coordinator.progress import Progress
+from megatron_dapo.monitor.console import Console
+
+REFLECTION = re.compile(r"\b(wait|re-?check|re-?examine|double-check|let me verify|mistake|on second thought)\b", re.I)
+"""Words of responses that reflect or go back (section 4.3 of the paper shows such responses appear in training)."""
+
+
+class MismatchStop(RuntimeError):
+    """Engine and trainer disagree so much that they cannot hold the same model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """All that is known of one finished rollout step."""
+
+    progress: Progress
+    admission: Admission
+    arrays: StepArrays
+    old: LogProbs
+    mismatch: Mismatch
+    updates: tuple[UpdateMetrics, ...]
+    evaluation: Mapping[str, Answers]
+    seconds: Mapping[str, float]
+
+    def summary(self) -> dict[str, float]:
+        """The few figures of the console's line."""
+        responses = _responses(self.admission.generated or self.admission.kept)
+        return {
+            "accuracy": float(np.mean([response.accuracy for response in responses])),
+            "length": float(np.mean([len(response.generation.token_ids) for response in responses])),
+            "truncated": float(np.mean([response.truncated for response in responses])),
+            "entropy": float(self.old.entropy.mean()),
+            "seconds": self.seconds["step"],
+        }
+
+
+def check_mismatch(old: LogProbs, arrays: StepArrays, limits: MonitorConfig, console: Console) -> Mismatch:
+    """The gap between engine and trainer on the same tokens.
+
+    Raises:
+        MismatchStop: it is above `monitor.mismatch_stop`.
+    """
+    gap = mismatch(torch.from_numpy(old.log_probs), torch.from_numpy(arrays.rollout_log_probs))
+    if not gap.mean_abs <= limits.mismatch_stop:
+        raise MismatchStop(
+            f"mean |engine - trainer| log-prob is {gap.mean_abs:.3g}, above monitor.mismatch_stop = "
+            f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
+        )
+    if gap.mean_abs > limits.mismatch_warn:
+        console.note(f"warning: mean |engine - trainer| log-prob is {gap.mean_abs:.3g} (monitor.mismatch_warn)")
+    return gap
+
+
+def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
+    """Values of the catalog's metrics for this step."""
+    progress, admission, seconds = record.progress, record.admission, record.seconds
+    generated = admission.generated or admission.kept
+    tokens = sum(group.tokens for group in admission.generated)
+    trained = int(record.arrays.responses.num_response_tokens)
+    metrics: dict[str, float | int] = {
+        "rollout_step": progress.rollout_step,
+        "optimizer_step": progress.optimizer_step,
+        "weight_version": progress.weight_version,
+        "entropy": float(record.old.entropy.mean()),
+        "mean_prob": float(np.exp(_concatenate_log_probs(generated)).mean()),
+        "mismatch/kl": record.mismatch.kl,
+        "mismatch/max_abs": record.mismatch.max_abs,
+        "mismatch/mean_abs": record.mismatch.mean_abs,
+        "tokens/generated": tokens,
+        "tokens/trained": trained,
+        "tokens_per_second/rollout": tokens / max(seconds["rollout"] + seconds["reward"], 1e-9),
+        "tokens_per_second/train": trained / max(seconds["update"], 1e-9),
+    }
+    metrics |= _response_metrics(generated)
+    metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
+    metrics |= _update_metrics(record.updates)
+    metrics |= {f"timing/{name}": value for name, value in seconds.items()}
+    metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in record.evaluation.items()}
+    return metrics
+
+
+def write_samples(record: StepRecord, path: Path, count: int) -> None:
+    """Append the first responses of the step's first groups as text, for a person to read."""
+    groups = record.admission.generated or record.admission.kept
+    with path.open("a", encoding="utf-8") as file:
+        for group in groups[:count]:
+            response = group.responses[0]
+            line = {
+                "rollout_step": record.progress.rollout_step,
+                "prompt": group.position,
+                "response": response.text,
+                "accuracy": response.accuracy,
+                "extracted": response.verdict.extracted,
+                "reward_shaped": response.reward_shaped,
+                "finish_reason": response.generation.finish_reason,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    responses = _responses(groups)
+    lengths = np.array([len(response.generation.token_ids) for response in responses])
+    return {
+        "accuracy/mean": float(np.mean([response.accuracy for response in responses])),
+        "reward/mean": float(np.mean([response.reward_raw for response in responses])),
+        "reward_shaped/mean": float(np.mean([response.reward_shaped for response in responses])),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/p95": float(np.percentile(lengths, 95)),
+        "response_length/max": float(lengths.max()),
+        "truncated_fraction": float(np.mean([response.truncated for response in responses])),
+        "reflection_rate": float(np.mean([bool(REFLECTION.search(response.text)) for response in responses])),
+    }
+
+
+def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
+    decided = (*admission.kept, *admission.filtered)
+    generated = admission.generated or admission.kept
+    return {
+        "sampling/generated": len(admission.generated),
+        "sampling/kept": len(admission.kept),
+        "sampling/all_correct": sum(group.correct == len(group.responses) for group in admission.filtered),
+        "sampling/all_wrong": sum(group.correct == 0 for group in admission.filtered),
+        "sampling/carried": admission.carried,
+        "sampling/expired": admission.expired,
+        "sampling/pass_rate": len(admission.kept) / len(decided),
+        "sampling/oversampling_predicted": admission.predicted_groups / wanted,
+        "sampling/oversampling_actual": len(decided) / wanted,
+        "bias/accepted_length": _mean_length(admission.kept),
+        "bias/generated_length": _mean_length(generated),
+        "bias/accepted_accuracy": _mean_accuracy(admission.kept),
+        "bias/generated_accuracy": _mean_accuracy(generated),
+    }
+
+
+def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
+    tokens = max(1, sum(update.tokens for update in updates))
+
+    def share(name: str) -> float:
+        return sum(update.sums[name] for update in updates) / tokens
+
+    clipped_high = sum(update.sums["clipped_high"] for update in updates)
+    metrics = {
+        "loss": float(np.mean([update.loss for update in updates])),
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "lr": updates[-1].lr,
+        "clip_fraction/low": share("clipped_low"),
+        "clip_fraction/high": share("clipped_high"),
+    }
+    if clipped_high:
+        metrics["clip_high_prob"] = sum(update.sums["clipped_high_prob"] for update in updates) / clipped_high
+    return metrics
+
+
+def _responses(groups: Sequence[ScoredGroup]) -> list:
+    return [response for group in groups for response in group.responses]
+
+
+def _concatenate_log_probs(groups: Sequence[ScoredGroup]) -> np.ndarray:
+    return np.concatenate([response.generation.log_probs for response in _responses(groups)])
+
+
+def _mean_length(groups: Sequence[ScoredGroup]) -> float:
+    return float(np.mean([len(response.generation.token_ids) for response in _responses(groups)]))
+
+
+def _mean_accuracy(groups: Sequence[ScoredGroup]) -> float:
+    return float(np.mean([response.accuracy for response in _responses(groups)]))

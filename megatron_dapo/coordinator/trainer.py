@@ -1,0 +1,188 @@
+"""The Megatron ranks as Ray actors: one process a rank, all called together."""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses, UpdateMetrics
+from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.root import Config
+from megatron_dapo.coordinator.waits import Waits
+
+
+class TrainerError(RuntimeError):
+    """A trainer rank failed. The message holds the rank and its own error."""
+
+
+class PlacementError(RuntimeError):
+    """The trainer does not fit on the cluster. The message says what it needs and what there is."""
+
+
+class TrainerRank:
+    """Body of one Ray actor. Everything it prints goes to its own log file."""
+
+    def __init__(self, rank: int, log: str, threads: int) -> None:
+        self._rank = rank
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file, stream.fileno())
+        os.close(file)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def endpoint(self, host: str) -> str:
+        """A free port on this process's host, for the ranks to meet."""
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
+        """Join the other ranks and load the model. Returns MegatronActor.describe()."""
+        from megatron_dapo.actor.actor import MegatronActor
+
+        self._actor = MegatronActor(
+            config.actor,
+            config.model,
+            rank=self._rank,
+            world_size=config.actor.layout.world_size,
+            rendezvous=rendezvous,
+            steps_per_rollout=config.algorithm.mini_batches_per_step,
+            seed=config.run.seed,
+            timeout_s=config.run.step_deadline_s,
+        )
+        return self._actor.describe()
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._actor, method)(*arguments, **options)
+
+
+class Trainer:
+    """All ranks of the actor. Every call goes to every rank; the answer is rank 0's."""
+
+    def __init__(self, config: Config, run_dir: Path, waits: Waits, *, use_gpu: bool, host: str) -> None:
+        self._config, self._run_dir, self._waits = config, run_dir, waits
+        self._use_gpu, self._host = use_gpu, host
+        self._ranks: list[Any] = []
+        self._group: Any = None
+
+    async def start(self) -> dict[str, Any]:
+        """Place and build all ranks. Returns rank 0's description.
+
+        Raises:
+            PlacementError: the cluster has not enough CPUs or GPUs.
+            TrainerError: a rank failed to build.
+        """
+        world = self._config.actor.layout.world_size
+        deadline = self._config.run.start_deadline_s
+        need = {"CPU": 1.0, "GPU": 1.0} if self._use_gpu else {"CPU": 1.0}
+        have = ray.cluster_resources()
+        for kind, amount in need.items():
+            if have.get(kind, 0) < amount * world:
+                layout = self._config.actor.layout
+                raise PlacementError(
+                    f"actor.layout asks for {world} processes (tensor {layout.tensor} x pipeline {layout.pipeline} x context "
+                    f"{layout.context} x data {layout.data}), each with one {kind}; the cluster has {have.get(kind, 0):g} {kind}s"
+                )
+        self._group = placement_group([need] * world, strategy="PACK")
+        await self._waits.wait_for("trainer placement", "Ray", deadline, _reference(self._group.ready()))
+        remote = ray.remote(TrainerRank)
+        self._ranks = [
+            remote.options(
+                num_cpus=need["CPU"],
+                num_gpus=need.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            ).remote(rank, str(self._run_dir / "logs" / f"trainer-rank{rank}.log"), self._config.actor.threads)
+            for rank in range(world)
+        ]
+        rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote(self._host)])
+        built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
+        return await self._ask("trainer build", deadline, built)
+
+    async def log_probs(self, responses: Responses) -> LogProbs:
+        """Log-probs and entropies of every response token under the current weights, at the rollout temperature."""
+        plan = plan_micro_batches(
+            responses.sequence_lengths,
+            token_budget=self._config.actor.micro_batch_tokens,
+            data_parallel=self._config.actor.layout.data,
+        )
+        return await self._everyone("log_probs", responses, plan, self._config.rollout.temperature)
+
+    async def reference_log_probs(self, responses: Responses) -> LogProbs:
+        """The same under the weights that the run began with."""
+        plan = plan_micro_batches(
+            responses.sequence_lengths,
+            token_budget=self._config.actor.micro_batch_tokens,
+            data_parallel=self._config.actor.layout.data,
+        )
+        return await self._everyone("reference_log_probs", responses, plan, self._config.rollout.temperature)
+
+    async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
+        """One optimizer step a mini-batch, in order."""
+        return await self._everyone("update", batches, objective, self._config.rollout.temperature)
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write the weights in Hugging Face format."""
+        await self._everyone("export_hf", folder)
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        await self._everyone("save_checkpoint", folder)
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        await self._everyone("load_checkpoint", folder)
+
+    async def close(self) -> None:
+        """End every rank. Never raises: it is called on the way out."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    async def _everyone(self, method: str, *arguments: Any) -> Any:
+        shared = [ray.put(argument) for argument in arguments]
+        calls = [rank.call.remote(method, *shared) for rank in self._ranks]
+        return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
+
+    async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:
+        """Rank 0's answer once all have answered; the first failure ends the wait, since the others then wait in vain."""
+        owner = f"{len(calls)} trainer rank(s)"
+        answers = [asyncio.ensure_future(_reference(call)) for call in calls]
+        try:
+            done, _ = await self._waits.wait_for(
+                what, owner, deadline_s, asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+            )
+            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
+            reasons = {rank: error for rank, error in failed.items() if error is not None}
+            if reasons:
+                raise TrainerError(self._explain(what, reasons))
+            return answers[0].result()
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    def _explain(self, what: str, reasons: dict[int, BaseException | None]) -> str:
+        lines = []
+        for rank, error in reasons.items():
+            cause = getattr(error, "cause", None) or error
+            lines.append(f"  rank {rank}: {type(cause).__name__}: {cause}")
+        return f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log"
+
+
+async def _reference(reference: Any) -> Any:
+    return await reference

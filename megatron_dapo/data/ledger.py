@@ -1,0 +1,130 @@
+"""The ledger: an append-only record of what became of every prompt (law 4: nothing is lost, nothing is trained twice).
+
+One JSON object a line. `prompt` is a position in the endless shuffled order. The life of a position:
+
+    dispatched -> finished -> trained                 kept and used by an optimizer step
+                           -> filtered                all responses right or all wrong (or no response fit to train on)
+                           -> carried -> trained ...  finished past the end of a full batch, first in line for the next
+                                      -> dispatched   its weights became too old: generated again
+
+A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after that
+checkpoint, and `effective_events` gives what stands.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Event(StrEnum):
+    DISPATCHED = "dispatched"
+    FINISHED = "finished"
+    FILTERED = "filtered"
+    CARRIED = "carried"
+    TRAINED = "trained"
+    CHECKPOINT = "checkpoint"
+    RESUMED = "resumed"
+
+
+class LedgerError(RuntimeError):
+    """The ledger contradicts itself. The message names the line."""
+
+
+class Ledger:
+    """Appends events; `commit` makes them durable. Single writer: the coordinator."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._drop_torn_line()
+        self._file = path.open("a", encoding="utf-8")
+
+    def record(self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any) -> None:
+        """Append one event. `prompt` is the position in the shuffled order; none for events of the whole run."""
+        line = {"event": event, "prompt": prompt, "rollout_step": rollout_step, "weight_version": weight_version, **details}
+        self._file.write(json.dumps(line) + "\n")
+
+    def commit(self) -> None:
+        """Returns when everything recorded is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.commit()
+            self._file.close()
+
+    def _drop_torn_line(self) -> None:
+        """A kill while writing leaves half a line; it was never committed, so nothing rests on it."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """All events as written, a torn last line left out.
+
+    Raises:
+        LedgerError: a line in the middle that is no JSON.
+    """
+    events = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+    return events
+
+
+def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that stand: those after a checkpoint that a later resume went back behind are left out."""
+    standing: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == Event.RESUMED:
+            step = event["rollout_step"]
+            keep = 0
+            for at, earlier in enumerate(standing, start=1):
+                if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
+                    keep = at
+            standing = standing[:keep]
+        else:
+            standing.append(event)
+    return standing
+
+
+def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """Fate of every dispatched position among `effective_events`.
+
+    Raises:
+        LedgerError: a position trained twice, decided without being finished, or skipped.
+    """
+    fates: dict[int, str] = {}
+    allowed = {
+        Event.DISPATCHED: {None, Event.CARRIED},
+        Event.FINISHED: {Event.DISPATCHED},
+        Event.TRAINED: {Event.FINISHED, Event.CARRIED},
+        Event.FILTERED: {Event.FINISHED, Event.CARRIED},
+        Event.CARRIED: {Event.FINISHED, Event.CARRIED},
+    }
+    for number, event in enumerate(effective_events(events), start=1):
+        position, kind = event["prompt"], Event(event["event"])
+        if position is None:
+            continue
+        before = fates.get(position)
+        if before not in allowed[kind]:
+            raise LedgerError(f"event {number}: prompt {position} is {kind} after {before or 'nothing'}")
+        fates[position] = kind
+    if fates and set(fates) != set(range(max(fates) + 1)):
+        missing = sorted(set(range(max(fates) + 1)) - set(fates))
+        raise LedgerError(f"prompts {missing[:10]} of the order were never dispatched, but later ones were")
+    return fates

@@ -1,0 +1,79 @@
+"""The run's tokenizer and the tokens that end a response, resolved once and checked."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
+"""Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used. The message names the folder and the mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTools:
+    """Tokenizer of the model and what follows from it."""
+
+    tokenizer: Any
+    """A Hugging Face tokenizer."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens after which a response is complete."""
+    vocab_size: int
+    """Rows of the model's embedding: an id beyond would crash a server."""
+
+
+def load_text_tools(folder: str | Path) -> TextTools:
+    """Tokenizer, stop ids and vocabulary size of a model folder.
+
+    Raises:
+        TokenizerError: no model folder, no end token, or AutoTokenizer reads tokenizer.json as something else.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise TokenizerError(f"model.path = {folder}: no config.json there; give a folder in Hugging Face format")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error})") from None
+    _check_class(folder, tokenizer)
+    stops = _stop_ids(folder, tokenizer)
+    if not stops:
+        raise TokenizerError(
+            f"model.path = {folder}: neither tokenizer nor generation_config.json names an end token (eos_token); "
+            "without one every response runs to rollout.max_new_tokens"
+        )
+    vocab_size = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+    beyond = [stop for stop in stops if stop >= vocab_size]
+    if beyond:
+        raise TokenizerError(f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}")
+    return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
+
+
+def _check_class(folder: Path, tokenizer: Any) -> None:
+    """transformers picks the class by the model type and may silently build another tokenizer than the file holds."""
+    if not (folder / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer
+
+    told = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROBE, add_special_tokens=False).ids
+    got = tokenizer.encode(PROBE, add_special_tokens=False)
+    if told != got:
+        raise TokenizerError(
+            f"model.path = {folder}: AutoTokenizer built {type(tokenizer).__name__}, which splits text otherwise than "
+            'tokenizer.json; set "tokenizer_class": "PreTrainedTokenizerFast" and "auto_map": {"AutoTokenizer": [null, null]} '
+            "in tokenizer_config.json"
+        )
+
+
+def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        named = json.loads(generation.read_text()).get("eos_token_id")
+        stops += named if isinstance(named, list) else [] if named is None else [int(named)]
+    return tuple(dict.fromkeys(stops))

@@ -1,0 +1,111 @@
+"""What goes into a verdict and what comes out. Nothing here is imported from outside the standard library."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerificationRequest:
+    """One response to judge.
+
+    Example: VerificationRequest(response="6 * 7 = 42\\n\\n**Answer:** $42$.", ground_truth="42") is right under `robust`
+    and wrong under `exact`, whose regex reads `** $42$.`.
+    """
+
+    response: str
+    """The generated text, without the prompt. May be truncated, empty, or hold lone surrogates."""
+
+    ground_truth: str
+    """The reference answer; for DAPO-Math-17k an integer."""
+
+    prompt: str = ""
+    """The prompt as the model saw it. `robust` uses it to tell an answer from a repetition of the question."""
+
+    verifier: str = "robust"
+    """A name of `reward.registry.VERIFIERS`, or `module:function`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One response, judged. Example: Verdict(accuracy=True, extracted="42", rule="integer", seconds=1e-5, error=None)."""
+
+    accuracy: bool
+    """Equivalent to the ground truth: the only thing dynamic sampling may read. Eq. 7 makes +1 or -1 of it."""
+
+    extracted: str | None
+    """The answer the response states, None if it states none. At most `EXTRACTED_LIMIT` characters."""
+
+    rule: str
+    """Which rule decided, see `Rule`; other verifiers may name their own. Empty when `error` is set."""
+
+    seconds: float
+    """Time spent on this response alone, waiting in queues not counted."""
+
+    error: str | None = None
+    """None, or why there is no verdict: "timeout", "memory", "worker died (signal 11)", ... Then accuracy is False."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What a verifier returns: a verdict without its timing. Example: Judgement(True, extracted="B", rule="choice")."""
+
+    accuracy: bool
+    extracted: str | None
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deferred:
+    """A cheap verifier's way to say that this response needs dear work: a symbolic comparison that may never end.
+
+    The pool runs it by itself, under the wall-clock limit, in a process that may be killed.
+    """
+
+    answer: str
+    """The response's answer, cleaned and known to fit the grammar of `reward.answer.symbolic`."""
+
+    truth: str
+    """The ground truth, cleaned."""
+
+    extracted: str
+    """What `Verdict.extracted` shall say."""
+
+
+Verifier = Callable[[VerificationRequest], Judgement | Deferred]
+"""The one interface of all verifiers. One that is registered as cheap must take linear time whatever the text holds."""
+
+EXTRACTED_LIMIT = 200
+"""Characters of the extracted answer that a verdict carries."""
+
+TRUTH_LIMIT = 4096
+"""Longest ground truth, in characters, that the verifiers of this package accept."""
+
+
+class Rule(StrEnum):
+    """Why a response is right or wrong, under `robust`."""
+
+    NONE = "none"
+    """Wrong: no `Answer:` line and no box with anything in it."""
+    INTEGER = "integer"
+    """Both are integers; right if equal."""
+    NUMBER = "number"
+    """Both are exact numbers (fraction, decimal, percentage, ...); right if equal."""
+    TEXT = "text"
+    """Equal as texts, up to case, spacing and LaTeX layout."""
+    LIST = "list"
+    """Compared item by item."""
+    SYMBOLIC = "symbolic"
+    """Compared by math-verify."""
+    HEDGE = "hedge"
+    """Wrong: several different answers where one was asked for."""
+    PLACEHOLDER = "placeholder"
+    """Wrong: the prompt's placeholder (`$Answer`, `N`) instead of an answer."""
+    ECHO = "echo"
+    """Wrong: an expression copied out of the question, not worked out."""
+    UNREADABLE = "unreadable"
+    """Wrong: differs from the ground truth, and is nothing that could be compared with it (prose, or too long)."""
+
+
+class VerifierError(ValueError):
+    """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth."""

@@ -1,0 +1,61 @@
+"""Section `rollout`: the SGLang servers and how responses are drawn."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutConfig:
+    max_new_tokens: PositiveInt = 20480
+    """Longest response in tokens; the upper end of the soft overlong punishment (eq. 13)."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of training responses; the trainer's log-probs use the same."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of training responses. Below 1 the engine's log-probs are not those of the distribution sampled from."""
+
+    servers: PositiveInt = 1
+    """SGLang servers to start; not read when `urls` names running ones."""
+
+    tensor_parallel: PositiveInt = 1
+    """GPUs (CPU: processes) of one server."""
+
+    urls: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own."""
+
+    host: str = "127.0.0.1"
+    """Address that started servers listen on."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the first started server, the next ones follow; 0 takes free ones."""
+
+    max_running_requests: PositiveInt = 256
+    """Responses that one server decodes at the same time."""
+
+    kv_cache_tokens: PositiveInt | None = None
+    """Tokens of KV cache a server; none: SGLang's own choice from `memory_fraction`."""
+
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
+
+    deterministic: bool = False
+    """Each response depends on its seed alone, not on what shares its batch (SGLang's deterministic inference)."""
+
+    request_deadline_s: PositiveFloat = 1800.0
+    """Seconds until a response without an answer is given to another server."""
+
+    max_attempts: PositiveInt = 5
+    """Attempts at one response before the run stops with the server's last words."""
+
+    fleet_deadline_s: PositiveFloat = 300.0
+    """Seconds that the run waits while every server is down."""
+
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further arguments of `sglang.launch_server`, as they are."""

@@ -1,0 +1,26 @@
+"""The one place where SGLang gets what a CPU without GPU packages needs. Nothing in here acts where CUDA is present.
+
+`standins` lets SGLang's modules be imported where GPU-only packages are absent; `plugin` is an SGLang plugin (entry
+point group `sglang.srt.plugins`) that adds a batched attention backend and deterministic inference. Both act only in
+processes that `rollout.launch_server` started with `--device cpu`: these carry the environment variable `SWITCH`.
+"""
+
+import os
+from enum import StrEnum
+
+SWITCH = "ROLLOUT_SGLANG_CPU"
+"""Environment variable that `rollout.launch_server` sets for itself and for the processes that SGLang spawns."""
+
+
+class CpuMode(StrEnum):
+    """What the CPU support does in this process."""
+
+    OFF = "off"
+    FAST = "fast"
+    DETERMINISTIC = "deterministic"
+    """Also: a response depends on its prompt and seed alone, not on the batch it was decoded in."""
+
+
+def cpu_mode() -> CpuMode:
+    """The mode that `rollout.launch_server` chose for this process tree; OFF in every other process."""
+    return CpuMode(os.environ.get(SWITCH, CpuMode.OFF))

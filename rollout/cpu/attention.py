@@ -1,0 +1,186 @@
+"""Attention of a whole batch in a few calls, where SGLang's `torch_native` backend loops over the requests.
+
+Legend of shapes: B requests of a group, Q query rows of each, L keys of each (padded), H query heads, K key heads,
+D head width, T tokens of the forward (all requests, flat).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+QUERY_STEP = 16
+SHORTEST_KEYS = 64
+MASK_ELEMENTS = 1 << 22
+"""Most elements of one group's mask; a longer prefill is split over several calls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Requests whose attention is one call. A group of two prompts of 3 and 5 new tokens has B=2, Q=16, L=64."""
+
+    size: int
+    queries: int
+    keys: int
+    slots: Tensor
+    """[B * L] rows of the key and value buffers. Those past a request's length are stale, and masked by `bias`."""
+    bias: Tensor
+    """[B, 1, Q, L]: 0 where the query may see the key, else -inf."""
+    rows: Tensor | None
+    """[n] rows of the forward's flat queries that belong to the group; None: all of them, in order."""
+    places: Tensor | None
+    """[n] where those rows lie in the padded [B * Q]; None: Q is 1 and nothing is padded."""
+
+
+def padded_keys(length: int, limit: int) -> int:
+    """Keys that a request of `length` tokens is padded to: a power of two, at least 64, at most `limit`.
+
+    It depends on the request's own length alone. A length common to the batch would be simpler, but the kernel's
+    sums over the keys are blocked by the padded length, so the neighbours would change a request's last bits.
+    """
+    return min(max(SHORTEST_KEYS, 1 << (length - 1).bit_length()), limit)
+
+
+def group_requests(lengths: Sequence[int], new: Sequence[int], limit: int) -> dict[tuple[int, int], list[int]]:
+    """Requests by their padded size: {(Q, L): indices}. `lengths` include the `new` tokens; Q is 1 in decode."""
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        queries = 1 if count == 1 else -(-count // QUERY_STEP) * QUERY_STEP
+        groups[queries, padded_keys(length, limit)].append(index)
+    return groups
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """Causal self-attention of all requests with one SDPA call a group and layer; the rest is `torch_native`'s."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self.dtype = model_runner.dtype
+        self.groups: list[Group] | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plans the forward: indices and masks are the same in every layer."""
+        super().init_forward_metadata(forward_batch)
+        self.groups = None
+        mode = forward_batch.forward_mode
+        if self.use_sliding_window_kv_pool or forward_batch.encoder_lens is not None:
+            return
+        lengths = forward_batch.seq_lens.tolist() if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu.tolist()
+        if mode.is_decode():
+            self.groups = self._plan(forward_batch, lengths, [1] * len(lengths))
+        elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
+            self.groups = self._plan(forward_batch, lengths, list(forward_batch.extend_seq_lens_cpu))
+
+    def _plan(self, forward_batch: ForwardBatch, lengths: list[int], new: list[int]) -> list[Group]:
+        table = self.req_to_token_pool.req_to_token
+        starts = torch.tensor([0, *new]).cumsum(0)
+        groups = []
+        for (queries, keys), members in group_requests(lengths, new, table.shape[1]).items():
+            most = max(1, MASK_ELEMENTS // (queries * keys))
+            for begin in range(0, len(members), most):
+                chosen = members[begin : begin + most]
+                whole = len(chosen) == len(lengths)
+                index = torch.tensor(chosen)
+                total, count = torch.tensor([lengths[i] for i in chosen]), torch.tensor([new[i] for i in chosen])
+                query = torch.arange(queries)
+                position = (total - count)[:, None] + query  # [B, Q]
+                hidden = torch.arange(keys) > position[:, :, None]  # [B, Q, L]
+                bias = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+                rows: Tensor | None = index
+                places = None
+                if queries > 1:
+                    real = query < count[:, None]  # [B, Q]
+                    rows, places = (starts[index][:, None] + query)[real], real.view(-1).nonzero().view(-1)
+                elif whole:
+                    rows = None
+                request = forward_batch.req_pool_indices if whole else forward_batch.req_pool_indices[index]
+                groups.append(
+                    Group(
+                        size=len(chosen),
+                        queries=queries,
+                        keys=keys,
+                        slots=table[request, :keys].long().view(-1),
+                        bias=bias[:, None],
+                        rows=rows,
+                        places=places,
+                    )
+                )
+        return groups
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> Tensor:
+        """One token a request: [T, H * D] -> [T, H * D]."""
+        if self.groups is None or not _is_causal_self_attention(layer):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> Tensor:
+        """Prompts, or the part of them that is not cached: [T, H * D] -> [T, H * D]."""
+        if self.groups is None or not _is_causal_self_attention(layer):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
+    ) -> Tensor:
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        for group in self.groups or ():
+            shape = (group.size, group.keys, layer.tp_k_head_num, -1)
+            key = keys.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)  # [B, K, L, D]
+            value = values.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)
+            mine = q if group.rows is None else q[group.rows]
+            result = _attend_group(mine, key, value, group, layer)
+            if group.rows is None:
+                return result
+            out[group.rows] = result
+        return out
+
+
+def _attend_group(q: Tensor, key: Tensor, value: Tensor, group: Group, layer: RadixAttention) -> Tensor:
+    """[n, H, D] queries of the group's rows -> [n, H * D]."""
+    heads, key_heads, width = layer.tp_q_head_num, layer.tp_k_head_num, layer.v_head_dim
+    if group.places is None:
+        # One token a request: the query heads that share a key head become its rows, so no key is copied.
+        q = q.view(group.size, key_heads, heads // key_heads, -1)
+        result = scaled_dot_product_attention(q, key, value, attn_mask=group.bias, scale=layer.scaling)
+        return result.reshape(group.size, heads * width)
+    padded = q.new_zeros(group.size * group.queries, *q.shape[1:])
+    padded[group.places] = q
+    padded = padded.view(group.size, group.queries, heads, -1).transpose(1, 2)
+    result = scaled_dot_product_attention(
+        padded, key, value, attn_mask=group.bias, scale=layer.scaling, enable_gqa=heads != key_heads
+    )
+    return result.transpose(1, 2).reshape(group.size * group.queries, heads * width)[group.places]
+
+
+def _is_causal_self_attention(layer: RadixAttention) -> bool:
+    windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+    return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and not windowed

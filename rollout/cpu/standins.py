@@ -1,0 +1,130 @@
+"""Stand-ins for packages that only a GPU needs, so that SGLang's modules can be imported without them.
+
+SGLang imports `triton`, `sgl_kernel` and `torchvision` at the top of modules that the CPU path shares with the GPU
+path, and never calls them there. `install()` answers such an import with an empty package whose attributes can be
+named, subclassed and used as decorators; executing one raises `GpuOnlyError`. A package that is really installed is
+never replaced.
+"""
+
+import enum
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("triton", "sgl_kernel", "torchvision", "IPython", "soundfile")
+
+
+class GpuOnlyError(NotImplementedError):
+    """Code that needs a GPU package was executed on the CPU."""
+
+
+class StandIn(ModuleType):
+    """A package that is not installed: any attribute of it is a stand-in or an empty class, calling it raises.
+
+    `import triton.language as tl` gives StandIn("triton.language"), `tl.constexpr` a stand-in in turn, and
+    `class Kernel(triton.KernelInterface)` works because a capitalised attribute is an empty class.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # introspection (`__file__`, `__wrapped__`) must see that there is nothing
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+        value = _empty_class(name, self.__name__) if name[:1].isupper() else importlib.import_module(full_name)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GpuOnlyError(f"{self.__name__} was called, but {self.__name__.split('.')[0]} is not installed here")
+
+    def __bool__(self) -> bool:  # `if triton.something:` takes the branch without the package
+        return False
+
+
+def _empty_class(name: str, module: str) -> type:
+    return type(name, (), {"__module__": module, "__init_subclass__": classmethod(lambda cls, **_: None)})
+
+
+def _decorator(*args: Any, **options: Any) -> Any:
+    """`@jit` and `@jit(...)`: leaves the function as it is. Launching one, `kernel[grid](...)`, is a TypeError."""
+    if len(args) == 1 and callable(args[0]) and not options:
+        return args[0]
+    return lambda function: function
+
+
+class _TritonConfig:
+    """`triton.Config`, built in arguments of `@triton.autotune` while a module is imported."""
+
+    def __init__(self, kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        self.kwargs, self.__dict__["options"] = kwargs or {}, options
+
+
+class _Constexpr:
+    """`tl.constexpr`, an annotation of kernels and a wrapper of module constants."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class _InterpolationMode(enum.Enum):
+    """torchvision's enum; processors of vision models name its members in default arguments."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+# What is executed while modules are imported, and hence has to work.
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "triton": {
+        "__version__": "3.0.0",
+        "jit": _decorator,
+        "autotune": _decorator,
+        "heuristics": _decorator,
+        "Config": _TritonConfig,
+        "cdiv": lambda a, b: -(a // -b),
+        "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+    },
+    "triton.language": {"constexpr": _Constexpr},
+    "torchvision": {"__version__": "0.0.0"},
+    "torchvision.transforms": {"InterpolationMode": _InterpolationMode},
+    "torchvision.transforms.functional": {"InterpolationMode": _InterpolationMode},
+    "IPython": {"get_ipython": lambda: None},
+}
+
+
+class _Finder:
+    """Import finder and loader of the stand-ins; stands last in `sys.meta_path`, so a real package always wins."""
+
+    def __init__(self, packages: frozenset[str]) -> None:
+        self.packages = packages
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name.split(".")[0] not in self.packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> StandIn:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_CONTENTS.get(module.__name__, {}))
+
+
+def install(packages: Sequence[str] = PACKAGES, found: Callable[[str], object] = importlib.util.find_spec) -> list[str]:
+    """Answers imports of those `packages` that are absent with stand-ins, in this process; returns their names."""
+    absent = [package for package in packages if package not in sys.modules and found(package) is None]
+    if absent:
+        sys.meta_path.append(_Finder(frozenset(absent)))  # type: ignore[arg-type]
+    return absent

@@ -1,0 +1,18 @@
+"""Fixtures of the actor's tests."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.actor.gloo import end_workers, run_ranks
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator:
+    """`gloo(n, function, *args, timeout_s=120)`: see `run_ranks`; its processes end with the session."""
+    yield run_ranks
+    end_workers()

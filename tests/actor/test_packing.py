@@ -1,0 +1,250 @@
+"""The packer against brute force and by hand: every token in one place, the budget kept, the ranks level."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.actor.messages import MiniBatch, Responses
+from megatron_dapo.actor.packing import (
+    MicroBatchPlan,
+    pack_micro_batch,
+    plan_for_actor,
+    plan_micro_batches,
+    zigzag_positions,
+)
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+
+ONE_RANK = LayoutConfig()
+
+
+def responses_of(*pairs: tuple[list[int], list[int]]) -> Responses:
+    return Responses(
+        token_ids=np.array([token for prompt, response in pairs for token in prompt + response], dtype=np.int32),
+        sequence_lengths=np.array([len(prompt) + len(response) for prompt, response in pairs], dtype=np.int32),
+        prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
+    )
+
+
+def random_responses(seed: int, count: int, longest: int = 23) -> Responses:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, count).astype(np.int32)
+    return Responses(
+        token_ids=rng.integers(3, 500, lengths.sum()).astype(np.int32),
+        sequence_lengths=lengths,
+        prompt_lengths=rng.integers(1, lengths).astype(np.int32),
+    )
+
+
+plans = st.tuples(
+    st.lists(st.integers(1, 90), max_size=40), st.integers(1, 120), st.integers(1, 5), st.sampled_from([1, 2, 4])
+)
+
+
+@given(plans)
+def test_each_response_once_within_budget_and_equal_counts(case):
+    lengths, budget, ranks, multiple = case
+    plan = plan_micro_batches(
+        np.array(lengths, dtype=np.int32),
+        token_budget=budget,
+        data_parallel=ranks,
+        sequence_multiple=multiple,
+        attention_cost=0.01,
+    )
+    occupied = np.array([-(-n // multiple) * multiple for n in lengths])
+    assert len(plan.micro_batches) == ranks
+    assert len({len(rank) for rank in plan.micro_batches}) == 1
+    seen = sorted(int(i) for rank in plan.micro_batches for indices in rank for i in indices)
+    assert seen == list(range(len(lengths)))
+    for indices in (indices for rank in plan.micro_batches for indices in rank):
+        assert occupied[indices].sum() <= budget or len(indices) == 1
+
+
+@given(plans)
+def test_micro_batch_index_numbers_the_filled_micro_batches(case):
+    lengths, budget, ranks, _ = case
+    plan = plan_micro_batches(np.array(lengths, dtype=np.int32), token_budget=budget, data_parallel=ranks)
+    index = plan.micro_batch_index()
+    together = {frozenset(indices.tolist()) for rank in plan.micro_batches for indices in rank if len(indices)}
+    assert {frozenset(np.flatnonzero(index == number).tolist()) for number in set(index.tolist())} == together
+    assert sorted(set(index.tolist())) == list(range(len(together)))
+
+
+def test_fewer_sequences_than_ranks_leaves_empty_micro_batches():
+    plan = plan_micro_batches(np.array([7, 3], dtype=np.int32), token_budget=10, data_parallel=4)
+    assert plan.micro_batches_per_rank == 1
+    assert sorted(len(rank[0]) for rank in plan.micro_batches) == [0, 0, 1, 1]
+
+
+def test_count_is_a_multiple_for_virtual_stages():
+    plan = plan_micro_batches(np.full(5, 10), token_budget=10, data_parallel=1, count_multiple=4)
+    assert plan.micro_batches_per_rank == 8
+
+
+@pytest.mark.parametrize("data_parallel", [1, 8])
+def test_packs_tightly_and_levels_the_ranks_on_reasoning_lengths(data_parallel):
+    """8192 responses with the paper's lengths: at most 1% above the least possible count, ranks within 1% in cost."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(8.3, 0.8, 8192).astype(int) + 100, 20480)
+    budget, attention_cost = 32768, 1 / (12 * 5120)
+    plan = plan_micro_batches(lengths, token_budget=budget, data_parallel=data_parallel, attention_cost=attention_cost)
+    assert plan.micro_batches_per_rank <= 1.01 * lengths.sum() / budget / data_parallel + 1
+    costs = lengths * (1 + attention_cost * lengths)
+    sums = [sum(costs[indices].sum() for indices in rank) for rank in plan.micro_batches]
+    assert max(sums) <= 1.01 * sum(sums) / data_parallel
+
+
+def test_falls_back_to_the_tightest_fit():
+    """Levelling puts 6, 5 + 4 and then 4 has no room beside 2; the tightest fit finds 6 + 4 and 5 + 3 + 2."""
+    plan = plan_micro_batches(np.array([6, 5, 4, 3, 2]), token_budget=10)
+    assert plan.micro_batches_per_rank == 2
+
+
+def test_plan_for_actor_gives_context_parallel_ranks_a_budget_each():
+    config = ActorConfig(micro_batch_tokens=16, layout=LayoutConfig(context=2))
+    assert plan_for_actor(np.full(4, 8), config, hidden_size=64).micro_batches_per_rank == 1
+
+
+def test_packing_by_hand():
+    packed = pack_micro_batch(responses_of(([5, 6], [7, 8, 2]), ([1], [1]), ([9], [2])), np.array([0, 2]), ONE_RANK)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert packed.sequence_bounds.tolist() == [0, 5, 7]
+    assert packed.max_sequence_length == 5
+    assert packed.rows.tolist() == [1, 2, 3, 5]
+    assert packed.targets.tolist() == [7, 8, 2, 2]
+    assert packed.places.tolist() == [0, 1, 2, 3]
+    assert packed.columns.tolist() == [0, 1, 2, 4]
+    assert packed.sequence_index.tolist() == [0, 0, 0, 1]
+    assert packed.response_lengths.tolist() == [3, 1]
+
+
+def test_zigzag_by_hand():
+    assert zigzag_positions(np.array([8, 4]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag_positions(np.array([8, 4]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ONE_RANK,
+        LayoutConfig(tensor=2, sequence_parallel=True),
+        LayoutConfig(context=2),
+        LayoutConfig(context=3, tensor=4, sequence_parallel=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("indices", [[0, 3, 4, 9], [7], []], ids=str)
+def test_context_ranks_together_hold_each_response_token_once(layout, indices):
+    responses = random_responses(1, 10)
+    indices = np.array(indices, dtype=np.int64)
+    shards = [pack_micro_batch(responses, indices, layout, context_rank=rank) for rank in range(layout.context)]
+    starts = np.cumsum(responses.sequence_lengths) - responses.sequence_lengths
+    expected = [  # (prefix that predicts it, token), in response order
+        (tuple(responses.token_ids[starts[i] : starts[i] + at]), int(responses.token_ids[starts[i] + at]))
+        for i in indices
+        for at in range(responses.prompt_lengths[i], responses.sequence_lengths[i])
+    ]
+    row = np.zeros(shards[0].sequence_bounds[-1], dtype=np.int64)
+    held = [
+        zigzag_positions(np.diff(shard.sequence_bounds), layout.context, rank)
+        if layout.context > 1
+        else np.arange(len(row))
+        for rank, shard in enumerate(shards)
+    ]
+    for positions, shard in zip(held, shards, strict=True):
+        row[positions] = shard.input_ids
+    found = {}
+    for positions, shard in zip(held, shards, strict=True):
+        assert len(shard.input_ids) % (layout.tensor if layout.sequence_parallel else 1) == 0
+        for local, target, place in zip(shard.rows, shard.targets, shard.places, strict=True):
+            start = shard.sequence_bounds[shard.sequence_index[place]]
+            assert shard.position_ids[local] == positions[local] - start
+            assert place not in found
+            found[int(place)] = (tuple(row[start : positions[local] + 1]), int(target))
+    assert [found[place] for place in range(len(expected))] == expected
+    assert np.array_equal(shards[0].columns, responses.response_token_indices(indices))
+
+
+def test_select_keeps_each_response_whole():
+    responses = random_responses(2, 6)
+    chosen = responses.select(np.array([4, 1]))
+    ends = np.cumsum(responses.sequence_lengths)
+    expected = np.concatenate([responses.token_ids[ends[i] - responses.sequence_lengths[i] : ends[i]] for i in (4, 1)])
+    assert np.array_equal(chosen.token_ids, expected)
+    assert np.array_equal(chosen.prompt_lengths, responses.prompt_lengths[[4, 1]])
+
+
+def test_read_only_arrays_are_welcome():
+    responses = random_responses(3, 5)
+    for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
+        getattr(responses, name).flags.writeable = False
+    plan = plan_micro_batches(responses.sequence_lengths, token_budget=30)
+    for indices in plan.micro_batches[0]:
+        pack_micro_batch(responses.select(indices), np.arange(len(indices)), LayoutConfig(context=2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"token_ids": np.zeros(7, dtype=np.int64)}, "token_ids has dtype int64; it must be int32"),
+        ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "response 0 has prompt_length 5 and sequence_length 5"),
+        ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token each"),
+        ({"sequence_lengths": np.array([5, 3], dtype=np.int32)}, "sum to 8 but there are 7 token_ids"),
+        ({"prompt_lengths": np.array([2], dtype=np.int32)}, "2 sequence_lengths, 1 prompt_lengths"),
+        ({"sequence_lengths": [5, 2]}, "sequence_lengths is a list"),
+    ],
+    ids=str,
+)
+def test_malformed_responses_are_refused(changed, message):
+    good = {
+        "token_ids": np.zeros(7, dtype=np.int32),
+        "sequence_lengths": np.array([5, 2], dtype=np.int32),
+        "prompt_lengths": np.array([2, 1], dtype=np.int32),
+    }
+    Responses(**good)
+    with pytest.raises((TypeError, ValueError), match=message):
+        Responses(**good | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weights": np.ones(3, dtype=np.float32)}, "weights has 3 entries for 4 response tokens"),
+        ({"advantages": np.ones(4, dtype=np.float32)}, "advantages and old_log_probs go together"),
+        ({"weights": np.array([1, 1, np.nan, 1], dtype=np.float32)}, r"weights\[2\] = nan"),
+        ({"correction": np.ones(4)}, "correction has dtype float64"),
+        (
+            {"plan": MicroBatchPlan(micro_batches=((np.array([0]),),), num_responses=1)},
+            "the plan is for 1 responses, there are 2",
+        ),
+    ],
+    ids=str,
+)
+def test_malformed_mini_batches_are_refused(changed, message):
+    responses = responses_of(([5, 6], [7, 8, 2]), ([9], [2]))
+    good = {
+        "responses": responses,
+        "weights": np.ones(4, dtype=np.float32),
+        "plan": plan_micro_batches(responses.sequence_lengths, token_budget=100),
+    }
+    MiniBatch(**good)
+    with pytest.raises((TypeError, ValueError), match=message):
+        MiniBatch(**good | changed)
+
+
+def test_a_plan_that_loses_a_response_is_refused():
+    with pytest.raises(ValueError, match="each of the 3 responses must stand in one micro-batch"):
+        MicroBatchPlan(micro_batches=((np.array([0, 2]),),), num_responses=3)
+
+
+def test_messages_and_packing_start_without_torch_and_megatron():
+    code = (
+        "import sys, megatron_dapo.actor.messages, megatron_dapo.actor.packing\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron', 'ray')])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "[]"

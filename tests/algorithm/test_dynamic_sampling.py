@@ -1,0 +1,83 @@
+"""Which groups are kept, and how many more prompts are sent."""
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
+
+
+def test_only_mixed_groups_are_kept():
+    assert [keep_group(correct, 4) for correct in range(5)] == [False, True, True, True, False]
+    assert [keep_group(correct, 2) for correct in range(3)] == [False, True, False]
+    for impossible in (-1, 5):
+        with pytest.raises(ValueError, match="group of 4"):
+            keep_group(impossible, 4)
+
+
+@given(st.integers(0, 600), st.integers(0, 600), st.integers(1, 1000))
+def test_dispatch_is_the_smallest_number_whose_expectation_suffices(missing, in_flight, thousandths):
+    rate = Fraction(thousandths, 1000)
+    more = prompts_to_dispatch(missing, in_flight, thousandths / 1000)
+    assert more >= 0
+    if missing > 0:
+        assert (in_flight + more) * rate >= missing
+        assert more == 0 or (in_flight + more - 1) * rate < missing
+    else:
+        assert more == 0
+
+
+def test_the_example_of_the_docstring():
+    assert prompts_to_dispatch(8, 4, 0.5) == 12
+
+
+def test_rounding_of_the_quotient_sends_no_extra_prompt():
+    assert math.ceil(9 / 0.009) == 1001  # what a plain ceil would say
+    assert prompts_to_dispatch(9, 0, 0.009) == 1000
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, math.nan])
+def test_impossible_rates_are_refused(rate):
+    with pytest.raises(ValueError, match="pass rate"):
+        prompts_to_dispatch(1, 0, rate)
+
+
+def test_pass_rate_is_the_mean_of_the_posterior():
+    estimate = PassRate.start(0.5, memory=1e9)
+    assert estimate.mean == 0.5
+    assert estimate.update(kept=6, filtered=0).mean == pytest.approx(8 / 10)
+    assert estimate.update(kept=1, filtered=2).update(kept=5, filtered=4).mean == pytest.approx(8 / 16)
+    assert estimate.mean == 0.5  # the update made a new one
+
+
+def test_pass_rate_follows_a_drift():
+    estimate = PassRate.start(0.5, memory=100.0)
+    for _ in range(50):
+        estimate = estimate.update(kept=9, filtered=1)
+    assert estimate.mean == pytest.approx(0.9, abs=0.02)
+    for _ in range(50):
+        estimate = estimate.update(kept=2, filtered=8)
+    assert estimate.mean == pytest.approx(0.2, abs=0.03)
+
+
+def test_pass_rate_never_reaches_zero():
+    estimate = PassRate.start(0.01)
+    for _ in range(100):
+        estimate = estimate.update(kept=0, filtered=512)
+    assert 0 < estimate.mean < 0.001
+    assert prompts_to_dispatch(1, 0, estimate.mean) > 1000
+
+
+def test_pass_rate_forgets_as_the_formula_says():
+    estimate = PassRate.start(1.0, strength=1.0, memory=2.0).update(kept=2, filtered=0).update(kept=0, filtered=1)
+    assert estimate.mean == pytest.approx((1 + 2 * 0.5) / (1 + 2 * 0.5 + 1))
+
+
+def test_impossible_estimates_are_refused():
+    with pytest.raises(ValueError, match="initial 0"):
+        PassRate.start(0.0)
+    with pytest.raises(ValueError, match="negative"):
+        PassRate.start(0.5).update(kept=-1, filtered=0)

@@ -1,0 +1,131 @@
+"""Law 7: the config cannot lie."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import Config, ConfigError, dump_config, load_config
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = """\
+run: {dir: runs/x, rollout_steps: 3}
+model: {path: base, context_length: 22528}
+data: {path: train.jsonl}
+evaluation: {path: heldout.jsonl}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str = "") -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(MINIMAL + text)
+        return path
+
+    return write
+
+
+def test_the_defaults_are_the_papers(file):
+    config = load_config(file())
+    algorithm = config.algorithm
+    assert (algorithm.prompts_per_step, algorithm.group_size, algorithm.mini_batches_per_step) == (512, 16, 16)
+    assert (algorithm.clip.low, algorithm.clip.high, algorithm.clip.dual) == (0.2, 0.28, None)
+    assert (config.rollout.max_new_tokens, algorithm.overlong.buffer, algorithm.overlong.shape) == (20480, 4096, "soft")
+    assert (algorithm.kl.coefficient, algorithm.entropy_coefficient, algorithm.aggregation) == (0, 0, "token_mean")
+    optimizer = config.actor.optimizer
+    assert (optimizer.lr, optimizer.warmup_rollout_steps, optimizer.clip_norm, optimizer.weight_decay) == (1e-6, 20, 1, 0.1)
+    assert (config.evaluation.samples, config.evaluation.temperature, config.evaluation.top_p) == (32, 1.0, 0.7)
+
+
+def test_what_is_dumped_loads_to_the_same_config(file, tmp_path):
+    config = load_config(file(), ["actor.layout.tensor=2", "rollout.extra_args=[--a, b]", "algorithm.clip.dual=10.0"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+def test_overrides_replace_values_of_the_file(file):
+    config = load_config(file("actor: {optimizer: {lr: 1e-4}}\n"), ["run.seed=7", "actor.optimizer.betas=[0.9, 0.98]"])
+    assert config.run.seed == 7
+    assert config.actor.optimizer.lr == 1e-4, "YAML 1.1 reads 1e-4 as a text; ours is a number"
+    assert config.actor.optimizer.betas == (0.9, 0.98)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("actor: {layout: {tensr: 2}}\n", [], ["config.yaml:5", "actor.layout.tensr", "did you mean actor.layout.tensor?"]),
+        ("", ["run.sed=1"], ["override 'run.sed=1'", "did you mean run.seed?"]),
+        ("", ["nonsense=1"], ["nonsense", "valid: run, model"]),
+        ("", ["run.rollout_steps=three"], ["run.rollout_steps", "valid integer"]),
+        ("", ["run.rollout_steps=0"], ["run.rollout_steps", "greater than 0"]),
+        ("", ["actor.optimizer.lr=.nan"], ["actor.optimizer.lr"]),
+        ("", ["algorithm.overlong.buffer=20480"], ["algorithm.overlong.buffer = 20480", "below rollout.max_new_tokens"]),
+        ("", ["algorithm.mini_batch_responses=500"], ["multiple of algorithm.group_size"]),
+        ("", ["algorithm.clip.dual=1.1"], ["clip.dual = 1.1", "must exceed"]),
+        ("", ["rollout.max_new_tokens=40000"], ["model.context_length"]),
+        ("", ["actor.layout.sequence_parallel=true"], ["sequence_parallel", "layout.tensor is 1"]),
+        ("run: {dir: y}\n", [], ["given twice"]),
+        ("", ["run"], ["section.key=value"]),
+        ("a: [\n", [], ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_config_is_refused_with_place_rule_and_remedy(file, text, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        load_config(file(text), overrides)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_a_missing_key_and_a_missing_file_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load_config(tmp_path / "none.yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {dir: x}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert "run.rollout_steps is missing" in str(error.value)
+    assert "model is missing" in str(error.value)
+
+
+def test_config_is_frozen(file):
+    config = load_config(file())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 3  # type: ignore[misc]
+
+
+def test_every_key_is_read_by_the_code():
+    """A key that nothing reads would be a lie: its name must be loaded as an attribute outside its own declaration."""
+    read: set[str] = set()
+    for package in ("megatron_dapo", "rollout", "reward"):
+        for file in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(file.read_text())
+            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+    def keys(section: type, prefix: str = ""):
+        for field in dataclasses.fields(section):
+            if dataclasses.is_dataclass(field.type):
+                yield from keys(field.type, f"{prefix}{field.name}.")
+            else:
+                yield f"{prefix}{field.name}", field.name
+
+    unread = [path for path, name in keys(Config) if name not in read]
+    assert not unread, f"keys that nothing reads: {unread}"
+
+
+def test_config_needs_no_heavy_import():
+    heavy = ["torch", "ray", "megatron", "sglang", "transformers", "aiohttp"]
+    program = f"import sys, megatron_dapo.config; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_reference_page_is_up_to_date():
+    from megatron_dapo.config.reference import reference_page
+
+    committed = ROOT / "docs" / "config.md"
+    assert committed.read_text() == reference_page(), "run `make docs`"

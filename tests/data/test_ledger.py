@@ -1,0 +1,76 @@
+import pytest
+
+from megatron_dapo.data.ledger import Event, Ledger, LedgerError, check_ledger, effective_events, read_ledger
+
+
+def record(ledger, *events, step=1):
+    for event, prompt in events:
+        ledger.record(event, prompt=prompt, rollout_step=step, weight_version=step - 1)
+
+
+def test_events_are_appended_and_read_back(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.record(Event.DISPATCHED, prompt=0, rollout_step=1, weight_version=0)
+    ledger.record(Event.FINISHED, prompt=0, rollout_step=1, weight_version=0, correct=3)
+    ledger.close()
+    again = Ledger(path)
+    again.record(Event.TRAINED, prompt=0, rollout_step=1, weight_version=0)
+    again.close()
+    events = read_ledger(path)
+    assert [event["event"] for event in events] == ["dispatched", "finished", "trained"]
+    assert events[1]["correct"] == 3
+    assert check_ledger(events) == {0: "trained"}
+
+
+def test_a_torn_last_line_is_dropped_and_a_broken_one_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    record(ledger, (Event.DISPATCHED, 0))
+    ledger.close()
+    with path.open("a") as file:
+        file.write('{"event": "fini')
+    assert len(read_ledger(path)) == 1
+    Ledger(path).close()
+    assert path.read_text().endswith("\n")
+    path.write_text("nonsense\n" + path.read_text())
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl:1"):
+        read_ledger(path)
+
+
+def test_a_resume_voids_what_came_after_its_checkpoint(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    record(ledger, (Event.DISPATCHED, 0), (Event.FINISHED, 0), (Event.TRAINED, 0))
+    ledger.record(Event.CHECKPOINT, rollout_step=1, weight_version=1)
+    record(ledger, (Event.DISPATCHED, 1), (Event.FINISHED, 1), (Event.TRAINED, 1), step=2)
+    ledger.record(Event.RESUMED, rollout_step=1, weight_version=1)
+    record(ledger, (Event.DISPATCHED, 1), (Event.FINISHED, 1), (Event.FILTERED, 1), step=2)
+    ledger.close()
+    events = read_ledger(tmp_path / "ledger.jsonl")
+    assert check_ledger(events) == {0: "trained", 1: "filtered"}
+    assert len(effective_events(events)) == 7
+
+
+def test_a_resume_without_a_checkpoint_starts_over():
+    events = [
+        {"event": "dispatched", "prompt": 0, "rollout_step": 1},
+        {"event": "resumed", "prompt": None, "rollout_step": 0},
+        {"event": "dispatched", "prompt": 0, "rollout_step": 1},
+    ]
+    assert check_ledger(events) == {0: "dispatched"}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [("dispatched", 0), ("finished", 0), ("trained", 0), ("trained", 0)],
+        [("dispatched", 0), ("trained", 0)],
+        [("finished", 0)],
+        [("dispatched", 0), ("finished", 0), ("trained", 0), ("dispatched", 0)],
+        [("dispatched", 1)],
+    ],
+    ids=["trained twice", "never finished", "never dispatched", "dispatched after training", "skipped"],
+)
+def test_a_contradiction_is_found(events):
+    with pytest.raises(LedgerError):
+        check_ledger([{"event": event, "prompt": prompt, "rollout_step": 1} for event, prompt in events])

@@ -1,0 +1,1 @@
+"""`make install`: a virtual environment with the tried versions of everything, from a Python and a package index."""

@@ -1,0 +1,44 @@
+"""Refuses a Python that was not tried, in syntax that old Pythons read, and hands over to the installer."""
+
+import os
+import subprocess
+import sys
+
+SUPPORTED = ("3.11", "3.12")
+
+
+def unsupported():
+    """The message for a Python that was not tried; names a supported one where the machine has one."""
+    mine = "%d.%d.%d" % sys.version_info[:3]  # noqa: UP031 (Python 3.5 and older must read this file)
+    lines = [
+        "Python " + mine + " (" + sys.executable + ") was not tried with these packages.",
+        "megatron-dapo runs on Python " + " and ".join(SUPPORTED) + ".",
+    ]
+    for version in reversed(SUPPORTED):
+        found = works("python" + version, version)
+        if found:
+            lines.append("This machine has one: PYTHON=" + found + " make install")
+            break
+    else:
+        lines.append("Install one of them, then name it: PYTHON=/path/to/python3.12 make install")
+    return "\n".join(lines)
+
+
+def works(command, version):
+    """Path of the interpreter that `command` starts, or None when it starts none or another version (version managers)."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
+    try:
+        answer = subprocess.check_output([command, "-c", code], stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    answer = answer.decode().split(None, 1)
+    return answer[1].strip() if answer[0] == version else None
+
+
+if __name__ == "__main__":
+    if "%d.%d" % sys.version_info[:2] not in SUPPORTED:  # noqa: UP031
+        sys.exit(unsupported())
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from tools.install.installer import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,243 @@
+"""The phases of `make install`, each done once: environment, torch, packages, bytecode, project, and a look at the result.
+
+torch comes first and with its dependencies, by ordinary pip: whichever build pip's own configuration leads to (a CPU wheel
+where one is offered, else the CUDA build with the libraries it needs). Everything else follows from the lock of the running
+Python with --no-deps, because sglang declares another torch and GPU packages that a CPU does without.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.install.bytecode import compile_packages
+from tools.install.check import check_imports
+from tools.install.command import InstallError, run
+from tools.install.lock import Pin, missing, read_lock, unfinished
+from tools.install.pip import PipPhase, advice, pip_install, site_packages
+from tools.install.progress import Progress, duration
+from tools.install.state import State, digest, read_state, wanted_state, write_state
+
+ROOT = Path(__file__).resolve().parents[2]
+PHASES = ("environment", "torch", "packages", "bytecode", "project", "check")
+UNPACKED = 4.5
+"""Disk that an install takes while it runs, as a multiple of its wheels: packed once, unpacked, compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an install works."""
+
+    root: Path
+    venv: Path
+    requirements: Path
+
+    @property
+    def python(self) -> Path:
+        return self.venv / "bin" / "python"
+
+    @property
+    def site(self) -> Path:
+        return site_packages(self.python)
+
+    @property
+    def scratch(self) -> Path:
+        return self.venv / "tmp"
+
+    @property
+    def log(self) -> Path:
+        return self.venv / "install.log"
+
+    @property
+    def lock(self) -> Path:
+        return self.requirements / f"py{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
+
+    @property
+    def cuda_lock(self) -> Path:
+        return self.requirements / "cuda.lock.txt"
+
+
+class Installer:
+    """Brings one environment to the state that lock and project ask for."""
+
+    def __init__(self, place: Place, *, torch_index: str) -> None:
+        self._place = place
+        self._torch_index = torch_index
+        self._state = wanted_state(place.venv)
+        self._pins = read_lock(place.lock)
+        self._cuda = read_lock(place.cuda_lock) if place.cuda_lock.exists() else {}
+        packages = digest(place.lock)
+        project = digest(place.root / "pyproject.toml", *place.root.glob("megatron_dapo/__init__.py"))
+        self._wanted = {
+            "environment": self._pin_text("pip"),
+            "torch": packages,
+            "packages": packages,
+            "bytecode": packages,
+            "project": project,
+            "check": packages + project,
+        }
+
+    def install(self) -> None:
+        """Do the phases that are not done yet. Raises InstallError where one fails; the others stay done."""
+        begin = time.monotonic()
+        done = read_state(self._place.venv)
+        if done is not None and done.same_environment(self._state) and self._place.python.exists():
+            self._state = done
+        elif done is not None:
+            print(f"{self._place.venv} was made elsewhere or from another Python ({done.base}): making it anew")
+            shutil.rmtree(self._place.venv)
+        if self._state.phases == self._wanted:
+            print(self._state.ready)
+            return
+        self._place.scratch.mkdir(parents=True, exist_ok=True)
+        write_state(self._place.venv, self._state)
+        with exclusive(self._place.venv / "install.lock"):
+            self._refuse_small_disk()
+            self._clear_unfinished()
+            for phase, work in self._work().items():
+                if self._state.phases.get(phase) != self._wanted[phase]:
+                    self._do(phase, work)
+            shutil.rmtree(self._place.scratch)
+        self._state.ready = f"{self._place.venv} is ready: {self._state.ready}"
+        write_state(self._place.venv, self._state)
+        print(f"{self._state.ready} (took {duration(time.monotonic() - begin)})")
+
+    def _work(self) -> dict[str, Callable[[Progress], str]]:
+        return {
+            "environment": self._make_environment,
+            "torch": self._install_torch,
+            "packages": self._install_packages,
+            "bytecode": self._compile,
+            "project": self._install_project,
+            "check": self._check,
+        }
+
+    def _do(self, phase: str, work: Callable[[Progress], str]) -> None:
+        # What follows a phase that is done again is done again too, except where its own inputs are finished and unchanged.
+        progress = Progress(f"[{PHASES.index(phase) + 1}/{len(PHASES)}] {phase:<11}", sys.stdout)
+        closing = work(progress)
+        self._state.phases[phase] = self._wanted[phase]
+        write_state(self._place.venv, self._state)
+        progress.close(closing)
+
+    def _make_environment(self, progress: Progress) -> str:
+        if importlib.util.find_spec("ensurepip") is None:
+            raise InstallError(
+                f"{self._state.base} cannot make environments (it has no ensurepip). On Debian and Ubuntu: "
+                f"apt install python{self._state.python}-venv"
+            )
+        command = [self._state.base, "-m", "venv", "--prompt", "megatron-dapo", str(self._place.venv)]
+        status, lines = run(
+            command, scratch=self._place.scratch, log=self._place.log,
+            on_tick=lambda: progress.show("python -m venv", left_s=max(6 - progress.elapsed, 1)),
+        )  # fmt: skip
+        if status != 0:
+            raise InstallError(advice(lines, status, log=self._place.log))
+        pip = {name: pin for name, pin in self._pins.items() if name == "pip"}
+        if missing(pip, self._place.site):
+            self._pip([self._pin_text("pip"), "--no-deps"], pip, progress)
+        return f"Python {sys.version.split()[0]}"
+
+    def _install_torch(self, progress: Progress) -> str:
+        torch = {name: pin for name, pin in self._pins.items() if name == "torch"}
+        constraints = [option for lock in (self._place.lock, self._place.cuda_lock) if lock.exists() for option in ("-c", str(lock))]
+        index = ["--extra-index-url", self._torch_index] if self._torch_index else []
+        if missing(torch, self._place.site):
+            self._pip([self._pin_text("torch"), *constraints, *index], torch, progress, optional=self._cuda)
+        elif index:
+            print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv` starts over)")
+        return self._version("torch")
+
+    def _install_packages(self, progress: Progress) -> str:
+        pins = {pin.name: pin for pin in missing(self._pins, self._place.site)}
+        if pins:
+            self._pip(["--no-deps", "-r", str(self._place.lock)], pins, progress)
+        left = missing(self._pins, self._place.site)
+        if left:
+            raise InstallError("not installed, though pip ended well: " + ", ".join(pin.name for pin in left))
+        return f"{len(self._pins)} packages of {self._place.lock.name}"
+
+    def _compile(self, progress: Progress) -> str:
+        count = compile_packages(
+            self._place.python, self._place.site, progress=progress, scratch=self._place.scratch, log=self._place.log
+        )
+        return f"{count} files"
+
+    def _install_project(self, progress: Progress) -> str:
+        # Everything that building needs is in the lock, so this phase works without a network.
+        arguments = ["--no-index", "--no-deps", "--no-build-isolation", "-e", str(self._place.root)]
+        self._pip(arguments, {}, progress)
+        return "megatron-dapo, editable"
+
+    def _check(self, progress: Progress) -> str:
+        self._state.ready = check_imports(
+            self._place.python, progress=progress, scratch=self._place.scratch, log=self._place.log
+        )
+        return "the packages import"
+
+    def _pip(
+        self, arguments: Sequence[str], pins: dict[str, Pin], progress: Progress, *, optional: dict[str, Pin] | None = None
+    ) -> None:
+        phase = PipPhase(pins, optional or {}, self._place.site, progress)
+        pip_install(self._place.python, arguments, phase=phase, scratch=self._place.scratch, log=self._place.log)
+
+    def _pin_text(self, name: str) -> str:
+        return f"{name}=={self._pins[name].version}" if name in self._pins else ""
+
+    def _version(self, name: str) -> str:
+        info = next(self._place.site.glob(f"{name}-*.dist-info"), None)
+        return info.name.removesuffix(".dist-info").replace("-", " ") if info else ""
+
+    def _clear_unfinished(self) -> None:
+        for info in unfinished(self._place.site):
+            print(f"{info.name.removesuffix('.dist-info')} was left half installed: installing it again")
+            shutil.rmtree(info)
+
+    def _refuse_small_disk(self) -> None:
+        megabytes = sum(pin.megabytes for pin in missing(self._pins, self._place.site))
+        free = shutil.disk_usage(self._place.venv).free / 1e6
+        if free < UNPACKED * megabytes:
+            raise InstallError(
+                f"{self._place.venv}: {free / 1e3:.1f} GB are free on this disk, the install needs about "
+                f"{UNPACKED * megabytes / 1e3:.1f} GB (with a CUDA build of torch some 6 GB more). Make room, or name "
+                "another place by VENV=path make install"
+            )
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file at `path`. Raises InstallError while another install holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InstallError(f"another `make install` works on {path.parent} at this moment: let it finish") from None
+        yield
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 installed, 1 failed (the reason is on standard error), 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m tools.install", description=__doc__)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment goes")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the project to install, with its folder requirements/")
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    place = Place(root=root, venv=options.venv.absolute(), requirements=root / "requirements")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        Installer(place, torch_index=os.environ.get("TORCH_INDEX", "")).install()
+    except InstallError as error:
+        print(f"\nmake install: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nmake install: interrupted; what is installed stays, `make install` goes on from here", file=sys.stderr)
+        return 130
+    return 0
