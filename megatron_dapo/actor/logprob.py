@@ -70,6 +70,33 @@ def token_log_probs(
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
+def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    """All `total` columns of a micro-batch on every context-parallel rank, from those that each rank has predicted.
+
+    Each rank then computes the loss of whole responses, the same on all of them. Backward hands each rank the gradient of
+    its own columns: added up over the ranks, as the gradients of the weights are, they are the loss's gradient once.
+
+    Args:
+        values: [k, n] of this rank.
+        places: int64 [n], which columns of the result they are.
+    """
+    return _GatherOverContext.apply(values, places, total, group)
+
+
+class _GatherOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, places, total, group):
+        ctx.save_for_backward(places)
+        whole = values.new_zeros((len(values), total)).index_copy_(1, places, values)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        return grad.index_select(1, places), None, None, None
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, rows, targets, shard, temperature, chunk):

@@ -94,7 +94,7 @@ class BatchedAttention(TorchNativeAttnBackend):
                 position = (total - count)[:, None] + query  # [B, Q]
                 hidden = torch.arange(keys) > position[:, :, None]  # [B, Q, L]
                 bias = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
-                rows: Tensor | None = index
+                rows: Tensor | None = starts[index]
                 places = None
                 if queries > 1:
                     real = query < count[:, None]  # [B, Q]

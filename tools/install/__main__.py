@@ -25,7 +25,7 @@ def unsupported():
 
 
 def works(command, version):
-    """Path of the interpreter that `command` starts, or None when it starts none or another version (version managers)."""
+    """Path of the interpreter that `command` starts; None when it starts none, or another version."""
     code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
     try:
         answer = subprocess.check_output([command, "-c", code], stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Byte-compile the environment once, on all cores: uncompiled packages make every start of every process take 3 times as long."""
+"""Byte-compile the environment once, on all cores: without it every start of every process takes 3 times as long."""
 
 import os
 import re

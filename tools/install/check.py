@@ -9,9 +9,9 @@ from tools.install.progress import Progress
 # sglang imports only in a server process, which brings its own stand-ins for what a CPU lacks; here it must be found.
 FOUND = ("sglang", "xgrammar", "pytest", "ruff", "mypy")
 IMPORTED = (
-    "torch", "megatron.core", "ray", "transformers", "tokenizers", "sentencepiece", "safetensors.torch", "numpy", "pyarrow",
-    "pydantic", "yaml", "typer", "rich", "aiohttp", "jinja2", "psutil", "filelock", "orjson", "tensorboard", "math_verify",
-    "megatron_dapo", "rollout", "reward",
+    "torch", "megatron.core", "ray", "transformers", "tokenizers", "sentencepiece", "safetensors.torch", "numpy",
+    "pyarrow", "pydantic", "yaml", "typer", "rich", "aiohttp", "jinja2", "psutil", "filelock", "orjson", "tensorboard",
+    "math_verify", "megatron_dapo", "rollout", "reward",
 )  # fmt: skip
 SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
 
@@ -26,7 +26,6 @@ for name in imported:
     except BaseException as error:
         failed.append([name, f"{{type(error).__name__}}: {{error}}"])
 versions = {{}} if failed else {{name: importlib.metadata.version(name) for name in shown}}
-versions = {{name: importlib.import_module("torch").__version__ if name == "torch" else v for name, v in versions.items()}}
 print("RESULT " + json.dumps([failed, platform.python_version(), versions]))
 """
 

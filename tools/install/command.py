@@ -10,7 +10,7 @@ from pathlib import Path
 
 TICK_S = 0.2
 SILENCE_S = 1800.0
-"""A command that says nothing for so long is ended: unpacking the largest wheel takes minutes on a slow disk, not more."""
+"""A command that says nothing for so long is ended: the largest wheel unpacks in minutes even on a slow disk."""
 
 
 class InstallError(RuntimeError):
@@ -22,7 +22,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
     `scratch` takes temporary files: /tmp is often small or in memory, and pip unpacks gigabytes there.
     """
-    astray = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_NO_BINARY")
+    astray = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     kept = {key: value for key, value in os.environ.items() if key not in astray}
     return kept | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 

@@ -1,8 +1,8 @@
-"""The phases of `make install`, each done once: environment, torch, packages, bytecode, project, and a look at the result.
+"""The phases of `make install`, each done once: environment, torch, packages, bytecode, project, check.
 
-torch comes first and with its dependencies, by ordinary pip: whichever build pip's own configuration leads to (a CPU wheel
-where one is offered, else the CUDA build with the libraries it needs). Everything else follows from the lock of the running
-Python with --no-deps, because sglang declares another torch and GPU packages that a CPU does without.
+torch comes first and with its dependencies, by ordinary pip: whichever build pip's own configuration leads to (a CPU
+wheel where one is offered, else the CUDA build with the libraries it needs). Everything else follows from the lock of
+the running Python with --no-deps, because sglang declares another torch and GPU packages that a CPU does without.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from pathlib import Path
 from tools.install.bytecode import compile_packages
 from tools.install.check import check_imports
 from tools.install.command import InstallError, run
-from tools.install.lock import Pin, missing, read_lock, unfinished
+from tools.install.lock import Pins, missing, read_lock, unfinished
 from tools.install.pip import PipPhase, advice, pip_install, site_packages
 from tools.install.progress import Progress, duration
-from tools.install.state import State, digest, read_state, wanted_state, write_state
+from tools.install.state import LOCK, State, digest, read_state, wanted_state, write_state
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("environment", "torch", "packages", "bytecode", "project", "check")
@@ -73,7 +73,7 @@ class Installer:
         self._torch_index = torch_index
         self._state = wanted_state(place.venv)
         self._pins = read_lock(place.lock)
-        self._cuda = read_lock(place.cuda_lock) if place.cuda_lock.exists() else {}
+        self._cuda = read_lock(place.cuda_lock)
         packages = digest(place.lock)
         project = digest(place.root / "pyproject.toml", *place.root.glob("megatron_dapo/__init__.py"))
         self._wanted = {
@@ -87,28 +87,37 @@ class Installer:
 
     def install(self) -> None:
         """Do the phases that are not done yet. Raises InstallError where one fails; the others stay done."""
-        begin = time.monotonic()
         done = read_state(self._place.venv)
-        if done is not None and done.same_environment(self._state) and self._place.python.exists():
-            self._state = done
-        elif done is not None:
-            print(f"{self._place.venv} was made elsewhere or from another Python ({done.base}): making it anew")
-            shutil.rmtree(self._place.venv)
-        if self._state.phases == self._wanted:
-            print(self._state.ready)
+        if done is not None and self._usable(done) and done.phases == self._wanted:
+            print(done.ready)
             return
-        self._place.scratch.mkdir(parents=True, exist_ok=True)
-        write_state(self._place.venv, self._state)
-        with exclusive(self._place.venv / "install.lock"):
+        begin = time.monotonic()
+        self._place.venv.mkdir(parents=True, exist_ok=True)
+        with exclusive(self._place.venv / LOCK):
+            self._take_up(read_state(self._place.venv))
+            self._place.scratch.mkdir(exist_ok=True)
             self._refuse_small_disk()
             self._clear_unfinished()
             for phase, work in self._work().items():
                 if self._state.phases.get(phase) != self._wanted[phase]:
                     self._do(phase, work)
             shutil.rmtree(self._place.scratch)
-        self._state.ready = f"{self._place.venv} is ready: {self._state.ready}"
-        write_state(self._place.venv, self._state)
         print(f"{self._state.ready} (took {duration(time.monotonic() - begin)})")
+
+    def _usable(self, done: State) -> bool:
+        return done.same_environment(self._state) and self._place.python.exists()
+
+    def _take_up(self, done: State | None) -> None:
+        """Go on from an earlier install, or clear away one that cannot be used here."""
+        if done is not None and self._usable(done):
+            self._state = done
+            return
+        if done is not None:
+            print(f"{self._place.venv} was made elsewhere or from another Python ({done.base}): making it anew")
+            for path in self._place.venv.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        write_state(self._place.venv, self._state)
 
     def _work(self) -> dict[str, Callable[[Progress], str]]:
         return {
@@ -121,7 +130,6 @@ class Installer:
         }
 
     def _do(self, phase: str, work: Callable[[Progress], str]) -> None:
-        # What follows a phase that is done again is done again too, except where its own inputs are finished and unchanged.
         progress = Progress(f"[{PHASES.index(phase) + 1}/{len(PHASES)}] {phase:<11}", sys.stdout)
         closing = work(progress)
         self._state.phases[phase] = self._wanted[phase]
@@ -147,13 +155,12 @@ class Installer:
         return f"Python {sys.version.split()[0]}"
 
     def _install_torch(self, progress: Progress) -> str:
-        torch = {name: pin for name, pin in self._pins.items() if name == "torch"}
-        constraints = [option for lock in (self._place.lock, self._place.cuda_lock) if lock.exists() for option in ("-c", str(lock))]
+        torch = {pin.name: pin for pin in missing(self._pins, self._place.site) if pin.name == "torch"}
+        constraints = ["-c", str(self._place.lock), "-c", str(self._place.cuda_lock)]
         index = ["--extra-index-url", self._torch_index] if self._torch_index else []
-        if missing(torch, self._place.site):
-            self._pip([self._pin_text("torch"), *constraints, *index], torch, progress, optional=self._cuda)
-        elif index:
-            print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv` starts over)")
+        if index and not torch:
+            print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv install` starts over)")
+        self._pip([self._pin_text("torch"), *constraints, *index], torch, progress, optional=self._cuda)
         return self._version("torch")
 
     def _install_packages(self, progress: Progress) -> str:
@@ -178,14 +185,13 @@ class Installer:
         return "megatron-dapo, editable"
 
     def _check(self, progress: Progress) -> str:
-        self._state.ready = check_imports(
+        versions = check_imports(
             self._place.python, progress=progress, scratch=self._place.scratch, log=self._place.log
         )
+        self._state.ready = f"{os.path.relpath(self._place.venv)} is ready: {versions}"
         return "the packages import"
 
-    def _pip(
-        self, arguments: Sequence[str], pins: dict[str, Pin], progress: Progress, *, optional: dict[str, Pin] | None = None
-    ) -> None:
+    def _pip(self, arguments: Sequence[str], pins: Pins, progress: Progress, *, optional: Pins | None = None) -> None:
         phase = PipPhase(pins, optional or {}, self._place.site, progress)
         pip_install(self._place.python, arguments, phase=phase, scratch=self._place.scratch, log=self._place.log)
 

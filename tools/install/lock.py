@@ -22,11 +22,14 @@ class Pin:
     """Size of the wheel; only the progress bar uses it."""
 
 
+Pins = dict[str, Pin]
+
+
 def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_lock(path: Path) -> dict[str, Pin]:
+def read_lock(path: Path) -> Pins:
     """The pins of a lock by name.
 
     Raises:
@@ -60,7 +63,7 @@ def unfinished(site: Path) -> list[Path]:
     return [info for info in site.glob("*.dist-info") if not _complete(info)]
 
 
-def missing(pins: dict[str, Pin], site: Path) -> list[Pin]:
+def missing(pins: Pins, site: Path) -> list[Pin]:
     """The pins that the environment does not satisfy; `2.13.0+cpu` satisfies `2.13.0`, as it does for pip."""
     present = installed(site)
     return [pin for pin in pins.values() if present.get(pin.name, "").partition("+")[0] != pin.version]

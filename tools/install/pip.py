@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.install.command import InstallError, run
-from tools.install.lock import SMALL_MB, Pin, installed, normalised
+from tools.install.lock import SMALL_MB, Pins, installed, normalised
 from tools.install.progress import Progress
 
 UNPACK_MB_PER_S = 25.0
 """Taken for the time left until the phase has measured its own rate (wheels, as packed, on a laptop's disk)."""
 
 _WHEEL = re.compile(r"\s*(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+)-[^\s/]+\.whl(?: |$)")
+_NO_NETWORK = re.compile(
+    r"Connection|Timed? ?out|Temporary failure|ProxyError|SSLError|Max retries|from versions: none"
+)
 _BYTES = re.compile(r"Progress (\d+) of (\d+)")
 
 
 class PipPhase:
     """Progress of one pip run: megabytes fetched, then megabytes unpacked, each at its own measured rate."""
 
-    def __init__(self, pins: dict[str, Pin], optional: dict[str, Pin], site: Path, progress: Progress) -> None:
+    def __init__(self, pins: Pins, optional: Pins, site: Path, progress: Progress) -> None:
         """`pins` are expected; `optional` ones join them as soon as pip fetches the first of them."""
         self._pins = dict(pins)
         self._optional = optional
@@ -100,12 +103,13 @@ def advice(lines: Sequence[str], status: int, *, log: Path) -> str:
     said = [line if len(line) <= 300 else line[:297] + "..." for line in errors or lines[-5:]][-6:]
     if "No space left on device" in text or "Errno 28" in text:
         cause = "The disk is full: make room where this folder lies."
-    elif re.search(r"Connection|Timed? ?out|Temporary failure|ProxyError|SSLError|Max retries|from versions: none", text):
+    elif _NO_NETWORK.search(text):
         cause = (
-            "A download failed: check the network and pip's own configuration (`pip config list` shows index and proxy)."
+            "A download failed: check the network, and index and proxy in pip's own configuration (`pip config list`)."
         )
     elif "No matching distribution" in text:
         cause = "There is no wheel for this machine: the locks are for Linux x86-64 with glibc 2.34 or newer."
     else:
         cause = f"pip ended with status {status}."
-    return "\n".join([*said, cause, f"What is installed stays: `make install` goes on from here. All that pip said: {log}"])
+    stays = f"What is installed stays: `make install` goes on from here. All that pip said: {log}"
+    return "\n".join([*said, cause, stays])

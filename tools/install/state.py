@@ -10,6 +10,8 @@ from pathlib import Path
 from tools.install.command import InstallError
 
 STAMP = "megatron-dapo.json"
+LOCK = "install.lock"
+"""Held by the install at work; there before anything else is."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +58,7 @@ def read_state(venv: Path) -> State | None:
         except (ValueError, TypeError):
             # Written by another version of the installer, or cut short: known to be ours, so made anew.
             return State(place="", python="", base="")
-    if venv.exists() and any(venv.iterdir()):
+    if venv.exists() and any(venv.iterdir()) and not (venv / LOCK).exists():
         raise InstallError(
             f"{venv} was not made by `make install`, so it is left alone: move it away, or name another place by "
             "VENV=path make install"

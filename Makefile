@@ -1,0 +1,74 @@
+# `make` alone lists the targets. Variables, given as `NAME=value make TARGET`:
+#   PYTHON       Python 3.11 or 3.12 that the environment is made from (python3)
+#   VENV         where the environment goes (.venv)
+#   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
+#                https://download.pytorch.org/whl/cpu
+#   ARGS         added to the command: ARGS="-k overlong -x" make test
+#   DEMO_DIR     run directory of `make demo` (runs/quickstart)
+
+VENV ?= .venv
+DEMO_DIR ?= runs/quickstart
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Once there is an environment, its own Python looks after it, so that PYTHON need not be named again.
+INSTALLER = $(or $(PYTHON),$(shell test -x "$(BIN)/python" && echo "$(BIN)/python" || echo python3))
+
+# With it set, every start of every process compiles its imports anew: three times as slow.
+unexport PYTHONDONTWRITEBYTECODE
+# Python's buffering would hide progress in a log.
+export PYTHONUNBUFFERED = 1
+
+TESTS := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow test-gpu check format base-model data docs clean clean-venv
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: ## make .venv from the lock of the Python at hand; does nothing when it is there
+	@"$(INSTALLER)" -m tools.install --venv "$(VENV)"
+
+demo: install ## train the quickstart with DAPO on two CPU cores, and open its report
+	@if [ -e "$(DEMO_DIR)" ]; then \
+		aside="$(DEMO_DIR).$$(date +%Y%m%d-%H%M%S)"; \
+		mv "$(DEMO_DIR)" "$$aside" && echo "the earlier run is kept in $$aside"; \
+	fi
+	$(BIN)/megatron-dapo train examples/quickstart/dapo.yaml run.dir=$(DEMO_DIR) $(ARGS)
+
+test: install ## run the default tests (CPU)
+	OMP_NUM_THREADS=1 $(TESTS) --durations=10 $(ARGS)
+
+test-slow: install ## run the tests that take minutes each
+	OMP_NUM_THREADS=1 $(TESTS) -m "slow and not gpu" --durations=10 $(ARGS)
+
+test-gpu: install ## run the tests that need a CUDA device
+	$(TESTS) tests/gpu -m gpu $(ARGS)
+
+check: install ## lint, format, types, dependency direction, configs; under a minute
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(TESTS) -q tests/test_repository.py
+
+format: install ## format the code and apply the linter's safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+base-model: install ## train the quickstart's base model anew
+	$(BIN)/python -m examples.quickstart.make_base_model $(ARGS)
+
+data: install ## write the quickstart's prompt files anew
+	$(BIN)/python -m examples.quickstart.make_data $(ARGS)
+
+docs: install ## write the generated pages anew
+	$(BIN)/megatron-dapo reference docs/config.md
+
+clean: ## remove caches and build products (runs stay)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv: ## remove the environment
+	@[ ! -e "$(VENV)" ] || [ -e "$(VENV)/install.lock" ] || { echo "$(VENV) was not made by make install"; exit 1; }
+	rm -rf "$(VENV)"

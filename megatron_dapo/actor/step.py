@@ -1,0 +1,245 @@
+"""Forward and backward of packed micro-batches through Megatron's schedules, on every layout.
+
+    loss of a mini-batch = sum over its micro-batches and data-parallel ranks of sum(weights * token loss)
+
+Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch, however it
+is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
+(`logprob.gather_over_context`), so an objective never knows about ranks.
+
+T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_dapo.actor.logprob import VocabularyShard, gather_over_context, token_log_probs
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
+from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
+from megatron_dapo.actor.sequences import PackedSequences, packed_sequences
+from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
+from megatron_dapo.config.actor import LayoutConfig
+
+_BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
+"""Summed with every objective, before its own statistics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSums:
+    """Sums over a whole mini-batch, the same on every rank."""
+
+    loss: float
+    tokens: int
+    """Response tokens with a weight other than 0."""
+
+    sums: dict[str, float]
+    """Over those tokens: log_prob, entropy and the objective's statistics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Input:
+    """A packed micro-batch on the device."""
+
+    packed: PackedMicroBatch
+    tokens: Tensor
+    """int64 [2, 1, T]: token ids and positions."""
+
+    sequences: PackedSequences
+    rows: Tensor
+    targets: Tensor
+    places: Tensor
+    weights: Tensor | None = None
+    """float32 [N_mb]; None where only log-probs are wanted."""
+
+    columns: LossColumns | None = None
+
+
+class ForwardBackward:
+    """The model chunks of a rank, ready for micro-batches. Collective: every rank makes every call with equal arguments."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        layout: LayoutConfig,
+        vocabulary: int,
+        chunk_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
+        `chunk_tokens`: rows of logits in float32 at a time."""
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.vocabulary = vocabulary
+        self.chunk_tokens = chunk_tokens
+        self.device = device
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.context_rank = parallel_state.get_context_parallel_rank()
+        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.context_group = parallel_state.get_context_parallel_group()
+        # One rank of those that end up with the same numbers speaks for them.
+        self.speaks = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
+        )
+
+    @torch.no_grad()
+    def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
+        """Log-probs and entropies of all N response tokens, on global rank 0; None on the others."""
+        inputs = [self._input(pack, None, responses) for pack in self._pack(responses, plan)]
+
+        def collect(item: _Input, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+            return torch.stack(self._token_log_probs(item, logits, temperature, entropy_gradient=False))
+
+        results = self._run(inputs, collect, forward_only=True, collect_non_loss_data=True)
+        whole = np.zeros((2, responses.num_response_tokens), dtype=np.float32)
+        if self.speaks:
+            for item, result in zip(inputs, results, strict=True):
+                whole[:, item.packed.columns] = result.cpu().numpy()
+        if self.layout.data * self.layout.pipeline > 1:
+            # Every token comes from one rank; to all the others' zeros it is added exactly.
+            total = torch.from_numpy(whole).to(self.device)
+            dist.reduce(total, dst=0)
+            whole = total.cpu().numpy()
+        return LogProbs(log_probs=whole[0], entropy=whole[1]) if dist.get_rank() == 0 else None
+
+    def backward(
+        self, mini_batch: MiniBatch, objective: Objective, temperature: float, *, whole_gradients: bool = False
+    ) -> LossSums:
+        """Add the gradient of the mini-batch's loss to the chunks' gradient buffers.
+
+        `whole_gradients`: leave the whole sum on every data-parallel rank, also with the distributed optimizer, whose
+        ranks otherwise get the sum of their own part only.
+        """
+        responses = mini_batch.responses
+        inputs = [self._input(pack, mini_batch, responses) for pack in self._pack(responses, mini_batch.plan)]
+        loss = partial(self._loss, objective=objective, temperature=temperature)
+        results = self._run(inputs, loss, forward_only=False, force_all_reduce=whole_gradients)
+        names = (*_BASE_SUMS, *objective.stat_names)
+        totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if self.speaks:
+            totals += torch.stack(results).sum(dim=0)
+        dist.all_reduce(totals)
+        sums = dict(zip(names, totals.tolist(), strict=True))
+        return LossSums(loss=sums.pop("loss"), tokens=int(sums.pop("tokens")), sums=sums)
+
+    def _pack(self, responses: Responses, plan: MicroBatchPlan) -> list[PackedMicroBatch]:
+        if plan.data_parallel != self.layout.data:
+            raise ValueError(
+                f"the plan is for {plan.data_parallel} data-parallel ranks, actor.layout.data = {self.layout.data}"
+            )
+        if plan.num_responses != len(responses):
+            raise ValueError(f"the plan is for {plan.num_responses} responses, there are {len(responses)}")
+        if len(responses.token_ids) and responses.token_ids.max() >= self.vocabulary:
+            raise ValueError(
+                f"token_ids holds {responses.token_ids.max()}; the model's vocabulary has {self.vocabulary} tokens"
+            )
+        return [
+            pack_micro_batch(responses, indices, self.layout, context_rank=self.context_rank)
+            for indices in plan.micro_batches[self.data_rank]
+        ]
+
+    def _input(self, packed: PackedMicroBatch, mini_batch: MiniBatch | None, responses: Responses) -> _Input:
+        tokens = np.stack([packed.input_ids, packed.position_ids])[:, None]
+        places = np.stack([packed.rows, packed.targets, packed.places])
+        rows, targets, places = self._to_device(places).unbind()
+        weights, columns = (None, None) if mini_batch is None else self._columns(packed, mini_batch)
+        return _Input(
+            packed=packed,
+            tokens=self._to_device(tokens),
+            sequences=packed_sequences(
+                np.diff(packed.sequence_bounds).tolist(),
+                device=self.device,
+                context_parallel=self.layout.context,
+                context_rank=self.context_rank,
+            ),
+            rows=rows,
+            targets=targets,
+            places=places,
+            weights=weights,
+            columns=columns,
+        )
+
+    def _columns(self, packed: PackedMicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, LossColumns | None]:
+        """The weights of the micro-batch's tokens, and what else the loss reads."""
+        names = list(mini_batch.columns)
+        stacked = self._to_device(np.stack([mini_batch.columns[name][packed.columns] for name in names]))
+        columns = dict(zip(names, stacked.unbind(), strict=True))
+        weights = columns.pop("weights")
+        if "advantages" not in columns:
+            return weights, None
+        return weights, LossColumns(
+            sequence_index=self._to_device(packed.sequence_index),
+            sequence_lengths=self._to_device(packed.response_lengths),
+            **columns,
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _run(self, inputs: list[_Input], loss: Any, **options: Any) -> list[Any]:
+        """What `loss` gave for each micro-batch on the last pipeline stage; nothing on the other stages."""
+
+        def forward(data: Iterator[_Input], chunk: torch.nn.Module):
+            item = next(data)
+            ids, positions = item.tokens.unbind()
+            return chunk(ids, positions, None, packed_seq_params=item.sequences), partial(loss, item)
+
+        iterators = [iter(inputs) for _ in self.chunks]
+        one = len(self.chunks) == 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators[0] if one else iterators,
+            model=self.chunks[0] if one else self.chunks,
+            num_microbatches=len(inputs),
+            # Pipeline ranks tell each other the true lengths.
+            seq_length=max(item.packed.input_ids.size for item in inputs),
+            micro_batch_size=1,
+            **options,
+        )
+
+    def _token_log_probs(
+        self, item: _Input, logits: Tensor, temperature: float, *, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[N_mb] each, from this rank's columns of the logits [1, T, V / tp]."""
+        shard = VocabularyShard.of(
+            vocabulary=self.vocabulary, columns=logits.shape[-1], rank=self.tensor_rank, group=self.tensor_group
+        )
+        log_probs, entropy = token_log_probs(
+            logits[0],
+            item.rows,
+            item.targets,
+            shard,
+            temperature=temperature,
+            chunk=self.chunk_tokens,
+            entropy_gradient=entropy_gradient,
+        )
+        if self.layout.context > 1:
+            values = torch.stack([log_probs, entropy])
+            whole = gather_over_context(values, item.places, len(item.packed.columns), self.context_group)
+            log_probs, entropy = whole.unbind()
+        return log_probs, entropy
+
+    def _loss(
+        self, item: _Input, logits: Tensor, *, objective: Objective, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, 0, sums): Megatron's triple, of which it leaves the first undivided when the count is not asked for."""
+        log_probs, entropy = self._token_log_probs(
+            item, logits, temperature, entropy_gradient=objective.uses_entropy_gradient
+        )
+        token_loss = objective(log_probs, entropy, item.columns)
+        loss = (item.weights * token_loss.loss).sum()
+        with torch.no_grad():
+            counted = item.weights != 0
+            values = [log_probs, entropy, *(token_loss.stats[name] for name in objective.stat_names)]
+            sums = torch.where(counted, torch.stack(values), 0).sum(dim=1, dtype=torch.float64)
+            sums = torch.cat([torch.stack([loss.double(), counted.sum().double()]), sums])
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), sums

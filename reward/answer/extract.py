@@ -1,0 +1,215 @@
+"""Finding what a response states as its answer: the last `Answer:` line or the last box, with its rivals.
+
+Linear in the length of the response: every search runs on native string functions, every look-around is bounded.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reward.answer.text import ascii_lower
+
+LINE_LIMIT = 5000
+"""Characters of a statement that are read; what goes beyond is no answer."""
+
+_ATTEMPTS = 64
+"""Statements looked at from the end of the response before giving up."""
+
+_RIVALS = 8
+"""Statements looked at for a hedge."""
+
+_MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
+_BRACE = re.compile(r"\\?[{}]")
+_SKIPPED = re.compile(r"[\s*_`]*")
+_LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
+_CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
+_BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
+_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
+_CONNECTIVE = re.compile(
+    r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a response says its answer is."""
+
+    text: str
+    """The content of the box, or the line behind `Answer:` with its boxes opened. Not cleaned."""
+
+    box: str | None
+    """The content of the only box in that line, for when the line as a whole is prose."""
+
+    rivals: tuple[str, ...] = ()
+    """Statements offered beside this one (`\\\\boxed{3} or \\\\boxed{4}`). A statement replaced later is no rival."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A statement and where it stands in the response: `text[start:end]`."""
+
+    start: int
+    end: int
+    text: str
+    box: str | None
+    is_line: bool
+
+
+def last_statement(response: str, prompt: str = "") -> Statement | None:
+    """The answer that `response` states last, None if it states none.
+
+    A marker with nothing behind it, a box that is never closed and a line copied from the prompt are passed over.
+    """
+    found = _statements(response, prompt)
+    last = next(found, None)
+    if last is None:
+        return None
+    rivals = _rivals(response, last, found)
+    return Statement(text=last.text, box=last.box, rivals=rivals)
+
+
+def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
+    """Texts offered on a par with the last statement.
+
+    On a par are statements joined by "or" and its like, boxes with nothing but punctuation between them, markers in
+    one line, and `Answer:` lines that follow each other three times or more: that is a list, not a correction.
+    """
+    rivals: list[str] = []
+    run: list[str] = []
+    following = last
+    for found in earlier:
+        gap = response[found.end : following.start]
+        one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
+        bare = not _CONTENT.search(gap[:200])
+        if one_line or (len(gap) <= 60 and _CONNECTIVE.fullmatch(gap)) or (bare and not found.is_line | following.is_line):
+            rivals.append(found.text)
+        elif bare and found.is_line and following.is_line:
+            run.append(found.text)
+        else:
+            break
+        following = found
+        if len(rivals) + len(run) >= _RIVALS:
+            break
+    if len({text.strip() for text in run} | {last.text.strip()}) > 2:
+        rivals += run
+    return tuple(rivals)
+
+
+def _statements(response: str, prompt: str) -> Iterator[_Found]:
+    """Statements from the last to the first, at most `_ATTEMPTS` of them."""
+    lower = ascii_lower(response)
+    end = len(response)
+    marker = _last_marker(lower, end)
+    box = _last_box(lower, end)
+    for _ in range(_ATTEMPTS):
+        if marker < 0 and box < 0:
+            return
+        if marker > box:
+            found = _line_statement(response, marker, end)
+        elif 0 <= marker and not _LINE_END.search(response, marker, box) and box - marker < LINE_LIMIT:
+            found = _line_statement(response, marker, end)
+        else:
+            found = _box_statement(response, box, end)
+        start = found.start if found is not None else max(marker, box)
+        if found is not None and not _copied(response, start, prompt):
+            yield found
+        end = start
+        marker = marker if marker < end else _last_marker(lower, end)
+        box = box if box < end else _last_box(lower, end)
+
+
+def _last_marker(lower: str, end: int) -> int:
+    """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
+    at = lower.rfind("answer", 0, end)
+    while at >= 0 and not _MARKER_TAIL.match(lower, at + 6, end):
+        at = lower.rfind("answer", 0, at)
+    return at
+
+
+def _last_box(lower: str, end: int) -> int:
+    return max(lower.rfind("\\boxed", 0, end), lower.rfind("\\fbox", 0, end))
+
+
+def _box_statement(response: str, at: int, end: int) -> _Found | None:
+    opened = open_box(response, at, end)
+    if opened is None:
+        return None
+    content, after = opened
+    return _Found(at, after, content, content, False) if _CONTENT.search(content) else None
+
+
+def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
+    """The content of the box that begins at `at` and the place behind it; None if it is not closed (a truncation)."""
+    head = _BOX.match(text, at, end)
+    if head is None:
+        return None
+    if head["bare"] is not None:
+        return head["bare"], head.end()
+    depth = 1
+    for brace in _BRACE.finditer(text, head.end(), min(end, head.end() + LINE_LIMIT)):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[head.end() : brace.start()], brace.end()
+    return None
+
+
+def _line_statement(response: str, marker: int, end: int) -> _Found | None:
+    """The statement behind the marker: the rest of its line, or the next line or display that is not empty."""
+    tail = _MARKER_TAIL.match(response, marker + 6, end)
+    assert tail is not None, "the caller found a marker here"
+    skipped = _SKIPPED.match(response, tail.end(), end)
+    start = skipped.end() if skipped else tail.end()
+    stop = _line_end(response, _block_end(response, start, end), end)
+    line = response[start : min(stop, start + LINE_LIMIT + 1)]
+    if not _CONTENT.search(line):
+        return None
+    line, boxes = _open_boxes(line)
+    return _Found(marker, stop, line, boxes[0] if len(boxes) == 1 else None, True)
+
+
+def _block_end(response: str, start: int, end: int) -> int:
+    """Where the display, code block or environment that begins at `start` closes; `start` if none begins there."""
+    limit = min(end, start + LINE_LIMIT)
+    for opener, closer in _BLOCKS.items():
+        if response.startswith(opener, start):
+            close = response.find(closer, start + len(opener), limit)
+            return max(close, start)
+    environment = _ENVIRONMENT.match(response, start, limit)
+    if environment:
+        return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
+    return start
+
+
+def _line_end(response: str, start: int, end: int) -> int:
+    newline = _LINE_END.search(response, start, end)
+    return newline.start() if newline else end
+
+
+def _open_boxes(line: str) -> tuple[str, list[str]]:
+    """The line with each closed box replaced by its content, and those contents."""
+    pieces: list[str] = []
+    boxes: list[str] = []
+    at = 0
+    for _ in range(_RIVALS + 1):
+        box = min((i for i in (line.find("\\boxed", at), line.find("\\fbox", at)) if i >= 0), default=-1)
+        opened = open_box(line, box, len(line)) if box >= 0 else None
+        if opened is None:
+            break
+        pieces += [line[at:box], " ", opened[0], " "]
+        boxes.append(opened[0])
+        at = opened[1]
+    return "".join(pieces) + line[at:], boxes
+
+
+def _copied(response: str, at: int, prompt: str) -> bool:
+    """Whether the line around `at` is, word for word, one that the prompt holds (and long enough to be no accident)."""
+    if not prompt:
+        return False
+    begin = max((response.rfind(mark, 0, at) for mark in "\n\r"), default=-1) + 1
+    line = response[begin : min(_line_end(response, at, len(response)), begin + LINE_LIMIT)].strip(" \t\"'*`>#-")
+    return len(line) >= 20 and line in prompt

@@ -1,0 +1,159 @@
+"""Exact numbers out of cleaned text: integers, decimals, fractions, mixed and scientific forms, percentages, units.
+
+Everything is exact: 42.0 is 42, and 0.333333 is not 1/3.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+NUMERAL_LIMIT = 1000
+"""Characters: a longer text is no number here (and stays below Python's limit of 4300 digits for int)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An exact value with what was written behind it. `50%`: Number(Fraction(50), unit="", percent=True, ...)."""
+
+    value: Fraction
+    unit: str
+    percent: bool
+    unreduced: bool
+    """Written as a fraction that is not in lowest terms: an unworked quotient when it stands in the question too."""
+
+    def equals(self, other: "Number") -> bool:
+        """Same value. A unit counts only where both have one; `50%` equals 50 as well as 0.5."""
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        if self.value == other.value:
+            return True
+        return self.percent != other.percent and (
+            self.value / 100 == other.value if self.percent else other.value / 100 == self.value
+        )
+
+
+_INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,3}(?:'\d{3})+|\d+)(?!\d)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
+_SIGNED = rf"[+-]?\s*{_DECIMAL}"
+_GROUP = rf"(?:\{{\s*{_SIGNED}\s*\}}|\d)"
+_QUOTIENT_SIDE = rf"(?:{_DECIMAL}|\(\s*{_SIGNED}\s*\))"
+_FRACTION = re.compile(rf"(?:(?P<whole>\d+)\s*)?\\frac\s*(?P<above>{_GROUP})\s*(?P<below>{_GROUP})", re.ASCII)
+_QUOTIENT = re.compile(
+    rf"(?:(?P<whole>\d+)(?: +|\s*\+\s*))?(?P<above>{_QUOTIENT_SIDE})\s*/\s*(?P<below>{_QUOTIENT_SIDE})", re.ASCII
+)
+_PLAIN = re.compile(
+    rf"(?P<number>{_DECIMAL})(?:[eE](?P<e>[+-]?\d{{1,3}})(?!\d)"
+    r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d{1,3})\s*\}|(?P<digit>\d)(?!\d)))?",
+    re.ASCII,
+)
+_SIGN_AND_MONEY = re.compile(r"(?:[€£¥₹]\s*)?(?P<sign>[+-]?)\s*(?:[€£¥₹]\s*)?", re.ASCII)
+
+
+def read_number(text: str) -> Number | None:
+    """The number that the whole cleaned text states, None if it states none. Example: read_number("-1,234.50 cm")."""
+    if len(text) > NUMERAL_LIMIT:
+        return None
+    text = text.strip()
+    while text[:1] in ("(", "[") and text[-1:] in (")", "]") and text[1:-1].count(text[0]) == 0:
+        text = text[1:-1].strip()
+    start = _SIGN_AND_MONEY.match(text)
+    assert start is not None, "every part of the pattern is optional"
+    for pattern, evaluate in ((_FRACTION, _ratio), (_QUOTIENT, _ratio), (_PLAIN, _decimal)):
+        found = pattern.match(text, start.end())
+        if found is None:
+            continue
+        suffix = read_suffix(text[found.end() :])
+        if suffix is None:
+            continue
+        result = evaluate(found)
+        if result is None:
+            return None
+        value, unreduced = result
+        unit, percent = suffix
+        return Number(-value if start["sign"] == "-" else value, unit, percent, unreduced)
+    return None
+
+
+def _fraction(numeral: str) -> Fraction:
+    """`(-1,234.5)`, `{ 12 }` or `.5` as a fraction."""
+    numeral = re.sub(r"[\s,'(){}]", "", numeral)
+    return Fraction(numeral + "0" if numeral.endswith(".") else numeral)
+
+
+def _ratio(found: re.Match[str]) -> tuple[Fraction, bool] | None:
+    above, below = _fraction(found["above"]), _fraction(found["below"])
+    if below == 0:
+        return None
+    ratio = above / below
+    whole = found["whole"]
+    return (ratio + int(whole) if whole else ratio), not whole and abs(ratio.numerator) != abs(above)
+
+
+def _decimal(found: re.Match[str]) -> tuple[Fraction, bool]:
+    exponent = found["e"] or found["power"] or found["digit"]
+    value = _fraction(found["number"])
+    return (value * Fraction(10) ** int(exponent) if exponent else value), False
+
+
+# Words behind a number that say what is counted. Unknown nouns are let through, hence the list of words that are not.
+_UNITS = {
+    **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
+    **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
+    **dict.fromkeys(("km", "kilometer", "kilometre"), "km"),
+    **dict.fromkeys(("m", "meter", "metre"), "m"),
+    **dict.fromkeys(("kg", "kilogram"), "kg"),
+    **dict.fromkeys(("g", "gm", "gram"), "g"),
+    **dict.fromkeys(("s", "sec", "second"), "s"),
+    **dict.fromkeys(("min", "minute"), "min"),
+    **dict.fromkeys(("h", "hr", "hour"), "h"),
+    **dict.fromkeys(("in", "inch", "inche"), "inch"),
+    **dict.fromkeys(("ft", "foot", "feet"), "foot"),
+    **dict.fromkeys(("yd", "yard"), "yard"),
+    **dict.fromkeys(("lb", "pound"), "pound"),
+    **dict.fromkeys(("l", "liter", "litre"), "l"),
+    **dict.fromkeys(("ml", "milliliter", "millilitre"), "ml"),
+    **dict.fromkeys(("deg", "degree", "°"), "degree"),
+    **dict.fromkeys(("rad", "radian"), "radian"),
+    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "cent", "dollar", "usd", "euro"), ""),
+    **dict.fromkeys(("unit", "mile", "day", "week", "month", "year"), ""),
+}
+_NOT_UNITS = frozenset(
+    """or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
+    roughly almost nearly less more fewer greater than least most between to through until till except instead wrong
+    incorrect false is isn isnt was wasn are aren be been vs versus alternatively else otherwise however then also
+    plus minus times over divided multiplied by squared cubed factorial mod modulo choose power root sqrt frac base
+    zero one two three four five six seven eight nine ten eleven twelve dozen hundred thousand million billion trillion
+    half halves third thirds quarter quarters double twice triple score before after next previous
+    pi tau phi theta alpha beta gamma delta lambda sigma omega sin cos tan log exp inf infinity infinite unknown answer
+    remainder short off each guess think believe wait actually rather both with without minus negative""".split()
+)
+_WORD = re.compile(r"[A-Za-z]+|°")
+_SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>°|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
+
+
+def read_suffix(text: str) -> tuple[str, bool] | None:
+    """(unit, percent) that the text behind a number states, None if it makes the number something else."""
+    if not text or text.isspace():
+        return "", False
+    found = _SUFFIX.fullmatch(text)
+    if found is None or "\\" in text or len(text) > 60:
+        return None
+    if found["percent"]:
+        return "", True
+    words = _WORD.findall(found["unit"])
+    spaced = text[0].isspace() or text[0] == "°"
+    names = []
+    for word in words:
+        lower = word.lower()
+        unit = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
+        if lower in _NOT_UNITS:
+            return None
+        if unit is None and not (spaced and len(word) > 2 and any(vowel in lower for vowel in "aeiouy")):
+            return None
+        if len(word) == 1 and not spaced:
+            return None  # `42m` may be a product
+        names.append(unit or "")
+    if len(words) > 4:
+        return None
+    exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"]))
+    return "/".join(name for name in names if name) + exponent, False

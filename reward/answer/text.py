@@ -1,0 +1,152 @@
+"""Cleaning: the same answer in markdown, LaTeX and Unicode dress becomes one plain text. Linear time, no exceptions."""
+
+import re
+import unicodedata
+
+MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
+"""Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42."""
+
+_REPLACED = {
+    **dict.fromkeys(MINUS_SIGNS, "-"),
+    **dict.fromkeys("\u2044\u2215", "/"),
+    **dict.fromkeys("\u00d7\u2715", "\\times "),
+    **dict.fromkeys("\u22c5\u00b7\u2219", "\\cdot "),
+    **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
+    **dict.fromkeys("\u2018\u2019", "'"),
+    **dict.fromkeys("\u3001", ","),
+    **dict.fromkeys("\u3002", "."),
+    "\u00b0": "\u00b0",  # a symbol by its category, so it must be kept by name
+    "\u00f7": "/",
+    "\u00b1": "\\pm ",
+    "\u03c0": "\\pi ",
+    "\u221e": "\\infty ",
+    "\u2248": "\\approx ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u2260": "\\ne ",
+    "\u2228": " or ",
+    "\u220e": " ",
+}
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
+_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_ROOT_SIGN = re.compile(r"√\s*(\d+|[A-Za-z])")
+
+
+def ascii_lower(text: str) -> str:
+    """`text` with A-Z in lower case and every character in its place (str.lower may lengthen a text)."""
+    if text.isascii():
+        return text.lower()
+    return text.encode("utf-8", "surrogatepass").lower().decode("utf-8", "surrogatepass")
+
+
+def _plain_character(character: str) -> str | None:
+    """What stands for a non-ASCII character, None if it stays."""
+    replaced = _REPLACED.get(character)
+    if replaced is not None:
+        return replaced
+    category = unicodedata.category(character)
+    if category == "Nd":
+        return str(unicodedata.decimal(character))
+    if 0xFF01 <= ord(character) <= 0xFF5E:
+        return chr(ord(character) - 0xFEE0)
+    if category == "Cf" or 0xFE00 <= ord(character) <= 0xFE0F:  # invisible: joiners, marks of direction, variation
+        return ""
+    if category == "No" and (form := unicodedata.normalize("NFKC", character)).count("\u2044") == 1:
+        return " " + form.replace("\u2044", "/")
+    return " " if category in ("Zs", "So") else None
+
+
+def plain_characters(text: str) -> str:
+    """ASCII for whatever has an ASCII reading: digits of all scripts, minus signs, full-width forms, vulgar fractions.
+
+    Superscripts become `^{...}`, never digits: `4²` is 16, not 42. Pictures and exotic spaces become spaces.
+    """
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run[0])) + "}", text)
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text)
+    table = {ord(c): plain for c in set(text) if ord(c) > 127 and (plain := _plain_character(c)) is not None}
+    return text.translate(table)
+
+
+# Order matters: `\$` is money and must go before `$`; `\\[2pt]` in a matrix is no display bracket.
+_SPECIAL_TOKENS = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|</?(?:b|i|em|strong|p|br|code|u|span|div|center) ?/?>")
+_MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
+_WRAPPERS = re.compile(
+    r"\\(?:text|textbf|textit|textrm|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox|hbox|"
+    r"operatorname\*?|underline|overline|displaystyle|emph|fbox|boxed)\s*\{([^{}]*)\}"
+)
+_LAYOUT = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it)(?![A-Za-z])|\\hspace\{[^{}]*\}"
+)
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])")
+_BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
+_SPACES = re.compile(r"\\(?:[,;: ]|enspace\b|thinspace\b)|~")
+_WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])")
+_FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+
+_EDGES_LEFT = " \t\r\n\v\f*_`#~\"'=:,;"
+_EDGES_RIGHT = " \t\r\n\v\f*_`#~\"',;:."
+
+
+def clean(text: str) -> str:
+    """The answer without its dress.
+
+    Two spaces stand where a math delimiter was, so that `$3$ $4$` cannot pass for one number, while `12\\,345` can.
+    Example: clean("**$\\\\dfrac{1}{2}\\\\text{ cm}$.**") == "\\\\frac{1}{2} cm"
+    """
+    text = plain_characters(text)
+    text = _SPECIAL_TOKENS.sub(" ", text)
+    if "\\" in text or "$" in text or "`" in text or "~" in text:
+        text = _MATH_DELIMITERS.sub("  ", text)
+        for _ in range(6):
+            text, count = _WRAPPERS.subn(r" \1 ", text)
+            if not count:
+                break
+        text = _LAYOUT.sub("", text)
+        text = _DEGREES.sub("°", text)
+        text = _FRACTIONS.sub(r"\\frac", text)
+        text = _WIDE_SPACES.sub("  ", _SPACES.sub(" ", text)).replace("\\%", "%")
+    text = text.replace("{,}", ",")
+    if "*" in text:
+        text = _BOLD.sub("", text).replace("**", "^")
+    return strip_edges(text)
+
+
+def strip_edges(text: str) -> str:
+    """Without quotes, markdown, trailing punctuation, line breaks written as `\\\\`, and braces around the whole."""
+    for _ in range(6):
+        before = len(text)
+        text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
+        while text.endswith(("\\\\", "\\n")):
+            text = text[:-2].rstrip(_EDGES_RIGHT)
+        if text.startswith("{") and text.endswith("}") and enclosed(text):
+            text = text[1:-1]
+        if len(text) == before:
+            break
+    return text
+
+
+_BRACKETS = re.compile(r"\\?[()\[\]{}]")
+_OPENERS = frozenset("([{")
+
+
+def enclosed(text: str) -> bool:
+    """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
+    depth = 0
+    for bracket in _BRACKETS.finditer(text):
+        depth += 1 if bracket[0][-1] in _OPENERS else -1
+        if depth <= 0:
+            return bracket.end() == len(text)
+    return False
+
+
+_COMPACT = re.compile(r"\s+|\\\\(?=\s*$)")
+_SINGLE_BRACES = re.compile(r"\{(\w)\}")
+
+
+def compact(text: str) -> str:
+    """A cleaned text without spaces, with `x^{2}` as `x^2` and the signs for "times" as one: for equality of texts."""
+    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|\*", "*", _COMPACT.sub("", text))
+    text = _SINGLE_BRACES.sub(r"\1", text)
+    return text.casefold() if text.isalpha() and len(text) > 1 else text

@@ -1,0 +1,1 @@
+"""The verifiers of this package, one file each; `reward.registry` names them."""

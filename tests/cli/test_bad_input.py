@@ -1,0 +1,101 @@
+"""Each fault of a user: one clear error, in time, a non-zero exit, no process left."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from tests.processes import ROOT, Running
+
+CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
+BASE = ROOT / "examples" / "quickstart" / "base"
+
+
+@pytest.fixture
+def run(tmp_path):
+    def start(*overrides: str, config: Path = CONFIG, timeout_s: float = 60):
+        arguments = ["train", str(config), f"run.dir={tmp_path / 'run'}", *overrides]
+        return Running(*arguments, log=tmp_path / "out.txt").finish(timeout_s)
+
+    return start
+
+
+def expect(finished, code, *parts, within_s=30):
+    assert finished.code == code, finished.output
+    for part in parts:
+        assert part in finished.output, finished.output
+    assert "Traceback" not in finished.output
+    assert finished.left_behind == ()
+    assert finished.seconds < within_s
+
+
+def test_a_missing_prompt_file(run):
+    expect(run("data.path=nowhere.jsonl"), ExitCode.CONFIG, "nowhere.jsonl", "no such prompt file")
+
+
+def test_an_empty_prompt_file(run, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    expect(run(f"data.path={empty}"), ExitCode.CONFIG, "empty.jsonl", "no usable prompt")
+
+
+def test_a_prompt_that_is_longer_than_allowed(run, tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "Tom has 3 pens . " * 200, "answer": "3"}))
+    expect(run(f"data.path={file}"), ExitCode.CONFIG, "long.jsonl:1", "data.max_prompt_tokens")
+
+
+def test_a_context_too_short_for_prompt_and_response(run):
+    expect(run("model.context_length=70"), ExitCode.CONFIG, "model.context_length = 70", "raise it or lower")
+
+
+def test_a_tokenizer_without_an_end_token(run, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(BASE, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("eos_token", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    expect(run(f"model.path={folder}"), ExitCode.CONFIG, str(folder), "end token")
+
+
+def test_an_unknown_key(run):
+    expect(run("actor.layout.tensr=2"), ExitCode.CONFIG, "did you mean actor.layout.tensor?", within_s=10)
+
+
+def test_a_model_folder_that_is_none(run, tmp_path):
+    expect(run(f"model.path={tmp_path}"), ExitCode.CONFIG, "config.json")
+
+
+def test_a_layout_that_the_model_cannot_be_split_by(run):
+    expect(run("actor.layout.tensor=3"), ExitCode.CONFIG, "actor.layout.tensor", "3")
+
+
+def test_a_port_in_use(run):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        expect(run(f"rollout.port={port}"), ExitCode.FLEET, "rollout.port", str(port))
+
+
+def test_a_server_that_dies_at_start(run):
+    expect(run("rollout.extra_args=[--no-such-option]"), ExitCode.FLEET, "no-such-option", within_s=60)
+
+
+def test_a_run_directory_that_holds_a_run(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
+    expect(run(), ExitCode.CONFIG, "holds a run already", "run.resume=true")
+
+
+def test_a_run_directory_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").touch()
+    finished = Running(
+        "train", str(CONFIG), f"run.dir={tmp_path / 'file' / 'run'}", log=tmp_path / "out.txt"
+    ).finish(60)
+    expect(finished, ExitCode.CONFIG, "run.dir", "choose a directory")

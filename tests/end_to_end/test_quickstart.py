@@ -1,0 +1,140 @@
+"""The whole loop with its real parts: Megatron-Core at TP=2, an SGLang server, Ray. Three rollout steps of small batches."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
+from tests.processes import ROOT, Running
+
+STEPS = 3
+SMALL = (
+    f"run.rollout_steps={STEPS}",
+    "run.checkpoint_every=1",
+    "algorithm.prompts_per_step=6",
+    "algorithm.mini_batch_responses=16",
+    "evaluation.limit=12",
+    "rollout.deterministic=true",
+)
+METRICS = """rollout_step optimizer_step accuracy/mean reward/mean reward_shaped/mean response_length/mean response_length/p95
+response_length/max truncated_fraction entropy mean_prob clip_fraction/low clip_fraction/high sampling/generated sampling/kept
+sampling/all_correct sampling/all_wrong sampling/carried mismatch/kl mismatch/max_abs grad_norm lr weight_version timing/rollout
+timing/reward timing/logprob timing/update timing/weight_sync timing/step tokens_per_second/rollout
+tokens_per_second/train""".split()
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def start(run_dir: Path, *overrides: str) -> Running:
+    config = ROOT / "examples" / "quickstart" / "dapo.yaml"
+    arguments = ["train", str(config), f"run.dir={run_dir}", *SMALL, *overrides]
+    return Running(*arguments, log=run_dir.parent / f"{run_dir.name}-{len(overrides)}.txt")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    finished = start(run_dir).finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    return run_dir
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_run_directory_holds_what_the_docs_say(whole):
+    for name in ("config.yaml", "manifest.json", "summary.json", "curves.png", "samples.jsonl", "tensorboard", "model"):
+        assert (whole / name).exists(), name
+    assert {"trainer-rank0.log", "trainer-rank1.log"} <= {file.name for file in (whole / "logs").iterdir()}
+    assert any("server" in file.name for file in (whole / "logs").iterdir())
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert manifest["versions"]["megatron-core"]
+    assert manifest["versions"]["sglang"]
+    assert len(manifest["data"]["train"]["sha256"]) == 64
+
+
+def test_every_step_has_its_metrics(whole):
+    steps = lines(whole)
+    assert [step["rollout_step"] for step in steps] == [1, 2, 3]
+    assert [step["optimizer_step"] for step in steps] == [3, 6, 9]
+    assert [step["weight_version"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        missing = [name for name in METRICS if name not in step]
+        assert not missing
+        assert step["sampling/kept"] == 6
+        assert step["mismatch/max_abs"] < 1e-3, "engine and trainer must agree on the same tokens (float32)"
+        assert 0 < step["grad_norm"] < 100
+        assert step["timing/step"] > step["timing/rollout"] + step["timing/update"]
+
+
+def test_summary_has_held_out_accuracies_with_intervals(whole):
+    summary = json.loads((whole / "summary.json").read_text())
+    for when in ("before", "after"):
+        for way in ("greedy", "sampled"):
+            figures = summary["heldout"][when][way]
+            assert figures["n"] == 12
+            assert 0 <= figures["low"] <= figures["accuracy"] <= figures["high"] <= 1
+    assert summary["seconds"]["training"] > 0
+    assert len(summary["examples"]) == 3
+
+
+def test_the_ledger_accounts_for_every_prompt(whole):
+    events = read_ledger(whole / "ledger.jsonl")
+    fates = check_ledger(events)
+    assert set(fates.values()) <= {"trained", "filtered", "carried"}
+    trained = [event["prompt"] for event in events if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == 6 * STEPS
+    assert trained == sorted(trained)
+    assert sum(event["event"] == "checkpoint" for event in events) == STEPS
+
+
+def test_the_exported_model_is_new_and_loads(whole):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(whole / "model")
+    assert weights(whole / "model") != weights(ROOT / "examples" / "quickstart" / "base")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, tmp_path):
+    """Law 4, with real parts: the same prompts in the same order, none lost, none trained twice, equal weights."""
+    run_dir = tmp_path / "run"
+    running = start(run_dir)
+    running.wait_for("step 1/3", 240)
+    running.signal(signal.SIGKILL)
+    killed = running.finish(60)
+    assert killed.code == -signal.SIGKILL
+    assert killed.left_behind == (), "a killed coordinator must not leave servers or ranks behind"
+
+    resumed = start(run_dir, "run.resume=true").finish(300)
+    assert resumed.code == ExitCode.FINISHED, resumed.output
+    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
+
+    def fates(folder):
+        events = effective_events(read_ledger(folder / "ledger.jsonl"))
+        return [(e["event"], e["prompt"], e["rollout_step"]) for e in events if e["event"] in ("trained", "filtered")]
+
+    assert fates(run_dir) == fates(whole)
+    assert weights(run_dir / "model") == weights(whole / "model")
+
+
+def test_an_interrupt_ends_everything(tmp_path):
+    run_dir = tmp_path / "run"
+    running = start(run_dir)
+    running.wait_for("starting trainer and servers", 60)
+    running.signal(signal.SIGINT)
+    finished = running.finish(60)
+    assert finished.code == ExitCode.INTERRUPTED, finished.output
+    assert finished.left_behind == ()
+    assert "run.resume=true" in finished.output

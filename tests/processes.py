@@ -1,0 +1,92 @@
+"""Runs the command line as a user does, and finds what it left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+MARK = "DAPO_TEST_MARK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One ended command."""
+
+    code: int
+    output: str
+    seconds: float
+    left_behind: tuple[str, ...]
+    """Command lines of processes that still ran when the command had ended (and a few seconds of grace had passed)."""
+
+
+class Running:
+    """A started command; every process below it carries a mark in its environment, however it was spawned."""
+
+    def __init__(self, *arguments: str, log: Path, cwd: Path = ROOT) -> None:
+        self._mark = uuid.uuid4().hex
+        self._log = log
+        self._began = time.monotonic()
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_dapo.cli.main", *arguments],
+                cwd=cwd,
+                env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        """Returns when the output holds `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self._log.read_text():
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self._log.read_text()}"
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout_s} s:\n{self._log.read_text()}"
+            time.sleep(0.1)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def finish(self, timeout_s: float) -> Finished:
+        """Wait for the end; on a time-out everything is killed and the test fails."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._kill_all()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self._log.read_text()}") from None
+        seconds = time.monotonic() - self._began
+        deadline = time.monotonic() + 10
+        while (left := self.marked()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        lines = tuple(f"{process.pid} {' '.join(_command(process))[:200]}" for process in left)
+        self._kill_all()
+        return Finished(code=code, output=self._log.read_text(), seconds=seconds, left_behind=lines)
+
+    def marked(self) -> list[psutil.Process]:
+        """All living processes that descend from the command."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def _kill_all(self) -> None:
+        for process in self.marked():
+            process.kill()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return ["gone"]

@@ -1,0 +1,1 @@
+"""Programs beside the package: run from the repository root as `python -m tools.NAME`."""
