@@ -63,7 +63,7 @@ data: install ## write the quickstart's prompt files anew
 	$(BIN)/python -m examples.quickstart.make_data $(ARGS)
 
 docs: install ## write the generated pages anew
-	$(BIN)/megatron-dapo reference docs/config.md
+	$(BIN)/megatron-dapo docs
 
 clean: ## remove caches and build products (runs stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

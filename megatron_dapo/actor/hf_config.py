@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 
 
@@ -95,6 +96,19 @@ class HFModelConfig:
         # 1 for wavelengths short enough to be kept, 0 for those stretched in full, linear in frequency between.
         kept = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
         return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
+    """Raise ConfigError where the layout's ranks cannot each get an equal share of the model."""
+    for name, size in (("num_key_value_heads", hf.num_query_groups), ("intermediate_size", hf.ffn_hidden_size)):
+        if size % layout.tensor:
+            raise ConfigError(f"actor.layout.tensor = {layout.tensor}: must divide the model's {name} = {size}")
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    if hf.num_layers % stages:
+        raise ConfigError(
+            f"actor.layout.pipeline x virtual_pipeline = {stages}: must divide the model's num_hidden_layers = "
+            f"{hf.num_layers}"
+        )
 
 
 _FAMILIES: Mapping[str, Mapping[str, bool]] = {

@@ -73,8 +73,8 @@ def token_log_probs(
 def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
     """All `total` columns of a micro-batch on every context-parallel rank, from those that each rank has predicted.
 
-    Each rank then computes the loss of whole responses, the same on all of them. Backward hands each rank the gradient of
-    its own columns: added up over the ranks, as the gradients of the weights are, they are the loss's gradient once.
+    Each rank then computes the loss of whole responses, the same on all of them. Backward hands each rank the gradient
+    of its own columns: added up over ranks, as the gradients of the weights are, they are the loss's gradient once.
 
     Args:
         values: [k, n] of this rank.
@@ -158,8 +158,8 @@ def _own_targets(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0; x relative to the largest.
-    Changes `columns`."""
+    """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0. x is relative to the
+    largest. Changes `columns`."""
     if columns.shape[1] == 0:
         zero = columns.new_zeros(len(columns))
         return torch.stack([torch.full_like(zero, _EMPTY_MAXIMUM), zero, zero, zero])

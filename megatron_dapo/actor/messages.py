@@ -174,6 +174,14 @@ class UpdateMetrics:
         return self.sums[name] / self.tokens if self.tokens else 0.0
 
 
+class NonFiniteUpdateError(ArithmeticError):
+    """A loss or a gradient is not a finite number. Raised on every rank; the weights are as before the step."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, not whole, damaged, or of another kind; the message names the file. On every rank."""
+
+
 def _check_array(
     message: str,
     name: str,

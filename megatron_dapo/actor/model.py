@@ -11,10 +11,9 @@ from torch.nn.functional import silu
 
 from megatron_dapo.actor.attention import Rotary
 from megatron_dapo.actor.device import DeviceChoice
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.spec import local_spec, transformer_engine_spec
 from megatron_dapo.config.actor import ActorConfig
-from megatron_dapo.config.base import ConfigError
 
 
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
@@ -62,8 +61,8 @@ def padded_vocab_size(hf: HFModelConfig, tensor_parallel: int) -> int:
 
 def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> TransformerConfig:
     """Megatron's config: the model, the layout, the precision, and the fusions that the device has."""
-    _check_divisible(hf, actor)
     layout = actor.layout
+    check_layout(hf, layout)
     cuda = device.device.type == "cuda"
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     return TransformerConfig(
@@ -126,14 +125,3 @@ def _recompute_settings(actor: ActorConfig) -> dict[str, object]:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
 
-
-def _check_divisible(hf: HFModelConfig, actor: ActorConfig) -> None:
-    layout = actor.layout
-    for name, size in (("num_key_value_heads", hf.num_query_groups), ("intermediate_size", hf.ffn_hidden_size)):
-        if size % layout.tensor:
-            raise ConfigError(f"actor.layout.tensor = {layout.tensor}: must divide the model's {name} = {size}")
-    stages = layout.pipeline * (layout.virtual_pipeline or 1)
-    if hf.num_layers % stages:
-        raise ConfigError(
-            f"actor.layout.pipeline x virtual_pipeline = {stages}: must divide the model's num_hidden_layers = {hf.num_layers}"
-        )

@@ -17,38 +17,11 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+from megatron_dapo.actor.learning_rate import LearningRate
+from megatron_dapo.actor.messages import NonFiniteUpdateError
 from megatron_dapo.config.actor import OptimizerConfig
-
-
-class NonFiniteUpdateError(ArithmeticError):
-    """A loss or a gradient is not a finite number. The weights are as they were before the step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearningRate:
-    """Linear warm-up, then constant, or a cosine down to `final_fraction` of the peak.
-
-    Optimizer step k = 1, 2, ... of a warm-up of W steps has the rate peak * k / W: no step is spent at rate 0.
-    """
-
-    peak: float
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    """Optimizer step, warm-up included, at which the cosine reaches its end; None: constant after the warm-up."""
-
-    final_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"learning rate: decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}"
-            )
-
-    @classmethod
-    def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":
-        """The paper's: warm-up over rollout steps, each of `steps_per_rollout` optimizer steps, then constant."""
-        return cls(peak=config.lr, warmup_steps=round(config.warmup_rollout_steps * steps_per_rollout))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +52,7 @@ class ActorOptimizer:
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=learning_rate.peak,
-            min_lr=self._final_rate,
+            min_lr=learning_rate.final,
             weight_decay=config.weight_decay,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
@@ -98,7 +71,7 @@ class ActorOptimizer:
             self.megatron,
             init_lr=0.0,
             max_lr=learning_rate.peak,
-            min_lr=self._final_rate,
+            min_lr=learning_rate.final,
             lr_warmup_steps=learning_rate.warmup_steps,
             lr_decay_steps=learning_rate.decay_steps or learning_rate.warmup_steps + 1,
             lr_decay_style="constant" if learning_rate.decay_steps is None else "cosine",
@@ -112,11 +85,6 @@ class ActorOptimizer:
     def optimizer_steps(self) -> int:
         """Steps made so far."""
         return self.scheduler.num_steps
-
-    @property
-    def _final_rate(self) -> float:
-        rate = self.learning_rate
-        return 0.0 if rate.decay_steps is None else rate.peak * rate.final_fraction
 
     def zero_grad(self) -> None:
         """Forget all gradients; call before every forward and backward of a mini-batch."""
@@ -180,6 +148,8 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=overlap
     )
     config = chunks[0].config
+    for chunk in chunks:
+        _mark_split_parameters(chunk)
     wrapped = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -189,6 +159,22 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _mark_split_parameters(chunk: GPTModel) -> None:
+    """Tell the optimizer which parameters differ between tensor-parallel ranks: the norm counts the others once.
+
+    Megatron marks them while it draws initial weights, which a model that is read from files skips.
+    """
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            split = list(module.parameters(recurse=False))
+        elif isinstance(module, RowParallelLinear):
+            split = [module.weight]
+        else:
+            continue
+        for parameter in split:
+            parameter.tensor_model_parallel = True
 
 
 def _is_vector(parameter: torch.nn.Parameter) -> bool:

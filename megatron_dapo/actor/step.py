@@ -2,8 +2,8 @@
 
     loss of a mini-batch = sum over its micro-batches and data-parallel ranks of sum(weights * token loss)
 
-Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch, however it
-is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
+Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch,
+however it is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
 (`logprob.gather_over_context`), so an objective never knows about ranks.
 
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
@@ -63,7 +63,7 @@ class _Input:
 
 
 class ForwardBackward:
-    """The model chunks of a rank, ready for micro-batches. Collective: every rank makes every call with equal arguments."""
+    """The model chunks of a rank, ready for micro-batches. Every rank makes each call, with equal arguments."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class ForwardBackward:
     def _loss(
         self, item: _Input, logits: Tensor, *, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, 0, sums): Megatron's triple, of which it leaves the first undivided when the count is not asked for."""
+        """(loss, 0, sums): Megatron's triple; with `calculate_per_token_loss` it leaves the loss as it is."""
         log_probs, entropy = self._token_log_probs(
             item, logits, temperature, entropy_gradient=objective.uses_entropy_gradient
         )

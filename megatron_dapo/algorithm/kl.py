@@ -14,7 +14,6 @@ Example: log pi = -1.0, log ref = -1.5, so d = 0.5: k1 = 0.5, k2 = 0.125, k3 = 0
 
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -41,31 +40,23 @@ def sequence_kl_estimate(
     *,
     sequence_index: Int[Tensor, " T"],
     sequence_lengths: Int[Tensor, " S"],
-    sum_over_shards: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, " T"]:
     """The estimator at each whole response's d = sum of its tokens' d, divided by its length and laid on its tokens.
 
     Every aggregation weighs the tokens of a response alike (w). Their weighted sum is then w * k(d), with gradient
-    w * k'(d) in each of the response's log-probs; with k1 it equals the token version. d needs no gradient of its own:
-    the derivative is written out, so the tokens of a response may lie on several context-parallel ranks.
+    w * k'(d) in each of the response's log-probs; with k1 it equals the token version.
 
     Args:
-        sequence_index: which of the S responses a token belongs to, 0 <= index < S.
-        sequence_lengths: tokens of each whole response, those on other ranks included.
-        sum_over_shards: adds an [S] tensor over the ranks that hold other tokens of the same responses, without
-            gradient; None where all responses are whole.
+        sequence_index: which of the S responses a token belongs to, 0 <= index < S. Responses are whole: a micro-batch
+            never holds part of one.
+        sequence_lengths: tokens of each response.
 
     Example: tokens with d = 0.5 and 0.3, k2: d = 0.8, k2 = 0.32, so 0.16 on each token; each one's gradient is 0.8 w.
     """
-    difference = (log_probs - reference).detach()
+    difference = log_probs - reference
     totals = difference.new_zeros(sequence_lengths.shape[0]).index_add(0, sequence_index, difference)
-    if sum_over_shards is not None:
-        totals = sum_over_shards(totals)
-    lengths = sequence_lengths.clamp(min=1).to(totals.dtype)
-    value = (_value(totals, estimator) / lengths)[sequence_index]
-    slope = _slope(totals, estimator)[sequence_index]
-    # `log_probs - log_probs.detach()` is zero: it adds the slope to the gradient and nothing to the value.
-    return value + slope * (log_probs - log_probs.detach())
+    per_token = _value(totals, estimator) / sequence_lengths.clamp(min=1)
+    return per_token[sequence_index]
 
 
 def _value(difference: Tensor, estimator: Estimator) -> Tensor:
@@ -75,11 +66,3 @@ def _value(difference: Tensor, estimator: Estimator) -> Tensor:
         return 0.5 * difference.square()
     # expm1 keeps k3 exact (and not negative) near 0, where exp(-d) - 1 would cancel.
     return torch.expm1(-difference.clamp(min=-EXPONENT_BOUND)) + difference
-
-
-def _slope(difference: Tensor, estimator: Estimator) -> Tensor:
-    if estimator == "k1":
-        return torch.ones_like(difference)
-    if estimator == "k2":
-        return difference
-    return torch.where(difference < -EXPONENT_BOUND, 1.0, -torch.expm1(-difference))

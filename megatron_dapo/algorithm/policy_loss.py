@@ -14,7 +14,7 @@ A = -1: r = 0.9 gives 0.9 (free), r = 0.5 gives 0.8 (clipped), r = 30 gives 30 (
 
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -39,16 +39,13 @@ class LossColumns:
     """Which of the S responses of the micro-batch the token belongs to."""
 
     sequence_lengths: Int[Tensor, " S"]
-    """Response tokens of each whole response, those on other context-parallel ranks included."""
+    """Response tokens of each of the S responses; all of them are here, a response is never split."""
 
     correction: Float[Tensor, " T"] | None = None
     """Weight against the engine's mismatch (`importance.correction_weights`); None: 1."""
 
     reference_log_probs: Float[Tensor, " T"] | None = None
     """log ref by the starting weights; needed only with a KL term."""
-
-    sum_over_shards: Callable[[Tensor], Tensor] | None = None
-    """Sums an [S] tensor over the ranks that hold other tokens of the same responses; None: responses are whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +170,6 @@ class PolicyObjective:
             self.kl_estimator,
             sequence_index=columns.sequence_index,
             sequence_lengths=columns.sequence_lengths,
-            sum_over_shards=columns.sum_over_shards,
         )
 
     def _clip_stats(self, log_probs: Tensor, columns: LossColumns) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,7 @@ from megatron_dapo.config import ConfigError, load_config
 
 def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     """Run it. Every known fault is one message and an exit code; a traceback means a fault of ours."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a run reads what it was given and never a hub
+    prepare_environment()
     from megatron_dapo.monitor.console import Console
 
     console = Console()
@@ -38,6 +37,19 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
         console.error(f"{type(error).__name__}: {error}")
         return code
     return ExitCode.FINISHED
+
+
+def prepare_environment() -> None:
+    """Settings that libraries read while they are imported, for this process and those it starts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a run reads what it was given and never a hub
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+        # Another user of this machine reaches the same loopback ports: only who knows the token may talk to our Ray.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def exit_code_of(error: Exception) -> ExitCode | None:

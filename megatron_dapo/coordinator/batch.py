@@ -13,7 +13,7 @@ from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
 from megatron_dapo.actor.packing import plan_micro_batches
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
-from megatron_dapo.algorithm.importance import correction_weights
+from megatron_dapo.algorithm.importance import Correction, correction_weights
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.messages import ScoredGroup
 
@@ -25,6 +25,8 @@ class StepArrays:
     responses: Responses
     rollout_log_probs: np.ndarray
     """float32 [N], as the engine gave them."""
+    weight_versions: np.ndarray
+    """int32 [N]: which weights wrote the token."""
     advantages: np.ndarray
     """float32 [R], eq. 9 of the shaped rewards."""
     carries_loss: np.ndarray
@@ -50,6 +52,7 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
             prompt_lengths=np.array([len(group.prompt_ids) for group, _ in everyone], np.int32),
         ),
         rollout_log_probs=np.concatenate([response.generation.log_probs for _, response in everyone]).astype(np.float32),
+        weight_versions=np.concatenate([response.generation.weight_versions for _, response in everyone]),
         advantages=group_advantages(rewards, epsilon=advantage.epsilon, ddof=advantage.ddof)
         .flatten()
         .numpy()
@@ -58,8 +61,29 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     )
 
 
+def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correction | None:
+    """Weights against the gap between engine and trainer, float32 [N]; None where the config wants none."""
+    importance = config.algorithm.importance
+    if importance.mode == "none":
+        return None
+    return correction_weights(
+        torch.from_numpy(old.log_probs),
+        torch.from_numpy(arrays.rollout_log_probs),
+        mode=importance.mode,
+        level=importance.level,
+        upper=importance.upper,
+        lower=importance.lower,
+        response_lengths=torch.from_numpy(arrays.responses.response_lengths.astype(np.int64)),
+    )
+
+
 def mini_batches(
-    arrays: StepArrays, old: LogProbs, reference: LogProbs | None, config: Config, rollout_step: int
+    arrays: StepArrays,
+    old: LogProbs,
+    reference: LogProbs | None,
+    correction: Correction | None,
+    config: Config,
+    rollout_step: int,
 ) -> list[MiniBatch]:
     """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
     algorithm = config.algorithm
@@ -69,13 +93,18 @@ def mini_batches(
     per_batch = algorithm.mini_batch_responses // group_size
     members = order[:, None] * group_size + np.arange(group_size)
     return [
-        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, config)
+        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, correction, config)
         for at in range(0, groups, per_batch)
     ]
 
 
 def _mini_batch(
-    chosen: np.ndarray, arrays: StepArrays, old: LogProbs, reference: LogProbs | None, config: Config
+    chosen: np.ndarray,
+    arrays: StepArrays,
+    old: LogProbs,
+    reference: LogProbs | None,
+    correction: Correction | None,
+    config: Config,
 ) -> MiniBatch:
     algorithm, layout = config.algorithm, config.actor.layout
     responses = arrays.responses.select(chosen)
@@ -93,25 +122,13 @@ def _mini_batch(
         constant_length=config.rollout.max_new_tokens,
         micro_batch_index=torch.from_numpy(plan.micro_batch_index()),
     )
-    importance = algorithm.importance
-    correction = None
-    if importance.mode != "none":
-        correction = correction_weights(
-            torch.from_numpy(old.log_probs[tokens]),
-            torch.from_numpy(arrays.rollout_log_probs[tokens]),
-            mode=importance.mode,
-            level=importance.level,
-            upper=importance.upper,
-            lower=importance.lower,
-            response_lengths=chosen_lengths,
-        ).weights.numpy()
     return MiniBatch(
         responses=responses,
         weights=weights.numpy().astype(np.float32),
         advantages=np.repeat(arrays.advantages[chosen], lengths[chosen]),
         old_log_probs=old.log_probs[tokens],
         reference_log_probs=None if reference is None else reference.log_probs[tokens],
-        correction=correction,
+        correction=None if correction is None else correction.weights.numpy()[tokens],
         plan=plan,
     )
 

@@ -1,7 +1,6 @@
 """Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
 
 import os
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ LOCAL_OBJECT_STORE_BYTES = 256 << 20
 
 
 class Cluster:
-    """Connection to Ray. A local cluster lives and dies with this process and is closed to other users by a token."""
+    """Connection to Ray. A local cluster lives and dies with this process."""
 
     def __init__(self, *, processes: int, use_gpu: bool) -> None:
         """Start or join.
@@ -21,16 +20,11 @@ class Cluster:
         Args:
             processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
         """
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._folder: Path | None = None
         address = os.environ.get("RAY_ADDRESS")
         if address:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return
-        if "RAY_AUTH_MODE" not in os.environ:
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Unix sockets lie below this folder: its path must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-"))
         ray.init(

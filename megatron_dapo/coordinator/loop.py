@@ -5,7 +5,7 @@
 
 from dataclasses import replace
 
-from megatron_dapo.coordinator.batch import mini_batches, step_arrays
+from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.phases import Phases
@@ -44,10 +44,11 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
         reference = None
         if config.algorithm.kl.coefficient > 0:
             reference = await parts.trainer.reference_log_probs(arrays.responses)
-    gap = check_mismatch(old, arrays, config.monitor, parts.console)
+    gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
+    correction = step_correction(arrays, old, config)
 
     with phases.measure("update"):
-        batches = mini_batches(arrays, old, reference, config, step)
+        batches = mini_batches(arrays, old, reference, correction, config, step)
         updates = await parts.trainer.update(batches, parts.objective)
 
     version = progress.weight_version + 1
@@ -74,7 +75,8 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
         admission=admission,
         arrays=arrays,
         old=old,
-        mismatch=gap,
+        gap=gap,
+        correction=correction,
         updates=tuple(updates),
         evaluation=evaluation,
         seconds=phases.seconds(),

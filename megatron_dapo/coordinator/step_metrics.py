@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
-from megatron_dapo.algorithm.importance import Mismatch, mismatch
+from megatron_dapo.algorithm.importance import Correction, Mismatch, mismatch
 from megatron_dapo.config import Config
 from megatron_dapo.config.monitor import MonitorConfig
 from megatron_dapo.coordinator.batch import StepArrays
@@ -28,6 +28,18 @@ class MismatchStop(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Engine against trainer on the same tokens."""
+
+    current: Mismatch
+    """Tokens written by the weights that the trainer holds: only kernels differ."""
+    stale: Mismatch
+    """Tokens of carried groups, written by older weights."""
+    stale_share: float
+    """Share of the tokens that are stale."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """All that is known of one finished rollout step."""
 
@@ -35,7 +47,9 @@ class StepRecord:
     admission: Admission
     arrays: StepArrays
     old: LogProbs
-    mismatch: Mismatch
+    gap: Gap
+    correction: Correction | None
+    """None where `algorithm.importance.mode` is `none`."""
     updates: tuple[UpdateMetrics, ...]
     evaluation: Mapping[str, Answers]
     seconds: Mapping[str, float]
@@ -48,24 +62,34 @@ class StepRecord:
             "length": float(np.mean([len(response.generation.token_ids) for response in responses])),
             "truncated": float(np.mean([response.truncated for response in responses])),
             "entropy": float(self.old.entropy.mean()),
+            "tokens_per_second": sum(group.tokens for group in self.admission.generated) / self.seconds["step"],
             "seconds": self.seconds["step"],
         }
 
 
-def check_mismatch(old: LogProbs, arrays: StepArrays, limits: MonitorConfig, console: Console) -> Mismatch:
-    """The gap between engine and trainer on the same tokens.
+def check_mismatch(
+    old: LogProbs, arrays: StepArrays, weight_version: int, limits: MonitorConfig, console: Console
+) -> Gap:
+    """The gap between engine and trainer, apart for tokens of the current weights and of older ones.
 
     Raises:
-        MismatchStop: it is above `monitor.mismatch_stop`.
+        MismatchStop: on tokens of the current weights it is above `monitor.mismatch_stop`.
     """
-    gap = mismatch(torch.from_numpy(old.log_probs), torch.from_numpy(arrays.rollout_log_probs))
-    if not gap.mean_abs <= limits.mismatch_stop:
+    trainer, engine = torch.from_numpy(old.log_probs), torch.from_numpy(arrays.rollout_log_probs)
+    current = torch.from_numpy(arrays.weight_versions == weight_version)
+    gap = Gap(
+        current=mismatch(trainer[current], engine[current]),
+        stale=mismatch(trainer[~current], engine[~current]),
+        stale_share=float((~current).double().mean()),
+    )
+    mean_abs = gap.current.mean_abs
+    if not mean_abs <= limits.mismatch_stop:  # also when it is not a number
         raise MismatchStop(
-            f"mean |engine - trainer| log-prob is {gap.mean_abs:.3g}, above monitor.mismatch_stop = "
+            f"mean |engine - trainer| log-prob is {mean_abs:.3g}, above monitor.mismatch_stop = "
             f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
         )
-    if gap.mean_abs > limits.mismatch_warn:
-        console.note(f"warning: mean |engine - trainer| log-prob is {gap.mean_abs:.3g} (monitor.mismatch_warn)")
+    if mean_abs > limits.mismatch_warn:
+        console.note(f"warning: mean |engine - trainer| log-prob is {mean_abs:.3g} (monitor.mismatch_warn)")
     return gap
 
 
@@ -81,9 +105,11 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         "weight_version": progress.weight_version,
         "entropy": float(record.old.entropy.mean()),
         "mean_prob": float(np.exp(_concatenate_log_probs(generated)).mean()),
-        "mismatch/kl": record.mismatch.kl,
-        "mismatch/max_abs": record.mismatch.max_abs,
-        "mismatch/mean_abs": record.mismatch.mean_abs,
+        "mismatch/kl": record.gap.current.kl,
+        "mismatch/max_abs": record.gap.current.max_abs,
+        "mismatch/mean_abs": record.gap.current.mean_abs,
+        "staleness/share": record.gap.stale_share,
+        "staleness/kl": record.gap.stale.kl,
         "tokens/generated": tokens,
         "tokens/trained": trained,
         "tokens_per_second/rollout": tokens / max(seconds["rollout"] + seconds["reward"], 1e-9),
@@ -92,6 +118,11 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     metrics |= _response_metrics(generated)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= _update_metrics(record.updates)
+    if record.correction is not None:
+        metrics |= {
+            "correction/truncated": record.correction.truncated_share,
+            "correction/masked": record.correction.masked_share,
+        }
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
     metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in record.evaluation.items()}
     return metrics
@@ -152,20 +183,21 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
 
 def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     tokens = max(1, sum(update.tokens for update in updates))
-
-    def share(name: str) -> float:
-        return sum(update.sums[name] for update in updates) / tokens
-
-    clipped_high = sum(update.sums["clipped_high"] for update in updates)
+    sums = {name: sum(update.sums[name] for update in updates) for name in updates[0].sums}
     metrics = {
         "loss": float(np.mean([update.loss for update in updates])),
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         "lr": updates[-1].lr,
-        "clip_fraction/low": share("clipped_low"),
-        "clip_fraction/high": share("clipped_high"),
+        "clip_fraction/low": sums["clipped_low"] / tokens,
+        "clip_fraction/high": sums["clipped_high"] / tokens,
+        "kl/old": sums["approx_kl_old"] / tokens,
     }
-    if clipped_high:
-        metrics["clip_high_prob"] = sum(update.sums["clipped_high_prob"] for update in updates) / clipped_high
+    if sums["clipped_high"]:
+        metrics["clip_high_prob"] = sums["clipped_high_prob"] / sums["clipped_high"]
+    if "clipped_dual" in sums:
+        metrics["clip_fraction/dual"] = sums["clipped_dual"] / tokens
+    if "kl" in sums:
+        metrics["kl/reference"] = sums["kl"] / tokens
     return metrics
 
 

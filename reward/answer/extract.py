@@ -21,7 +21,7 @@ _RIVALS = 8
 _MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
 _BRACE = re.compile(r"\\?[{}]")
-_SKIPPED = re.compile(r"[\s*_`]*")
+_SKIPPED = re.compile(r"[\s*_`}]*")
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
@@ -100,7 +100,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
 def _statements(response: str, prompt: str) -> Iterator[_Found]:
     """Statements from the last to the first, at most `_ATTEMPTS` of them."""
     lower = ascii_lower(response)
-    end = len(response)
+    end = len(response.rstrip())
     marker = _last_marker(lower, end)
     box = _last_box(lower, end)
     for _ in range(_ATTEMPTS):
@@ -165,7 +165,7 @@ def _line_statement(response: str, marker: int, end: int) -> _Found | None:
     skipped = _SKIPPED.match(response, tail.end(), end)
     start = skipped.end() if skipped else tail.end()
     stop = _line_end(response, _block_end(response, start, end), end)
-    line = response[start : min(stop, start + LINE_LIMIT + 1)]
+    line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
     if not _CONTENT.search(line):
         return None
     line, boxes = _open_boxes(line)

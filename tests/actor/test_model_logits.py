@@ -57,7 +57,7 @@ def test_logits_equal_transformers(gloo, models, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LARGER_LAYOUTS.values(), ids=LARGER_LAYOUTS.keys())
 def test_logits_equal_transformers_on_four_ranks(gloo, models, layout):
-    results = gloo(4, logits_of, [folder for folder, _ in models], layout, MICRO_BATCHES)
+    results = gloo(4, logits_of, [folder for folder, _ in models], layout, MICRO_BATCHES, timeout_s=280)
     assert largest_difference(results, models) <= TOLERANCE
 
 
@@ -78,4 +78,4 @@ def test_a_packed_sequence_does_not_see_its_neighbours(gloo, models):
     [[parts]] = gloo(1, logits_of, [folder], {}, [packed, *alone])
     together, *separate = assemble([parts], [packed, *alone])
     for ours, (by_itself,) in zip(together, separate, strict=True):
-        torch.testing.assert_close(ours, by_itself, atol=1e-6, rtol=0)
+        assert (ours - by_itself).abs().max() <= 1e-6 * by_itself.abs().max()

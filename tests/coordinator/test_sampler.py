@@ -175,12 +175,12 @@ def test_carried_groups_within_the_bound_are_used_as_they_are(make):
 
 
 def test_at_the_limit_the_smaller_batch_is_trained_or_the_run_stops(make):
-    sampler, _ = make(Script(useful=0.15), max_oversampling=2.0, on_limit="train")
+    sampler, _ = make(Script(useful=0.3), max_oversampling=2.0, on_limit="train")
     (batch,) = steps(sampler, 1)
     assert batch.limit_reached
     assert 0 < len(batch.kept) < 8
     assert len(batch.generated) == 16
-    sampler, _ = make(Script(useful=0.15), name="b.jsonl", max_oversampling=2.0, on_limit="stop")
+    sampler, _ = make(Script(useful=0.3), name="b.jsonl", max_oversampling=2.0, on_limit="stop")
     with pytest.raises(OversamplingLimit, match="raise the limit"):
         steps(sampler, 1)
     sampler, _ = make(Script(useful=0.0), name="c.jsonl", max_oversampling=2.0)

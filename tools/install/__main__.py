@@ -8,6 +8,7 @@ SUPPORTED = ("3.11", "3.12")
 
 
 def unsupported():
+    # type: () -> str
     """The message for a Python that was not tried; names a supported one where the machine has one."""
     mine = "%d.%d.%d" % sys.version_info[:3]  # noqa: UP031 (Python 3.5 and older must read this file)
     lines = [
@@ -25,14 +26,16 @@ def unsupported():
 
 
 def works(command, version):
+    # type: (str, str) -> str | None
     """Path of the interpreter that `command` starts; None when it starts none, or another version."""
     code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
-    try:
-        answer = subprocess.check_output([command, "-c", code], stderr=subprocess.DEVNULL)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    answer = answer.decode().split(None, 1)
-    return answer[1].strip() if answer[0] == version else None
+    with open(os.devnull, "w") as nowhere:
+        try:
+            said = subprocess.check_output([command, "-c", code], stderr=nowhere)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+    running, path = said.decode().split(None, 1)
+    return path.strip() if running == version else None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ LATER = re.compile(
 )
 FILES_PER_S = 250.0
 """A core's rate, for the time left until the phase has measured its own."""
+SETTLED = 1000
+"""So many files into the phase, its own rate outweighs the assumed one."""
 
 
 def compile_packages(python: Path, site: Path, *, progress: Progress, scratch: Path, log: Path) -> int:
@@ -37,7 +39,8 @@ def compile_packages(python: Path, site: Path, *, progress: Progress, scratch: P
         done += line.startswith("Compiling ")
 
     def on_tick() -> None:
-        rate = done / progress.elapsed if done > 200 else FILES_PER_S * cores
+        # The assumed rate counts like SETTLED files, so that a slow first second does not look like an hour left.
+        rate = (done + SETTLED) / (progress.elapsed + SETTLED / (FILES_PER_S * cores))
         progress.show(f"{done} of {waiting} files", left_s=max((waiting - done) / rate, 0.5))
 
     command = [str(python), "-I", "-u", "-m", "compileall", "-j", str(cores), "-x", LATER.pattern, str(site)]

@@ -51,8 +51,13 @@ def run(
         record.write(f"$ {' '.join(command)}\n")
         reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
         reader.start()
+
+        def hear(line: str) -> None:
+            record.write(line + "\n")
+            on_line(line)
+
         try:
-            seen = _collect(lines, lambda line: (record.write(line + "\n"), on_line(line)), on_tick, command)
+            seen = _collect(lines, hear, on_tick, command)
         except BaseException:
             process.terminate()
             process.wait(30)
@@ -69,7 +74,7 @@ def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> N
 
 def _collect(
     lines: "queue.Queue[str | None]",
-    on_line: Callable[[str], object],
+    on_line: Callable[[str], None],
     on_tick: Callable[[], None],
     command: Sequence[str],
 ) -> list[str]:

@@ -54,6 +54,9 @@ class PipPhase:
         if self._current in self._pins and self._current not in self._fetched:
             fetched += self._share_of_current * self._pins[self._current].megabytes
         elapsed = self._progress.elapsed
+        if not self._pins:
+            self._progress.show("pip", left_s=None)
+            return
         if self._fetch_s is None:
             known = fetched > 2 * SMALL_MB and elapsed > 1
             left = (total - fetched) * elapsed / fetched + total / UNPACK_MB_PER_S if known else None
@@ -102,7 +105,7 @@ def advice(lines: Sequence[str], status: int, *, log: Path) -> str:
     # A list of hundreds of known versions says nothing more at its end.
     said = [line if len(line) <= 300 else line[:297] + "..." for line in errors or lines[-5:]][-6:]
     if "No space left on device" in text or "Errno 28" in text:
-        cause = "The disk is full: make room where this folder lies."
+        cause = f"The disk that holds {log.parent} is full: make room there."
     elif _NO_NETWORK.search(text):
         cause = (
             "A download failed: check the network, and index and proxy in pip's own configuration (`pip config list`)."

@@ -1,6 +1,7 @@
 """The one place that chooses the device and the kernels, and that makes Megatron-Core run without CUDA."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,18 +58,22 @@ def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device == "cpu" or not torch.cuda.is_available():
         cpu.install()
-        return _describe(torch.device("cpu"), transformer_engine=False)
+        return _describe(torch.device("cpu"))
     # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its own.
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(index)
-    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
-
-    return _describe(torch.device("cuda", index), transformer_engine=HAVE_TE)
+    return _describe(torch.device("cuda", index))
 
 
-def _describe(device: torch.device, *, transformer_engine: bool) -> DeviceChoice:
-    from megatron_dapo.actor.device import adam
+def _describe(device: torch.device) -> DeviceChoice:
+    with warnings.catch_warnings():
+        # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
+        warnings.simplefilter("ignore")
+        from megatron.core.extensions.transformer_engine import HAVE_TE
 
+        from megatron_dapo.actor.device import adam
+
+    transformer_engine = HAVE_TE and device.type == "cuda"
     if transformer_engine:
         reason = "TransformerEngine is importable"
         attention = Kernel(part="attention", name="TransformerEngine's dot-product attention", reason=reason)

@@ -1,0 +1,229 @@
+"""The actor: one rank of the trainer.
+
+Every rank holds a MegatronActor and makes every call with the same arguments; it takes its own share from the plan. In
+a run each rank is a Ray actor process, in the tests a plain one.
+
+Nothing here imports Megatron before the constructor has prepared the device for it.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.actor.learning_rate import LearningRate
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
+from megatron_dapo.actor.packing import MicroBatchPlan
+from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_dapo.actor.step import LossSums
+    from megatron_dapo.algorithm.policy_loss import Objective
+
+
+class MegatronActor:
+    """Model, optimizer and their place among the ranks.
+
+    Example, one process:
+        actor = MegatronActor(ActorConfig(), model, rank=0, world_size=1, rendezvous="tcp://127.0.0.1:29500",
+                              steps_per_rollout=16, seed=1, timeout_s=600)
+        old = actor.log_probs(responses, plan, temperature=1.0)
+        reports = actor.update(mini_batches, PolicyObjective(), temperature=1.0)
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        model: ModelConfig,
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        steps_per_rollout: int,
+        seed: int,
+        timeout_s: float,
+        learning_rate: LearningRate | None = None,
+    ) -> None:
+        """Meet the other ranks and load the model's weights.
+
+        Args:
+            rendezvous: where the ranks meet, "tcp://host:port" or "file:///path".
+            steps_per_rollout: optimizer steps of a rollout step, in which the warm-up is configured.
+            timeout_s: longest wait for another rank, in any collective.
+            learning_rate: a schedule instead of the one that `config.optimizer` describes.
+        """
+        from megatron_dapo.actor import device
+
+        self.config = config
+        self.model = model
+        self.rank = rank
+        self.device = device.prepare(config.device)
+        # From here on Megatron may be imported.
+        import torch
+
+        from megatron_dapo.actor import process_groups
+        from megatron_dapo.actor.hf_config import HFModelConfig
+        from megatron_dapo.actor.model import build_model
+        from megatron_dapo.actor.optimizer import ActorOptimizer
+        from megatron_dapo.actor.step import ForwardBackward
+        from megatron_dapo.actor.weights import load_hf_weights
+
+        torch.set_num_threads(config.threads)
+        self.hf = HFModelConfig.load(Path(model.path))
+        process_groups.initialise(
+            config.layout,
+            rank=rank,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            device=self.device,
+            timeout_s=timeout_s,
+            seed=seed,
+        )
+        chunks = build_model(self.hf, config, model.dtype, self.device)
+        load_hf_weights(chunks, self.hf, Path(model.path))
+        self.optimizer = ActorOptimizer(
+            chunks,
+            config.optimizer,
+            learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
+            overlap=self.device.device.type == "cuda" and config.layout.data * config.layout.context > 1,
+        )
+        self.passes = ForwardBackward(
+            self.optimizer.chunks,
+            layout=config.layout,
+            vocabulary=self.hf.vocab_size,
+            chunk_tokens=config.logprob_chunk_tokens,
+            device=self.device.device,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
+        import megatron.core
+        import torch
+
+        from megatron_dapo.actor.weights import model_shards
+
+        parameters = [parameter for chunk in self.optimizer.chunks for parameter in chunk.module.parameters()]
+        shapes = [shape for shards in model_shards(self.hf).values() for shape in shards.shapes.values()]
+        return {
+            "rank": self.rank,
+            "layout": dataclasses.asdict(self.config.layout),
+            "device": str(self.device.device),
+            "collectives": self.device.backend,
+            "kernels": {kernel.part: f"{kernel.name} ({kernel.reason})" for kernel in self.device.kernels},
+            "optimizer": "distributed AdamW" if self.config.optimizer.distributed else "AdamW",
+            "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
+            "dtype": self.model.dtype,
+            "model": self.model.path,
+            "parameters": sum(math.prod(shape) for shape in shapes),
+            "parameters_here": sum(parameter.numel() for parameter in parameters),
+            "megatron_core": megatron.core.__version__,
+            "torch": torch.__version__,
+        }
+
+    def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
+        """Log-probs and entropies of all N response tokens at `temperature`: on rank 0 in the order of `responses`,
+        whatever the plan; None on the other ranks."""
+        return self.passes.log_probs(responses, plan, temperature)
+
+    def update(
+        self, mini_batches: Sequence[MiniBatch], objective: "Objective", temperature: float
+    ) -> list[UpdateMetrics]:
+        """One optimizer step a mini-batch, in order. The same report on every rank.
+
+        Raises:
+            NonFiniteUpdateError: on every rank, if a loss or gradient is not finite. That step was not made; the ones
+                before it were.
+        """
+        reports = []
+        for mini_batch in mini_batches:
+            start = time.perf_counter()
+            self.optimizer.zero_grad()
+            sums = self.passes.backward(mini_batch, objective, temperature)
+            self._check_finite(sums)
+            result = self.optimizer.step()
+            reports.append(
+                UpdateMetrics(
+                    optimizer_step=self.optimizer.optimizer_steps,
+                    loss=sums.loss,
+                    grad_norm=result.grad_norm,
+                    lr=result.lr,
+                    tokens=sums.tokens,
+                    sums=sums.sums,
+                    micro_batches=mini_batch.plan.micro_batches_per_rank,
+                    seconds=time.perf_counter() - start,
+                )
+            )
+        return self._with_seconds_of_rank_0(reports)
+
+    def gradients(
+        self, mini_batch: MiniBatch, objective: "Objective", temperature: float
+    ) -> "dict[str, Tensor] | None":
+        """The gradient of the mini-batch's loss, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
+        the others. Changes no weight."""
+        import torch
+
+        from megatron_dapo.actor.weights import hf_tensors
+
+        self.optimizer.zero_grad()
+        self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
+        gathered = hf_tensors(
+            self.optimizer.chunks, self.hf, dtype=torch.float32, value=lambda parameter: parameter.main_grad
+        )
+        # Copied: without tensor parallelism they are the gradient buffers themselves.
+        tensors = {name: tensor.clone() for name, tensor in gathered}
+        return tensors if self.rank == 0 else None
+
+    def export_hf(self, folder: Path) -> int:
+        """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
+        Rank 0 writes; the number of bytes on every rank."""
+        import torch
+
+        from megatron_dapo.actor.weights import export_hf
+
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
+        return export_hf(self.optimizer.chunks, self.hf, Path(folder), Path(self.model.path), dtype=dtype)
+
+    def save_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
+        there. `extra`: the caller's own small values, as JSON holds them."""
+        from megatron_dapo.actor import checkpoint
+
+        checkpoint.save(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout), extra=extra)
+
+    def load_checkpoint(self, folder: Path) -> Mapping[str, Any]:
+        """Go on from a checkpoint, also of another layout; the `extra` it was saved with.
+
+        Raises:
+            CheckpointError: on every rank, with the file's name; the actor is unchanged.
+        """
+        from megatron_dapo.actor import checkpoint
+
+        return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
+
+    def close(self) -> None:
+        """Leave the process groups; the actor is of no use afterwards."""
+        from megatron_dapo.actor import process_groups
+
+        process_groups.shutdown()
+
+    def _check_finite(self, sums: "LossSums") -> None:
+        if math.isfinite(sums.loss):
+            return
+        culprits = [f"{name} = {value}" for name, value in sums.sums.items() if not math.isfinite(value)]
+        raise NonFiniteUpdateError(
+            f"optimizer step {self.optimizer.optimizer_steps + 1}: the loss is {sums.loss}; over {sums.tokens} tokens "
+            f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
+        )
+
+    def _with_seconds_of_rank_0(self, reports: list[UpdateMetrics]) -> list[UpdateMetrics]:
+        import torch
+
+        seconds = torch.tensor([report.seconds for report in reports], dtype=torch.float64, device=self.device.device)
+        torch.distributed.broadcast(seconds, src=0)
+        pairs = zip(reports, seconds.tolist(), strict=True)
+        return [dataclasses.replace(report, seconds=value) for report, value in pairs]

@@ -1,0 +1,206 @@
+"""Checkpoints of the actor: model, optimizer, step count, random state, in Megatron's distributed format.
+
+    folder/  __0_0.distcp ...  every rank's shards        .metadata, metadata.json, common.pt  Megatron's
+             actor.json        layout, optimizer step, the caller's own small values
+             manifest.json     SHA-256 of every other file
+
+A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. Shards are read into any
+layout. Before anything is loaded every file is compared with the manifest.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megatron_dapo.actor.messages import CheckpointError
+from megatron_dapo.actor.optimizer import ActorOptimizer
+
+STATE_FILE = "actor.json"
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    """What stands in `actor.json`."""
+
+    optimizer_steps: int
+    layout: Mapping[str, Any]
+    """The layout that wrote it; the one that reads may differ."""
+
+    distributed_optimizer: bool
+    """State of the distributed and of the plain optimizer do not interchange."""
+
+    extra: Mapping[str, Any]
+    """The caller's own values."""
+
+    format: int = FORMAT
+
+
+def save(
+    folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+) -> None:
+    """Write a checkpoint to `folder` (on a file system that all ranks see); one that stands there is replaced.
+
+    Args:
+        layout: `dataclasses.asdict` of the LayoutConfig.
+        extra: small values that JSON can hold.
+    """
+    folder = Path(folder)
+    aside = folder.with_name(f"{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        state = CheckpointState(
+            optimizer_steps=optimizer.optimizer_steps,
+            layout=layout,
+            distributed_optimizer=optimizer.config.distributed,
+            extra=extra or {},
+        )
+        text = json.dumps({name: getattr(state, name) for name in CheckpointState.__slots__}, indent=1)
+        (aside / STATE_FILE).write_text(text)
+    dist.barrier()
+    dist_checkpointing.save(
+        _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
+        str(aside),
+        sharded_strategy=_SaveInProcess("torch_dist", 1),
+    )
+    digests = _digests(aside)
+    if dist.get_rank() == 0:
+        (aside / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
+        _put_in_place(aside, folder)
+    dist.barrier()
+
+
+def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
+    """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
+
+    Raises:
+        CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
+    """
+    folder = Path(folder)
+    _verify(folder)
+    state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
+    if state.distributed_optimizer != optimizer.config.distributed:
+        raise CheckpointError(
+            f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
+            "the two kinds of optimizer state do not interchange, so set it to that"
+        )
+    loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
+    for name, chunk in _named_chunks(optimizer).items():
+        chunk.load_state_dict(loaded[name])
+    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
+    if dict(state.layout) == dict(layout):
+        _set_random_state(loaded["rng"][dist.get_rank()])
+    return state
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by this process.
+
+    Megatron's own writer starts a helper by spawning, which imports the caller's main module once more, and 0.16 forks
+    this process with all its threads to write. Neither is safe in a Ray actor, and a save that hangs says nothing.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def _named_chunks(optimizer: ActorOptimizer) -> dict[str, torch.nn.Module]:
+    """Megatron's names of the model chunks in a state dict, and the chunks without their wrapper."""
+    chunks = [chunk.module for chunk in optimizer.chunks]
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any]:
+    """Model and optimizer as Megatron's shards that fit any layout."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
+    model_state = state["model"] if "model" in state else dict(state)
+    return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
+
+
+def _all_random_states() -> list[dict[str, Any]]:
+    """Every rank's generators, on every rank: a few kilobytes each, stored once with the common values."""
+    own: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_initialized():
+        own["cuda"] = torch.cuda.get_rng_state()
+    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(states, own)
+    return states
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file by name, on every rank; the ranks share the reading."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_FILE)
+    own = {name: _sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, own)
+    return {name: digest for part in parts for name, digest in sorted(part.items())}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _verify(folder: Path) -> None:
+    """Compare the folder's files with its manifest, the ranks sharing the reading."""
+    manifest = folder / MANIFEST_FILE
+    if not manifest.is_file():
+        raise CheckpointError(f"{manifest} is missing: {folder} is no whole checkpoint; load an earlier one")
+    expected = json.loads(manifest.read_text())
+    missing = sorted(name for name in expected if not (folder / name).is_file())
+    if missing:
+        raise CheckpointError(f"{folder / missing[0]} is missing: the checkpoint is not whole; load an earlier one")
+    found = _digests(folder)
+    damaged = sorted(name for name, digest in expected.items() if found[name] != digest)
+    if damaged:
+        raise CheckpointError(
+            f"{folder / damaged[0]} is damaged: its SHA-256 is not that of {MANIFEST_FILE}; load an earlier checkpoint"
+        )
+
+
+def _put_in_place(aside: Path, folder: Path) -> None:
+    """Rename `aside` to `folder`. A checkpoint that stands there steps aside first and is deleted last."""
+    old = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""The terminal: one line a rollout step, a bar with the time left where there is a terminal, tables at the end.
+
+Without a terminal (a batch job's log) the same text comes as plain lines, flushed at once.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from megatron_dapo.monitor.statistics import Accuracy, difference
+
+Figures = Mapping[str, Any]
+WAYS = ("greedy", "sampled")
+MADE_TO_WORK = "made to work"
+_MADE_TO_WORK_NOTE = (
+    "made to work: the model before training, kept from beginning its answer with\n"
+    "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
+    "the choice to work the answer out.\n"
+)
+RECENT = 5
+"""Rollout steps whose mean duration predicts the time left."""
+
+
+class Console:
+    """What a run prints. Everything goes to `file`; nothing is read."""
+
+    def __init__(self, file: IO[str] | None = None, *, terminal: bool | None = None) -> None:
+        """
+        Args:
+            file: where to print; standard output if None.
+            terminal: whether to draw a bar and colours; None: if `file` is a terminal.
+        """
+        self._file = sys.stdout if file is None else file
+        self._screen = Terminal(file=self._file, force_terminal=terminal, highlight=False)
+        self._bar: Progress | None = None
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, text: str) -> None:
+        """One line for the reader."""
+        self._line(text)
+
+    def error(self, text: str) -> None:
+        """Why the run ends. Takes the bar down first, so that nothing is drawn over it."""
+        self._close_bar()
+        self._line(text, "bold red")
+
+    def step(self, figures: Figures, *, done: int, total: int) -> None:
+        """One finished rollout step.
+
+        Args:
+            figures: `accuracy` and `truncated` (shares), `length` (tokens), `entropy` (nats), `seconds`, and
+                perhaps `tokens_per_second`.
+            done: rollout steps done, of `total`.
+        """
+        self._seconds.append(figures["seconds"])
+        left = (total - done) * sum(self._seconds) / len(self._seconds)
+        self._line(step_line(figures, done=done, total=total, seconds_left=left))
+        if done >= total:
+            self._close_bar()
+        elif self._screen.is_terminal:
+            self._draw_bar(figures, done, total, left)
+
+    def summary(self, summary: Figures) -> None:
+        """Before and after, cost and examples: `summary.json` as tables."""
+        self._close_bar()
+        made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
+        for part in (_accuracy_table(summary), *made, _cost_lines(summary), *_example_lines(summary)):
+            self._screen.print(part, soft_wrap=not isinstance(part, Table))
+        self._file.flush()
+
+    def _line(self, text: str, style: str = "") -> None:
+        # soft_wrap: a log file has no width; Text: brackets in the text are no markup.
+        self._screen.print(Text(text, style=style), soft_wrap=True)
+        self._file.flush()
+
+    def _draw_bar(self, figures: Figures, done: int, total: int, left: float) -> None:
+        if self._bar is None:
+            columns = (TextColumn("rollout step"), BarColumn(), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=self._screen, transient=True)
+            self._bar.add_task("", total=total, text="")
+            self._bar.start()
+        text = f"{done} of {total}   accuracy {figures['accuracy']:.1%}   {duration(left)} left"
+        self._bar.update(self._bar.task_ids[0], completed=done, text=text)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def step_line(figures: Figures, *, done: int, total: int, seconds_left: float) -> str:
+    """`step  3/40  accuracy 41.2%  length 38  cut off 3%  entropy 0.31  1240 tokens/s  12 s  (7 min left)`."""
+    parts = [
+        f"step {done:>{len(str(total))}}/{total}",
+        f"accuracy {figures['accuracy']:6.1%}",
+        f"length {figures['length']:.0f}",
+        f"cut off {figures['truncated']:.1%}",
+        f"entropy {figures['entropy']:.3f}",
+    ]
+    if "tokens_per_second" in figures:
+        parts.append(f"{figures['tokens_per_second']:.0f} tokens/s")
+    parts.append(duration(figures["seconds"]))
+    if done < total:
+        parts.append(f"({duration(seconds_left)} left)")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: `9.4 s`, `75 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _accuracy_table(summary: Figures) -> Table:
+    """One column a way of answering; rows: before, the made-to-work baseline, after, change."""
+    heldout = summary["heldout"]
+    baseline = heldout.get("baseline") or {}
+    ways = [way for way in WAYS if way in heldout["after"]]
+    after = {way: Accuracy(**heldout["after"][way]) for way in ways}
+    before = {way: Accuracy(**heldout["before"][way]) for way in ways}
+    worked = {way: Accuracy(**baseline[way]) for way in ways if way in baseline}
+    table = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold", caption_style="")
+    table.title = f"Held-out accuracy, {after[ways[0]].problems} problems (95% intervals)"
+    table.add_column("")
+    for way in ways:
+        each = after[way].n // after[way].problems
+        table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
+    table.add_row("before", *(_interval(before[way]) for way in ways))
+    if worked:
+        table.add_row(f"before, {MADE_TO_WORK}", *(_interval(worked[way]) if way in worked else "" for way in ways))
+    table.add_row("after", *(_interval(after[way]) for way in ways))
+    table.add_row("gain, points", *(_gain(before[way], after[way]) for way in ways))
+    if worked:
+        gains = (_gain(worked[way], after[way]) if way in worked else "" for way in ways)
+        table.add_row(f"gain over {MADE_TO_WORK}", *gains)
+    return table
+
+
+def _gain(before: Accuracy, after: Accuracy) -> str:
+    change = difference(before, after)
+    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+
+
+def _interval(accuracy: Accuracy) -> str:
+    return f"{100 * accuracy.accuracy:.1f}% [{100 * accuracy.low:.1f}, {100 * accuracy.high:.1f}]"
+
+
+def _cost_lines(summary: Figures) -> Text:
+    tokens, seconds = summary["tokens"], summary["seconds"]
+    phases = {name: seconds[name] for name in ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint")}
+    return Text(
+        f"{summary['rollout_steps']} rollout steps, {summary['optimizer_steps']} optimizer steps, "
+        f"{_thousands(tokens['generated'])} tokens generated, {_thousands(tokens['trained'])} trained on, "
+        f"{duration(seconds['total'])} in all\n"
+        f"of which: {', '.join(f'{name} {duration(spent)}' for name, spent in phases.items())}\n"
+    )
+
+
+def _example_lines(summary: Figures) -> list[Text]:
+    """The examples of the summary, which are the first problems and not picked by outcome."""
+    parts = []
+    for example in summary.get("examples", ()):
+        text = Text()
+        text.append(f"{example['prompt'].strip()}  ({example['answer']})\n", "bold")
+        for when in ("before", "after"):
+            right = example[f"{when}_correct"]
+            verdict = "right" if right else "wrong"
+            text.append(f"  {when:<6} {verdict}  ", "green" if right else "red")
+            text.append(f"{' '.join(example[when].split())}\n")
+        parts.append(text)
+    return parts
+
+
+def _thousands(count: float) -> str:
+    return f"{count:,.0f}".replace(",", " ")

@@ -1,0 +1,28 @@
+"""The metrics reference: one Markdown page made from the catalog, so that it cannot drift."""
+
+from megatron_dapo.monitor.catalog import GROUPS, Metric
+
+HEADER = """# Metrics reference
+
+Made from the code by `make docs`; a test keeps it equal. `<run.dir>/metrics.jsonl` holds one JSON object a rollout
+step; TensorBoard has the same values under `<run.dir>/tensorboard`, over rollout steps and over optimizer steps.
+
+- A value that was not measured in a step is absent or null. A value that was not finite is null, and its name stands in
+  the line's `non_finite`.
+- After a resume, lines of steps beyond the checkpoint are superseded by later lines.
+- "In a step" says how the values inside a rollout step become one; a mean is always sum / count over the whole step.
+- Figures are those of arXiv 2503.14476.
+"""
+
+
+def metrics_page() -> str:
+    """Markdown: a table a group of metrics (name, unit, reduction, meaning, figure)."""
+    parts = [HEADER]
+    for title, metrics in GROUPS.items():
+        lines = [f"## {title}", "", "| name | unit | in a step | meaning | figure |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *map(_row, metrics), ""]))
+    return "\n".join(parts)
+
+
+def _row(metric: Metric) -> str:
+    return f"| `{metric.name}` | {metric.unit} | {metric.reduce} | {metric.help} | {metric.figure} |"

@@ -1,0 +1,142 @@
+"""metrics.jsonl and TensorBoard: one line a rollout step, on disk before the next step begins."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.monitor.catalog import check_declared
+
+FILE = "metrics.jsonl"
+NON_FINITE = "non_finite"
+"""Key of a line that lists the metrics whose value was NaN or infinite; absent where there were none."""
+
+Value = float | int | None
+Line = dict[str, Any]
+"""One rollout step: metric name -> number or None, and perhaps `non_finite` -> list of names."""
+
+
+class MetricsError(ValueError):
+    """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
+
+
+class MetricsWriter:
+    """Appends to `<run_dir>/metrics.jsonl` and, if asked, to `<run_dir>/tensorboard/by_{rollout,optimizer}_step`.
+
+    A resumed run goes on in the same file: lines of steps beyond its checkpoint stay, superseded (see `read_metrics`).
+    """
+
+    def __init__(self, run_dir: str | Path, *, tensorboard: bool) -> None:
+        self._run_dir = Path(run_dir)
+        self._file = open(self._run_dir / FILE, "a+b")  # noqa: SIM115  (open as long as the run)
+        _cut_torn_line(self._file)
+        self._tensorboard = tensorboard
+        self._boards: dict[str, Any] = {}
+
+    def write(self, values: Mapping[str, Value]) -> tuple[str, ...]:
+        """One rollout step. Returns the names of the metrics that were not finite; they are written as null.
+
+        Raises:
+            UndeclaredMetricError: a name that the catalog does not hold.
+            MetricsError: `rollout_step` or `optimizer_step` is missing: they are the axes of every plot.
+        """
+        check_declared(values)
+        values = {name: _plain(value) for name, value in values.items()}
+        for axis in ("rollout_step", "optimizer_step"):
+            if not isinstance(values.get(axis), int):
+                raise MetricsError(f"metrics line without {axis} (an integer): nothing could be plotted over it")
+        broken = tuple(name for name, value in values.items() if value is not None and not math.isfinite(value))
+        line: Line = {name: None if name in broken else value for name, value in values.items()}
+        if broken:
+            line[NON_FINITE] = list(broken)
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._tensorboard:
+            self._write_boards(values)
+        return broken
+
+    def close(self) -> None:
+        """Close all files; harmless when called again."""
+        self._file.close()
+        for board in self._boards.values():
+            board.close()
+        self._boards.clear()
+
+    def _write_boards(self, values: Mapping[str, Value]) -> None:
+        for axis in ("rollout_step", "optimizer_step"):
+            at = values[axis]
+            if axis not in self._boards:
+                self._boards[axis] = self._open_board(axis, at)
+            for name, value in values.items():
+                if value is not None:  # NaN is drawn by TensorBoard as what it is
+                    self._boards[axis].add_scalar(name, value, at)
+            self._boards[axis].flush()
+
+    def _open_board(self, axis: str, first: Value) -> Any:
+        # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._run_dir / "tensorboard" / f"by_{axis}"
+        return SummaryWriter(str(folder), purge_step=first)  # hides what a resumed run does again
+
+
+def read_metrics(path: str | Path) -> list[Line]:
+    """Lines of a run in order of rollout step, as it was lived last.
+
+    A line of step s supersedes all earlier lines of steps >= s: a run that was resumed from an older checkpoint did
+    them again. A torn last line (the run was killed while writing) is left out.
+
+    Args:
+        path: the run directory, or the metrics file itself.
+
+    Raises:
+        MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        return []
+    content = file.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    lines: list[Line] = []
+    for number, text in enumerate(complete.splitlines(), start=1):
+        line = _parse(text, file, number)
+        while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
+            lines.pop()
+        lines.append(line)
+    return lines
+
+
+def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(rollout steps, values) of one metric, without the steps that did not measure it."""
+    check_declared([name])
+    known = [line for line in lines if line.get(name) is not None]
+    return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
+
+
+def _plain(value: Any) -> Value:
+    """A number of numpy's as Python's own."""
+    if value is None:
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _parse(text: bytes, file: Path, number: int) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise MetricsError(f"{file}:{number}: no JSON ({error}); remove the line or restore the file") from None
+    if not isinstance(line, dict) or not isinstance(line.get("rollout_step"), int):
+        raise MetricsError(f"{file}:{number}: a metrics line is an object with an integer rollout_step")
+    return line
+
+
+def _cut_torn_line(file: Any) -> None:
+    """Remove what follows the last newline: a line that a killed run did not finish."""
+    file.seek(0)
+    content = file.read()
+    file.truncate(content.rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)

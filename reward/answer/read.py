@@ -1,0 +1,162 @@
+"""From cleaned text to an answer with structure: a number, a list of answers, or a text that only looks like itself."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from reward.answer.numeral import Number, read_number
+from reward.answer.text import clean, compact, enclosed, strip_edges
+
+_PARSED_LIMIT = 2000
+"""Characters: longer answers are compared as texts only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer as read. `x = 4.0` reads as Answer(text="x = 4.0", name="x", body="4.0", number=4, ...)."""
+
+    text: str
+    """Cleaned, complete."""
+
+    body: str
+    """Without what stands before the last `=`."""
+
+    name: str = ""
+    """What stands before the only `=`, compact; empty if there is none."""
+
+    number: Number | None = None
+    items: tuple["Answer", ...] = ()
+    """Two or more answers if this is a list."""
+
+    brackets: str = ""
+    """Opening and closing bracket of the list: `()`, `[)`, `{}`, or empty."""
+
+    contradicts: bool = False
+    """Says two numbers are one: `3 = 4`."""
+
+
+@lru_cache(maxsize=1024)
+def read_truth(ground_truth: str) -> Answer:
+    """The ground truth, which may stand in a box or in dollars. Cached: a group's responses share it."""
+    return read(clean(ground_truth))
+
+
+def read(text: str, *, sentences: bool = False) -> Answer:
+    """The answer that the cleaned text states.
+
+    With `sentences`, prose around one number is let through where it commits to that number: `The total is 42.`
+    """
+    if len(text) > _PARSED_LIMIT:
+        return Answer(text=text, body=text)
+    number = read_number(text)
+    if number is not None:
+        return Answer(text=text, body=text, number=number)
+    if sentences and (committed := _read_sentence(text)) is not None:
+        return Answer(text=text, body=committed, number=read_number(committed))
+    inner, brackets = _unwrap(text)
+    items = _split(inner)
+    if len(items) > 1:
+        return _read_list(text, items, brackets)
+    if inner.startswith("\\pm"):
+        return _read_plus_minus(text, strip_edges(inner[3:]))
+    return _read_equation(text)
+
+
+def _read_list(text: str, items: list[str], brackets: str) -> Answer:
+    answers: list[Answer] = []
+    for item in items:
+        answer = read(strip_edges(item))
+        answers += answer.items if answer.items and not answer.brackets else (answer,)
+    return Answer(text=text, body=text, items=tuple(answers), brackets=brackets)
+
+
+def _read_plus_minus(text: str, size: str) -> Answer:
+    number = read_number(size)
+    if number is None:
+        return Answer(text=text, body=text)
+    items = (read(size), read(f"-({size})" if size[:1] in "+-" else f"-{size}"))
+    return Answer(text=text, body=text, items=items)
+
+
+_EQUALS = re.compile(r"(?<![<>!:\\])=+(?![<>])|\\(?:approx|equiv|in)(?![A-Za-z])")
+
+
+def _read_equation(text: str) -> Answer:
+    sides = [strip_edges(side) for side in _EQUALS.split(text)]
+    if len(sides) == 1 or not sides[-1]:
+        return Answer(text=text, body=text)
+    last = read(sides[-1])
+    exact = "\\approx" not in text
+    stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
+    contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
+    name = compact(sides[0]) if len(sides) == 2 else ""
+    return Answer(
+        text=text,
+        body=sides[-1],
+        name=name,
+        number=last.number,
+        items=last.items,
+        brackets=last.brackets,
+        contradicts=contradicts,
+    )
+
+
+_LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
+_LIST_HEADS = re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas, semicolons, "or" and "and" that stand outside brackets; empty parts are dropped."""
+    parts: list[str] = []
+    depth = at = 0
+    for token in _LIST_TOKENS.finditer(text):
+        sign = token[0][-1]
+        if sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        elif depth == 0:
+            parts.append(text[at : token.start()])
+            at = token.end()
+    parts.append(text[at:])
+    parts[0] = _LIST_HEADS.sub("", parts[0])
+    return [part for part in parts if part.strip()]
+
+
+def _unwrap(text: str) -> tuple[str, str]:
+    """The text between brackets that enclose the whole, and those brackets (`\\\\{` as `{`)."""
+    opener = text[:2] if text.startswith("\\{") else text[:1]
+    if opener not in ("(", "[", "\\{") or text[-1:] not in (")", "]", "}") or not enclosed(text):
+        return text, ""
+    closer = text[-2:] if text.endswith("\\}") else text[-1:]
+    return text[len(opener) : len(text) - len(closer)], opener[-1] + closer[-1]
+
+
+_COPULA = re.compile(r"\b(?:is|are|equals|makes|be)(?![A-Za-z])(?:\s+equal\s+to\b|\s+exactly\b)?\s*:?")
+_NUMERAL = re.compile(r"\s*[+-]?[\d.,]*\d")
+_SENTENCE_END = re.compile(r"\.\s+(?=[A-Z(])|,?\s+(?:because|since|as|which)\b|\s+\(")
+_UNCOMMITTED = re.compile(
+    r"""\b(?:not|no|never|or|nor|either|neither|isn't|aren't|wasn't|cannot|can't|don't|doesn't|if|unless|but|maybe|
+    perhaps|possibly|probably|approximately|about|around|roughly|almost|nearly|less|more|fewer|greater|least|most|
+    between|except|instead|wrong|incorrect|false|unknown|guess|wait|actually|rather|before|after|next|previous|plus|
+    minus|times|twice|half|double|alternatively|otherwise|hundred|thousand|million|billion|dozen)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def _read_sentence(text: str) -> str | None:
+    """The numeral of `The total is 42`, `There are 42 ways` or `42, because ...`; None if the words hedge or deny."""
+    if len(text) > 300 or not text.isascii() or _UNCOMMITTED.search(text):
+        return None
+    cut = _SENTENCE_END.search(text)
+    head, tail = (text[: cut.start()], text[cut.end() :]) if cut else (text, "")
+    if any(character.isdigit() for character in tail):
+        return None
+    head = strip_edges(head)
+    if tail and read_number(head) is not None:
+        return head
+    copulas = [copula.end() for copula in _COPULA.finditer(head)]
+    if not copulas or len({stated[0] for at in copulas if (stated := _NUMERAL.match(head, at))}) > 1:
+        return None  # `x is 3, y is 4`
+    committed = strip_edges(head[copulas[-1] :])
+    return committed if read_number(committed) is not None else None

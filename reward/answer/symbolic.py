@@ -1,0 +1,138 @@
+r"""Algebra: whether two LaTeX expressions are equal, by the math-verify library.
+
+math-verify runs sympy, which may take for ever or all memory on the wrong input, so two fences stand before it: a
+grammar (`fits`) that lets only short, closed expressions through, and the pool, which kills the process that runs
+`equivalent` past its limit. The library is imported at the first use, never with this module.
+"""
+
+import logging
+import re
+import sys
+
+LENGTH_LIMIT = 300
+"""Characters of an expression."""
+
+DEPTH_LIMIT = 12
+"""Nested brackets."""
+
+EXPONENT_LIMIT = 10_000
+"""Largest numeral in an exponent, and largest product of all of them."""
+
+_COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
+_ARITHMETIC = frozenset(
+    """frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp
+    pm infty circ""".split()
+)
+_ALGEBRA = _ARITHMETIC | frozenset(
+    """alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
+    in cup cap setminus emptyset varnothing mathbb begin end to quad lfloor rfloor lceil rceil vert""".split()
+)
+_WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
+_ROOT_CALL = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
+_ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
+_BARE_EXPONENT = re.compile(r"(?:\\\\?[A-Za-z]+|\d+)(?:\s*\^)?")
+_NUMERALS = re.compile(r"\d+")
+_FACTORIALS = re.compile(r"(\d*)\s*!")
+_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#&@$?]|!\s*[!)]|\d{61}")
+
+
+def normalise(text: str) -> str:
+    r"""Plain `sqrt(2)` and `pi` as LaTeX, percent and degree signs as a quotient; for a cleaned text."""
+    text = _WORDS.sub(lambda word: "\\" + word[0], text)
+    return _ROOT_CALL.sub(r"\\sqrt{\1}", text)
+
+
+def fits(text: str, truth: str) -> bool:
+    """Whether a normalised answer may be handed to sympy at all, given the normalised ground truth.
+
+    Not if it is prose (letters that the truth does not have), an unknown command (sums, integrals, limits), or a size
+    that can only be an attack or nonsense: towers of powers, huge exponents and factorials, deep nesting.
+    """
+    if not text or len(text) > LENGTH_LIMIT or _FORBIDDEN.search(text) or not _balanced(text):
+        return False
+    letters = set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", truth))))
+    allowed = _ALGEBRA if letters or _COMMANDS.search(truth) else _ARITHMETIC
+    commands = _COMMANDS.findall(text)
+    if any(name not in allowed if name else sign not in "{}\\" for name, sign in commands):
+        return False
+    if set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", text)))) - letters - {"e", "i"}:
+        return False
+    return _small(text)
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        if not 0 <= depth <= DEPTH_LIMIT:
+            return False
+    return depth == 0
+
+
+def _exponents(text: str) -> list[str]:
+    """The text of every exponent, those inside exponents included; a plain `^9^9` gives one that begins with `^`."""
+    exponents = []
+    at = text.find("^")
+    while at >= 0:
+        rest = text[at + 1 :].lstrip()
+        if rest.startswith("{"):
+            depth = 0
+            for end, character in enumerate(rest):
+                depth += (character == "{") - (character == "}")
+                if depth == 0:
+                    exponents.append(rest[1:end])
+                    if rest[end + 1 :].lstrip().startswith("^"):
+                        exponents.append("^^")
+                    break
+        else:
+            bare = _BARE_EXPONENT.match(rest)
+            exponents.append(bare[0] if bare else "^^")
+        at = text.find("^", at + 1)
+    return exponents
+
+
+def _small(text: str) -> bool:
+    """Whether no part of the expression grows beyond what a machine can hold."""
+    exponents = _exponents(text)
+    if len(exponents) > 16 or text.count("!") > 4:
+        return False
+    product = 1
+    for exponent in exponents:
+        numerals = [int(numeral) for numeral in _NUMERALS.findall(exponent)]
+        if "^" in exponent and (exponent.count("^") > 1 or any(numeral > 3 for numeral in numerals)):
+            return False  # a tower of powers
+        for numeral in numerals:
+            product *= max(numeral, 1)
+    factorials_fit = all(numeral and int(numeral) <= 500 for numeral in _FACTORIALS.findall(text))
+    binomials_fit = "\\binom" not in text or all(int(numeral) <= 2000 for numeral in _NUMERALS.findall(text))
+    return product <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+
+
+def prepare() -> bool:
+    """Imports the library (about half a second of CPU), so that the limit of a verdict does not pay for it.
+
+    Returns whether this call was the one that imported it.
+    """
+    if "math_verify" in sys.modules:
+        return False
+    import math_verify  # noqa: F401, PLC0415
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    return True
+
+
+def equivalent(answer: str, truth: str) -> bool:
+    """Whether math-verify holds two normalised expressions equal. May never end: call it in a process that may be killed."""
+    from math_verify import LatexExtractionConfig, parse, verify  # noqa: PLC0415
+
+    def parsed(text: str) -> list:
+        # no time limit of the library's: it works by signals, swallows errors, and the pool has the last word anyway
+        return parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+
+    gold, target = parsed(truth), parsed(answer)
+    return bool(gold) and bool(target) and verify(gold, target, timeout_seconds=None)

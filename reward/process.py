@@ -1,0 +1,97 @@
+"""One worker process as the pool sees it: started, asked, killed. Its own program (`reward.worker`), never a fork.
+
+A fork would copy the locks of a parent that runs Ray and threads; `multiprocessing`'s spawn would import the parent's
+main module. This starts in about 0.1 s and imports nothing but the verifiers.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from reward.wire import Channel
+
+START_LIMIT_S = 120.0
+"""Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
+
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")}
+_LOG_TAIL = 2000
+
+
+class WorkerStartError(RuntimeError):
+    """A worker did not come up; the message holds what it wrote to its standard error."""
+
+
+class WorkerProcess:
+    """A running worker. Used by one thread; `kill` alone may be called from another."""
+
+    def __init__(self, memory_mb: int) -> None:
+        """Starts the process; `wait_ready` must follow. It dies with the thread that calls this."""
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
+        environment = os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._channel = Channel(ours)
+        self.works_done = 0
+        self.slowed = False
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "reward.worker", str(theirs.fileno()), str(os.getpid()), str(memory_mb)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Waits until the worker serves. Raises WorkerStartError; the process is gone then."""
+        try:
+            self._channel.receive_reply(START_LIMIT_S)
+        except (TimeoutError, EOFError, OSError) as error:
+            self.kill()
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
+            log = self._log.read().decode("utf-8", "replace").strip()
+            why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else self.how_it_died()
+            raise WorkerStartError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
+
+    def ask(self, request: tuple[Any, ...], timeout_s: float) -> None:
+        """Sends a request. Raises TimeoutError, OSError."""
+        self._channel.send_request(request, timeout_s)
+
+    def reply(self, timeout_s: float) -> Any:
+        """Waits for a reply. Raises TimeoutError, EOFError, OSError, ValueError (no JSON)."""
+        return self._channel.receive_reply(timeout_s)
+
+    def has_answered(self, timeout_s: float) -> bool:
+        """Waits until a reply has begun to arrive, or the connection broke; False if neither happened in time."""
+        return self._channel.wait(timeout_s)
+
+    def lower_priority(self) -> None:
+        """Lets everything else on the machine go first. There is no way back, so the pool replaces the process later."""
+        self.slowed = True
+        if self._process.poll() is None:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+
+    def kill(self) -> None:
+        """Ends the process, whatever it is doing, and waits up to 10 s for it to be gone."""
+        self._process.kill()
+        self._process.wait(10.0)
+        self._channel.close()
+
+    def how_it_died(self) -> str:
+        """`worker died (signal 11)`, for a process whose connection broke; ends it if it still runs."""
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return "worker closed its connection"
+        return f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"

@@ -1,0 +1,143 @@
+"""Verifier `robust`, the default: the last stated answer, in any dress, equal to the ground truth in value."""
+
+import re
+from functools import lru_cache
+
+from reward.answer import symbolic
+from reward.answer.compare import compare
+from reward.answer.extract import LINE_LIMIT, Statement, last_statement
+from reward.answer.read import Answer, read, read_truth
+from reward.answer.text import clean, compact, plain_characters
+from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
+
+_PLAIN_INTEGER = re.compile(r"[\s$*`(\\]*([+-]?\d{1,18})[\s$*`.)\\]*", re.ASCII)
+_PLACEHOLDERS = frozenset(
+    """answer finalanswer youranswer theanswer answerhere <answer> [answer] (answer) n x ? ... \\boxed{} final_answer
+    [youranswer] <youranswer> youranswerhere""".split()
+)
+_OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
+
+
+def judge(request: VerificationRequest) -> Judgement | Deferred:
+    """Right if the last statement of the response equals the ground truth; see `Rule` for how that was decided.
+
+    Takes linear time. Where only algebra could tell, the result is a `Deferred`.
+
+    Raises:
+        VerifierError: the ground truth is empty or longer than `TRUTH_LIMIT`.
+    """
+    if len(request.ground_truth) > TRUTH_LIMIT:
+        raise VerifierError(f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared")
+    statement = last_statement(request.response, request.prompt)
+    if statement is None:
+        _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
+        return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
+    if not statement.rivals:
+        plain = _PLAIN_INTEGER.fullmatch(statement.text)
+        wanted = _integer(request.ground_truth) if plain else None
+        if plain and wanted is not None:
+            return Judgement(accuracy=int(plain[1]) == wanted, extracted=plain[1], rule=Rule.INTEGER)
+    return _judge_statement(statement, _truth(request.ground_truth), request.prompt)
+
+
+@lru_cache(maxsize=4096)
+def _integer(ground_truth: str) -> int | None:
+    plain = _PLAIN_INTEGER.fullmatch(ground_truth)
+    return int(plain[1]) if plain else None
+
+
+def _truth(ground_truth: str) -> Answer:
+    stated = last_statement(ground_truth) if "\\boxed" in ground_truth else None
+    truth = read_truth(stated.text if stated else ground_truth)
+    if not truth.text:
+        raise VerifierError(f"ground truth {ground_truth[:40]!r} holds no answer")
+    return truth
+
+
+def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgement | Deferred:
+    text = clean(statement.text)
+    extracted = text[:EXTRACTED_LIMIT]
+    if len(statement.text) > LINE_LIMIT:
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
+    if _is_placeholder(text, truth, prompt):
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
+    answer = _with_rivals(read(text, sentences=True), statement, truth)
+    if answer is None:
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
+    decided = compare(answer, truth)
+    if decided is None and statement.box is not None and answer.number is None and not symbolic_form(answer, truth):
+        # prose around the only box of the line: the box is the answer
+        text = clean(statement.box)
+        extracted = text[:EXTRACTED_LIMIT]
+        answer = read(text)
+        decided = compare(answer, truth)
+    if decided is not None:
+        equal, rule = decided
+        extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
+        if equal and rule is not Rule.TEXT and _is_echo(answer, prompt):
+            return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
+        return Judgement(accuracy=equal, extracted=extracted, rule=rule)
+    form = symbolic_form(answer, truth)
+    if form is None:
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
+    if _is_echo(answer, prompt):
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
+    return Deferred(answer=form[0], truth=form[1], extracted=extracted)
+
+
+def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
+    """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
+    if not statement.rivals:
+        return answer
+    rivals = [read(clean(rival), sentences=True) for rival in reversed(statement.rivals)]
+    if truth.items:
+        items = tuple(item for each in (*rivals, answer) for item in (each.items or (each,)))
+        return Answer(text=", ".join(item.text for item in items), body="", items=items)
+    same = all(
+        rival.text == answer.text or (rival.number and answer.number and rival.number.equals(answer.number))
+        for rival in rivals
+    )
+    return answer if same else None
+
+
+def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
+    """`$Answer`, `N` and the like, or whatever wordless text the prompt itself shows behind its `Answer:`."""
+    bare = compact(text).lower()
+    if not bare or (bare in _PLACEHOLDERS and bare != compact(truth.text).lower()):
+        return True
+    if any(character.isdigit() for character in bare) or len(text) > 100 or not prompt:
+        return False
+    shown = [clean(shown.group(1)) for shown in re.finditer(r"(?i)answer:[ \t]{0,5}([^\s\"']{1,100})", prompt)]
+    return text in shown
+
+
+def _is_echo(answer: Answer, prompt: str) -> bool:
+    """Whether the answer is an unworked expression that the question already holds, as `84/2` for "What is 84/2?"."""
+    if not prompt or (answer.number is not None and not answer.number.unreduced):
+        return False
+    body = _spelling(answer.body)
+    return bool(_OPERATORS.search(body)) and body in _spelling(prompt)
+
+
+@lru_cache(maxsize=256)
+def _spelling(text: str) -> str:
+    """Without spaces, dollars and layout, so that one expression has one spelling in a question and in an answer."""
+    text = plain_characters(text).replace("\\left", "").replace("\\right", "").replace("\\dfrac", "\\frac")
+    return compact(text.replace("$", "").replace("\\,", "").replace("{,}", ","))
+
+
+def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
+    """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
+    if bool(answer.items) != bool(truth.items) and not truth.items:
+        return None
+    wanted = symbolic.normalise(truth.text)
+    given = symbolic.normalise(answer.text if "=" in truth.text else answer.body or answer.text)
+    if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
+        return None
+    return given, wanted
+
+
+def finish(deferred: Deferred) -> Judgement:
+    """The verdict of algebra. May never end: call it where it can be killed."""
+    equal = symbolic.equivalent(deferred.answer, deferred.truth)
+    return Judgement(accuracy=equal, extracted=deferred.extracted, rule=Rule.SYMBOLIC)

@@ -1,0 +1,91 @@
+"""Megatron runs on the CPU without anything else in the process noticing, and AdamW is AdamW."""
+
+import pytest
+import torch
+
+from tests.actor.gloo import RankError, RankPlace
+
+
+def traces_outside_megatron(place: RankPlace) -> dict[str, object]:
+    from megatron_dapo.actor.device import prepare
+
+    first = prepare("cpu")
+    import megatron.core.tensor_parallel.layers as layers
+    import torch
+
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.cuda.current_device()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1).cuda()
+    return {
+        "again": prepare("auto") == first,
+        "text": str(first),
+        "backend": first.backend,
+        "megatron's device": str(layers.torch.cuda.current_device()),
+        "megatron's factory": str(layers.torch.zeros(1, device="cuda").device),
+        "real factory untouched": torch.zeros.__module__,
+        "type outside": torch.zeros(1).type(),
+    }
+
+
+def test_only_megatron_sees_the_stand_ins(gloo):
+    [seen] = gloo(1, traces_outside_megatron)
+    assert seen["again"]
+    assert seen["backend"] == "gloo"
+    assert (seen["megatron's device"], seen["megatron's factory"]) == ("cpu", "cpu")
+    assert seen["type outside"] == "torch.FloatTensor"
+    for part in ("attention", "norm", "optimizer"):
+        assert part in seen["text"]
+
+
+def ask_for_cuda(place: RankPlace) -> None:
+    from megatron_dapo.actor.device import prepare
+
+    prepare("cuda")
+
+
+def test_cuda_is_refused_where_there_is_none(gloo):
+    with pytest.raises(RankError, match="actor.device = cuda"):
+        gloo(1, ask_for_cuda)
+
+
+def prepare_too_late(place: RankPlace) -> str:
+    import subprocess
+    import sys
+
+    code = "import megatron.core; from megatron_dapo.actor.device import prepare; prepare('cpu')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100).stderr
+
+
+def test_preparing_after_megatron_is_imported_is_an_error(gloo):
+    [error] = gloo(1, prepare_too_late)
+    assert "was imported before actor.device.prepare" in error
+
+
+def train_with_both(place: RankPlace, decoupled: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:
+    from megatron_dapo.actor.device import prepare
+
+    prepare("cpu")
+    from megatron_dapo.actor.device.adam import FusedLayoutAdam
+
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    ours, theirs = ([torch.nn.Parameter(torch.arange(float(n)) - 1.0) for n in (3, 1000)] for _ in range(2))
+    reference = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizers = FusedLayoutAdam(ours, adam_w_mode=decoupled, **settings), reference(theirs, fused=False, **settings)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for our, their in zip(ours, theirs, strict=True):
+            our.grad = torch.randn(our.shape, generator=generator)
+            their.grad = our.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    group, state = optimizers[0].param_groups[0], optimizers[0].state[ours[1]]
+    return [p.detach() for p in ours], [p.detach() for p in theirs], {"step": group["step"], "state": sorted(state)}
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_adam_is_torchs_in_the_layout_of_the_fused_one(gloo, decoupled):
+    [(ours, theirs, layout)] = gloo(1, train_with_both, decoupled)
+    assert layout == {"step": 5, "state": ["exp_avg", "exp_avg_sq"]}
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,218 @@
+"""Law 1: the gradient of a mini-batch is that of the whole objective, on every layout, budget and packing.
+
+Real Megatron-Core over gloo against transformers' forward in float64 with eq. 8 written out in `mini_batches`. The models
+are random and float32; a wrong denominator, a token counted twice or a rank left out shows up as 1e-2 or more.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.actor.messages import MiniBatch, Responses
+from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from tests.actor.gloo import RankError, RankPlace
+from tests.actor.mini_batches import (
+    TEMPERATURE,
+    Columns,
+    actor_config,
+    columns,
+    mini_batch,
+    reference_gradient,
+    reference_log_probs,
+    relative_error,
+    start_actor,
+)
+from tests.actor.tiny import load_reference, save_tiny
+
+NONE_OF = ("reference_log_probs", "correction")
+FULL = PolicyObjective(
+    kl_coefficient=0.3, kl_estimator="k2", kl_aggregation="sequence", entropy_coefficient=0.2, clip_dual=3.0
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=False)
+
+
+@pytest.fixture(scope="module")
+def data(model) -> Columns:
+    return columns(model)
+
+
+@pytest.fixture(scope="module")
+def one_process(gloo, model, data):
+    """Gradient on one rank; several tests compare with it."""
+    return gloo(1, gradients_of, model, {}, data)[0]
+
+
+def gradients_of(
+    place: RankPlace,
+    folder: Path,
+    layout: dict[str, Any],
+    data: Columns,
+    objective: Any = None,
+    without: tuple[str, ...] = NONE_OF,
+    fields: dict[str, Any] | None = None,
+):
+    """Rank 0: the gradient by Hugging Face name."""
+    config = actor_config(layout, **(fields or {}))
+    actor = start_actor(place, folder, config)
+    return actor.gradients(mini_batch(data, config, without=without), objective or PolicyObjective(), TEMPERATURE)
+
+
+LAYOUTS = [
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {"data": 2},
+    {"context": 2},
+]
+FOUR = [
+    {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+    {"data": 2, "tensor": 2},
+    {"context": 2, "pipeline": 2},
+    {"context": 2, "data": 2},
+    {"context": 2, "tensor": 2, "sequence_parallel": True},
+    {"data": 2, "pipeline": 2, "virtual_pipeline": 2},
+]
+
+
+def size(layout: dict[str, Any]) -> int:
+    return int(np.prod([layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]))
+
+
+def test_one_process_has_the_gradient_of_eq_8(one_process, model, data):
+    errors = relative_error(one_process, reference_gradient(model, data))
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_gradient_does_not_depend_on_the_layout(gloo, layout, one_process, model, data):
+    errors = relative_error(gloo(size(layout), gradients_of, model, layout, data)[0], one_process)
+    assert errors[""] < 1e-6
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR, ids=str)
+def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_process, model, data):
+    errors = relative_error(gloo(4, gradients_of, model, layout, data, timeout_s=240)[0], one_process)
+    assert errors[""] < 1e-6
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"micro_batch_tokens": 10_000},
+        {"micro_batch_tokens": 1},
+        {"logprob_chunk_tokens": 10_000},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"optimizer": {"distributed": False}},
+    ],
+    ids=str,
+)
+def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, model, data):
+    errors = relative_error(gloo(1, gradients_of, model, {}, data, None, NONE_OF, fields)[0], one_process)
+    assert errors[""] < 1e-6
+    assert max(errors.values()) < 5e-6, errors
+
+
+def one_response(data: Columns) -> Columns:
+    length = int(data.responses.response_lengths[0])
+    return Columns(
+        responses=data.responses.select(np.array([0])),
+        columns={name: column[:length].copy() for name, column in data.columns.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [{"data": 2}, pytest.param({"data": 2, "context": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_rank_without_responses_does_no_harm(gloo, layout, model, data):
+    single = one_response(data)
+    wanted = gloo(1, gradients_of, model, {}, single)[0]
+    errors = relative_error(gloo(size(layout), gradients_of, model, layout, single)[0], wanted)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("layout", [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=str)
+def test_other_families_and_tied_weights(gloo, tmp_path, family, layout):
+    folder = save_tiny(tmp_path, family, tied=True)
+    data = columns(folder)
+    errors = relative_error(gloo(2, gradients_of, folder, layout, data)[0], reference_gradient(folder, data))
+    assert max(errors.values()) < 1e-5, errors
+
+
+def full_reference(folder: Path, data: Columns) -> dict[str, torch.Tensor]:
+    """Gradient of FULL with importance correction, every term written out for whole responses."""
+    model = load_reference(folder).double()
+    log_probs, entropy = reference_log_probs(model, data.responses)
+    column = {name: torch.from_numpy(values).double() for name, values in data.columns.items()}
+    ratio, advantage = torch.exp(log_probs - column["old_log_probs"]), column["advantages"]
+    surrogate = -torch.min(ratio * advantage, ratio.clip(0.8, 1.28) * advantage)
+    surrogate = torch.where(advantage < 0, torch.min(surrogate, -3.0 * advantage), surrogate)
+    lengths = data.responses.response_lengths.tolist()
+    kl = [
+        (part.sum() ** 2 / 2 / len(part)).expand(len(part))
+        for part in (log_probs - column["reference_log_probs"]).split(lengths)
+    ]
+    loss = column["correction"] * surrogate + 0.3 * torch.cat(kl) - 0.2 * entropy
+    (column["weights"] * loss).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [{}, {"context": 2}, {"tensor": 2}], ids=str)
+def test_every_term_of_the_objective(gloo, layout, model, data):
+    """Correction, dual clip, entropy bonus, and KL of whole responses, which context parallelism cuts in two."""
+    got = gloo(size(layout), gradients_of, model, layout, data, FULL, ())[0]
+    errors = relative_error(got, full_reference(model, data))
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_supervised(gloo, model, data):
+    without = ("advantages", "old_log_probs", *NONE_OF)
+    got = gloo(2, gradients_of, model, {"pipeline": 2}, data, SupervisedObjective(), without)[0]
+    reference = load_reference(model).double()
+    log_probs, _ = reference_log_probs(reference, data.responses)
+    (-log_probs * torch.from_numpy(data.columns["weights"]).double()).sum().backward()
+    errors = relative_error(got, {name: parameter.grad for name, parameter in reference.named_parameters()})
+    assert max(errors.values()) < 1e-5, errors
+
+
+def call_with_wrong_plan(place: RankPlace, folder: Path, data: Columns):
+    config = actor_config()
+    actor = start_actor(place, folder, config)
+    plan = plan_micro_batches(data.responses.sequence_lengths, token_budget=40, data_parallel=2)
+    actor.log_probs(data.responses, plan, TEMPERATURE)
+
+
+def test_a_plan_for_another_layout_is_refused(gloo, model, data):
+    with pytest.raises(RankError, match=r"plan is for 2 data-parallel ranks, actor\.layout\.data = 1"):
+        gloo(1, call_with_wrong_plan, model, data)
+
+
+def call_with_foreign_token(place: RankPlace, folder: Path):
+    config = actor_config()
+    actor = start_actor(place, folder, config)
+    responses = Responses(
+        token_ids=np.array([1, 101], dtype=np.int32),
+        sequence_lengths=np.array([2], dtype=np.int32),
+        prompt_lengths=np.array([1], dtype=np.int32),
+    )
+    plan = plan_micro_batches(responses.sequence_lengths, token_budget=40)
+    batch = MiniBatch(responses=responses, plan=plan, weights=np.ones(1, dtype=np.float32))
+    actor.update([batch], SupervisedObjective(), TEMPERATURE)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(gloo, model):
+    with pytest.raises(RankError, match="token_ids holds 101; the model's vocabulary has 101 tokens"):
+        gloo(1, call_with_foreign_token, model)

@@ -1,0 +1,90 @@
+"""What a run prints, with and without a terminal."""
+
+import io
+import re
+
+import pytest
+
+from megatron_dapo.monitor.console import Console, duration, step_line
+from tests.monitor.runs import summary
+
+FIGURES = {"accuracy": 0.412, "length": 38.2, "truncated": 0.03, "entropy": 0.31, "seconds": 12.0}
+
+
+def printed(*, terminal: bool, use) -> str:
+    file = io.StringIO()
+    use(Console(file, terminal=terminal))
+    return file.getvalue()
+
+
+def test_plain_lines_have_no_control_characters_and_are_not_wrapped():
+    def use(console):
+        console.note("x" * 500 + " [not a style]")
+        console.step(FIGURES, done=3, total=40)
+        console.error("[stalled] after 10 s")
+
+    lines = printed(terminal=False, use=use).splitlines()
+    assert lines == [
+        "x" * 500 + " [not a style]",
+        "step  3/40  accuracy  41.2%  length 38  cut off 3.0%  entropy 0.310  12 s  (7 min left)",
+        "[stalled] after 10 s",
+    ]
+
+
+def test_time_left_follows_the_recent_steps():
+    def use(console):
+        for done in range(1, 11):
+            console.step({**FIGURES, "seconds": 1000.0 if done <= 5 else 60.0}, done=done, total=12)
+
+    assert "(2 min left)" in printed(terminal=False, use=use).splitlines()[-1]
+
+
+def test_speed_is_shown_where_it_is_known():
+    assert "1240 tokens/s" in step_line({**FIGURES, "tokens_per_second": 1240.4}, done=1, total=2, seconds_left=1)
+
+
+def test_the_last_step_has_no_time_left():
+    assert "left" not in step_line(FIGURES, done=2, total=2, seconds_left=0)
+
+
+def test_a_terminal_has_a_bar_and_it_is_taken_down():
+    def use(console):
+        console.step(FIGURES, done=1, total=2)
+        console.error("the end")
+        console.note("after")
+
+    text = printed(terminal=True, use=use)
+    assert "━" in text
+    assert "1 of 2" in text
+    assert "\x1b[?25h" in text  # the cursor is shown again
+    assert text.index("the end") > text.rindex("━")
+
+
+def test_the_summary_has_intervals_baseline_and_examples():
+    text = printed(terminal=False, use=lambda console: console.summary(summary()))
+    table = text[: text.index("12 rollout steps")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(r"before +35\.8% \[32\.9, 38\.8\]", text)
+    assert re.search(r"before, made to work +83\.0%", text)
+    assert re.search(r"after +84\.8% \[82\.4, 86\.9\]", text)
+    assert re.search(r"gain, points +\+49\.0 \[\+45\.2, \+52\.6\]", text)
+    assert re.search(r"gain over made to work +\+1\.8 \[-1\.\d, \+5\.\d\]", text)
+    assert "sampled, 4 a problem" in text
+    assert "487 123 tokens generated" in text
+    assert "How many [red] cards ?  (13)" in text
+    assert re.search(r"before wrong +Answer: 12\n +after +right +16 - 5", text)
+
+
+@pytest.mark.parametrize("options", [{"baseline": False}, {"greedy": False}])
+def test_a_summary_with_less_in_it(options):
+    text = printed(terminal=False, use=lambda console: console.summary(summary(**options)))
+    assert ("made to work" in text) == options.get("baseline", True)
+    assert ("greedy" in text) == options.get("greedy", True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.4, "9.4 s"), (75, "75 s"), (100, "2 min"), (5940, "99 min"), (12000, "3 h 20 min")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,112 @@
+"""metrics.jsonl survives what happens to runs: NaN, kills in the middle of a line, resumes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_dapo.monitor.catalog import UndeclaredMetricError
+from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, series
+
+
+def line(step: int, **values) -> dict:
+    return {"rollout_step": step, "optimizer_step": 4 * step, **values}
+
+
+def write(folder, *lines, tensorboard=False):
+    writer = MetricsWriter(folder, tensorboard=tensorboard)
+    flagged = [writer.write(values) for values in lines]
+    writer.close()
+    return flagged
+
+
+def test_what_is_written_is_read(tmp_path):
+    lines = [line(1, entropy=0.3, **{"accuracy/mean": 0.5}), line(2, entropy=0.2)]
+    write(tmp_path, *lines)
+    assert read_metrics(tmp_path) == read_metrics(tmp_path / "metrics.jsonl") == lines
+
+
+def test_a_line_is_on_disk_before_write_returns(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(line(1))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["rollout_step"] == 1
+    writer.close()
+
+
+def test_values_that_are_not_finite_are_null_and_flagged(tmp_path):
+    (flagged,) = write(tmp_path, line(1, loss=math.nan, grad_norm=math.inf, entropy=0.1, clip_high_prob=None))
+    assert flagged == ("loss", "grad_norm")
+    text = (tmp_path / "metrics.jsonl").read_text()
+    stored = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (stored["loss"], stored["grad_norm"], stored["clip_high_prob"]) == (None, None, None)
+    assert stored["non_finite"] == ["loss", "grad_norm"]
+    write(tmp_path, line(2, loss=0.1))
+    assert "non_finite" not in read_metrics(tmp_path)[1]
+
+
+def test_numpy_numbers_are_accepted(tmp_path):
+    write(tmp_path, {"rollout_step": np.int64(1), "optimizer_step": np.int32(4), "entropy": np.float32(0.5), "loss": 1})
+    assert read_metrics(tmp_path) == [{"rollout_step": 1, "optimizer_step": 4, "entropy": 0.5, "loss": 1}]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"rollout_step": 1, "optimizer_step": 1, "entrpy": 0.1}, UndeclaredMetricError),
+        ({"rollout_step": 1}, MetricsError),
+        ({"rollout_step": 1.5, "optimizer_step": 1}, MetricsError),
+    ],
+)
+def test_a_refused_line_leaves_no_trace(tmp_path, values, error):
+    with pytest.raises(error):
+        write(tmp_path, values)
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_resumed_run_supersedes_the_steps_beyond_its_checkpoint(tmp_path):
+    write(tmp_path, *(line(step, entropy=1.0) for step in (1, 2, 3, 4, 5)))
+    write(tmp_path, line(3, entropy=2.0))  # resumed from step 2, killed again after step 3
+    assert [(one["rollout_step"], one["entropy"]) for one in read_metrics(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    write(tmp_path, line(2, entropy=3.0), line(3, entropy=3.0))
+    assert [one["entropy"] for one in read_metrics(tmp_path)] == [1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_kill_in_the_middle_of_a_line_loses_that_line_only(tmp_path, cut):
+    write(tmp_path, line(1), line(2))
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert [one["rollout_step"] for one in read_metrics(tmp_path)] == [1]
+    write(tmp_path, line(2), line(3))
+    assert [one["rollout_step"] for one in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["{]", "[1]", '{"entropy": 1}', '{"rollout_step": "one"}'])
+def test_a_broken_line_is_named(tmp_path, text):
+    (tmp_path / "metrics.jsonl").write_text('{"rollout_step": 1}\n' + text + '\n{"rollout_step": 3}\n')
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl:2: "):
+        read_metrics(tmp_path)
+
+
+def test_a_run_without_metrics_has_none(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_series_leaves_out_what_was_not_measured():
+    lines = [line(1, entropy=0.1), line(2), line(3, entropy=None), line(4, entropy=0.4)]
+    assert series(lines, "entropy") == ([1, 4], [0.1, 0.4])
+    with pytest.raises(UndeclaredMetricError):
+        series(lines, "entrpy")
+
+
+def test_tensorboard_has_both_axes_and_forgets_what_a_resume_does_again(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write(tmp_path, *(line(step, entropy=float(step), loss=None) for step in (1, 2, 3)), tensorboard=True)
+    write(tmp_path, line(2, entropy=20.0), tensorboard=True)
+    for axis, factor in (("by_rollout_step", 1), ("by_optimizer_step", 4)):
+        board = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / axis))
+        board.Reload()
+        points = [(event.step, event.value) for event in board.Scalars("entropy")]
+        assert points == [(1 * factor, 1.0), (2 * factor, 20.0)]
+        assert "loss" not in board.Tags()["scalars"]
