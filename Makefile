@@ -46,21 +46,22 @@ test-slow: install ## run the tests that take minutes each
 test-gpu: install ## run the tests that need a CUDA device
 	$(TESTS) tests/gpu -m gpu $(ARGS)
 
-check: install ## lint, format, types, dependency direction, configs; under a minute
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(TESTS) -q tests/test_repository.py
+check: install ## lint, format, types, import direction, example configs; under a minute
+	@failed=; \
+	for command in "$(BIN)/ruff check ." "$(BIN)/ruff format --check ." "$(BIN)/mypy" "$(TESTS) -q tests/test_repository.py"; do \
+		echo "$$command"; $$command || failed="$$failed\n  $$command"; \
+	done; \
+	if [ -n "$$failed" ]; then printf "make check: failed:$$failed\n"; exit 1; fi
 
 format: install ## format the code and apply the linter's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 base-model: install ## train the quickstart's base model anew
-	$(BIN)/python -m examples.quickstart.make_base_model $(ARGS)
+	$(BIN)/python examples/quickstart/make_base.py $(ARGS)
 
 data: install ## write the quickstart's prompt files anew
-	$(BIN)/python -m examples.quickstart.make_data $(ARGS)
+	$(BIN)/python examples/quickstart/make_data.py
 
 docs: install ## write the generated pages anew
 	$(BIN)/megatron-dapo docs

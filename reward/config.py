@@ -1,23 +1,32 @@
 """Section `reward`: which rule judges a response and how long it may take."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def _known_verifier(name: str) -> str:
+    find(name)
+    return name
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
-    verifier: Literal["robust", "exact"] = "robust"
-    """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's reproduction."""
+    verifier: Annotated[str, AfterValidator(_known_verifier)] = "robust"
+    """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
+    reproduction. `choice`, `json`: for other tasks. Or `module:function` (takes a VerificationRequest)."""
 
     workers: Annotated[int, Field(gt=0)] = 2
-    """Processes of the verification pool."""
+    """Processes of the verification pool. With two or more, the first is kept free of algebra and custom verifiers."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Wall-clock limit of one verdict; past it the process is killed and the verdict is `timeout` (not correct)."""
+    """Wall-clock limit of one verdict, imports and queues not counted; past it the process is killed and the verdict
+    is `timeout` (not correct)."""
 
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""

@@ -109,7 +109,7 @@ class Work:
 
 
 class Lanes:
-    """The cheap lane, in batches, for every worker; the dear lane, one by one, never for worker 0 if there are others."""
+    """The cheap lane, in batches, for every worker; the dear lane, one by one, never for worker 0 of several."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers

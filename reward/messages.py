@@ -9,8 +9,8 @@ from enum import StrEnum
 class VerificationRequest:
     """One response to judge.
 
-    Example: VerificationRequest(response="6 * 7 = 42\\n\\n**Answer:** $42$.", ground_truth="42") is right under `robust`
-    and wrong under `exact`, whose regex reads `** $42$.`.
+    Example: VerificationRequest(response="6 * 7 = 42\\n\\n**Answer:** $42$.", ground_truth="42") is right under
+    `robust` and wrong under `exact`, whose regex reads `** $42$.`.
     """
 
     response: str
@@ -28,7 +28,7 @@ class VerificationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One response, judged. Example: Verdict(accuracy=True, extracted="42", rule="integer", seconds=1e-5, error=None)."""
+    """One response, judged. Example: Verdict(accuracy=True, extracted="42", rule="integer", seconds=1e-5)."""
 
     accuracy: bool
     """Equivalent to the ground truth: the only thing dynamic sampling may read. Eq. 7 makes +1 or -1 of it."""

@@ -17,7 +17,9 @@ from reward.wire import Channel
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
 
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")}
+_ONE_THREAD = {
+    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+}
 _LOG_TAIL = 2000
 
 
@@ -33,7 +35,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
         environment = os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._channel = Channel(ours)
         self.works_done = 0
         self.slowed = False
@@ -76,7 +78,7 @@ class WorkerProcess:
         return self._channel.wait(timeout_s)
 
     def lower_priority(self) -> None:
-        """Lets everything else on the machine go first. There is no way back, so the pool replaces the process later."""
+        """Lets everything else on the machine go first. There is no way back: the pool replaces the process."""
         self.slowed = True
         if self._process.poll() is None:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)

@@ -1,4 +1,4 @@
-"""The table of verifiers: name -> where it is and whether it is cheap. A verifier outside the table is `module:function`."""
+"""The table of verifiers: name -> where it is, whether it is cheap. One outside the table is `module:function`."""
 
 import importlib
 from dataclasses import dataclass
@@ -51,7 +51,9 @@ def load(name: str) -> Verifier:
     try:
         function = vars(importlib.import_module(module_name)).get(function_name)
     except Exception as error:  # a user's module may fail in any way, and the pool must go on
-        raise VerifierError(f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}") from error
+        raise VerifierError(
+            f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
         raise VerifierError(f"verifier {name!r}: module {module_name} has no function {function_name}")
     return function

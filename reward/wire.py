@@ -41,8 +41,9 @@ class Channel:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something can be read, or the other end is gone, within the limit."""
-        readable, _, _ = select.select([self._connection], [], [], timeout_s)
-        return bool(readable)
+        poll = select.poll()  # not select.select: a Ray process may hold more than 1024 descriptors
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
         """Closes this end; a read at the other end then raises EOFError."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reward.messages import Deferred, Judgement, Verifier, VerificationRequest, VerifierError
+from reward.messages import Deferred, Judgement, VerificationRequest, Verifier, VerifierError
 from reward.registry import load
 from reward.wire import Channel
 
@@ -47,7 +47,9 @@ def main() -> None:
         elif kind == "single":
             _serve_single(channel, arguments[0], verifiers, memory_mb)
         else:
-            _serve_algebra(channel, Deferred(answer=arguments[0], truth=arguments[1], extracted=arguments[2]), memory_mb)
+            _serve_algebra(
+                channel, Deferred(answer=arguments[0], truth=arguments[1], extracted=arguments[2]), memory_mb
+            )
 
 
 def _die_with(parent: int) -> None:
@@ -109,8 +111,8 @@ def _serve_single(channel: Channel, row: Row, verifiers: dict[str, Verifier], me
 
 
 def _serve_algebra(channel: Channel, deferred: Deferred, memory_mb: int) -> None:
-    from reward.answer import symbolic  # noqa: PLC0415
-    from reward.verifiers.robust import finish  # noqa: PLC0415
+    from reward.answer import symbolic
+    from reward.verifiers.robust import finish
 
     if symbolic.prepare():
         _limit_memory(memory_mb)

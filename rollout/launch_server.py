@@ -1,17 +1,106 @@
-import os, sys
+"""`python -m rollout.launch_server ARGUMENTS`: SGLang's own server, with what our fleet and a CPU need around it.
+
+The arguments are those of `sglang.launch_server`. What is added: the server ends with the process that started it, it
+looks for nothing in the network, and with `--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and
+detokenizer; Python imports this module again in each of them before anything else, so what stands at its top acts
+there too. Nothing is written into the installed packages.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
 from rollout import cpu
-if __name__ == "__main__" and "cpu" in sys.argv:
-    os.environ[cpu.SWITCH]="deterministic" if "--enable-deterministic-inference" in sys.argv else "fast"; os.environ["SGLANG_USE_CPU_ENGINE"]="1"
-    os.environ["OMP_NUM_THREADS"]="1"; os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"]="0"
-    os.environ["TORCHDYNAMO_DISABLE"]="1"
-if cpu.cpu_mode() != "off":
-    from rollout.cpu import standins
-    standins.install()
-if __name__ == "__main__":
-    import runpy
+
+PARENT = "ROLLOUT_SERVER_PARENT"
+"""Environment variable: id of the process whose end also ends the server; absent when a person starts it."""
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SERVER = {
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
+    "SGL_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests
+}
+CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # more threads made a busy machine 13-20 times slower
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled by a C++ compiler that need not be there
+}
+
+_PR_SET_PDEATHSIG = 1
+_ENTRY_POINT = "rollout.cpu.plugin:register"
+
+
+def environment(arguments: Sequence[str]) -> dict[str, str]:
+    """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
+    if "cpu" not in _values(arguments, "--device"):
+        return OFFLINE | SERVER
+    deterministic = "--enable-deterministic-inference" in arguments
+    mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
+    sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
+    parallel = max(sizes, default=1)
+    # One core a scheduler process; SGLang refuses a tensor-parallel size over the NUMA nodes without it.
+    cores = sorted(os.sched_getaffinity(0))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(parallel))
+    return OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | ({"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {})
+
+
+def _values(arguments: Sequence[str], flag: str) -> list[str]:
+    following = [value for given, value in zip(arguments, arguments[1:], strict=False) if given == flag]
+    return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
+
+
+def end_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if the parent is gone already."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the server would outlive its parent")
+    if os.getppid() != int(parent):
+        sys.exit(f"the process {parent} that started this server has ended")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the server until it is stopped. Call it as the first thing of a process."""
+    end_with_parent()
+    os.environ.update(environment(arguments))
+    if cpu.cpu_mode() is not cpu.CpuMode.OFF:
+        if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
+            sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
+        prepare_imports()
     from sglang.srt.plugins import load_plugins
+
     load_plugins()
-    from sglang.srt.server_args import prepare_server_args
     from sglang.launch_server import run_server
-    args=prepare_server_args(sys.argv[1:])
-    run_server(args)
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(list(arguments))
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def prepare_imports() -> None:
+    """Makes SGLang importable in this process where GPU packages are absent."""
+    from rollout.cpu import standins
+
+    standins.install()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__" and cpu.cpu_mode() is not cpu.CpuMode.OFF:
+    prepare_imports()

@@ -1,67 +1,115 @@
-"""What goes to the servers and what comes back."""
+"""What goes to a server and what comes back, as the rest of the system sees it.
 
+Legend of shapes: P prompt tokens, T response tokens.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
+LARGEST_SEED = 2**63 - 1
+
 
 class FinishReason(StrEnum):
-    """Why a response ended, as the server says; truncation is `LENGTH`, never guessed from padding."""
+    """Why a response ended."""
 
     STOP = "stop"
+    """A stop token or the model's end of text; it is the response's last token."""
     LENGTH = "length"
+    """`max_new_tokens` were drawn: truncated."""
     ABORT = "abort"
+    """The server gave it up; the fleet continues such a response and never hands it out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Greedy is temperature 0.
+    """How to draw a response.
 
-    Example: SamplingParams(max_new_tokens=64, temperature=1.0, stop_token_ids=(2,)).
+    DAPO's training responses: SamplingParams(max_new_tokens=20480, temperature=1.0, top_p=1.0, stop_token_ids=(151643,))
+
+    Raises:
+        ValueError: a value outside its range; the message names it.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
+    """0 is greedy; log-probs are those of log_softmax(logits / temperature), at temperature 0 of log_softmax(logits)."""
     top_p: float = 1.0
+    """Below 1 the log-probs are still those of the full distribution."""
     stop_token_ids: tuple[int, ...] = ()
+    """Besides the end-of-text tokens of the model's own config, which always stop."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Added to the logits of these tokens; the log-probs include it. -inf is not possible, -1e9 forbids a token."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature = {self.temperature}: must be a finite number, 0 or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
+        bias = self.logit_bias or {}
+        if any(token < 0 for token in (*self.stop_token_ids, *bias)):
+            raise ValueError("stop_token_ids and logit_bias: token ids must be 0 or above")
+        if not all(math.isfinite(value) for value in bias.values()):
+            raise ValueError("logit_bias: values must be finite; use -1e9 to forbid a token")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
-    """One response to write.
+    """One response to draw.
 
-    Example: GenerationRequest(request_id="p7-v3-s0.", group_id="p7", prompt_ids=np.array([12, 9], np.int32),
-    sampling=SamplingParams(max_new_tokens=64), seed=17).
+    The third of 16 responses to the prompt 5-17-9: GenerationRequest(request_id="step7/prompt41/2",
+    group_id="step7/prompt41", prompt_ids=np.array([5, 17, 9], np.int32), sampling=SamplingParams(max_new_tokens=64),
+    seed=8675309)
+
+    Raises:
+        ValueError: empty ids, an empty or negative prompt, a seed out of range.
+        TypeError: `prompt_ids` is no one-dimensional int32 array.
     """
 
     request_id: str
-    """Unique among the requests in flight."""
     group_id: str
-    """Requests of one group stay on one server, for its prefix cache."""
+    """Requests of one group share a prompt and go to one server, whose prefix cache then holds it once."""
     prompt_ids: np.ndarray
-    """int32 [P], P >= 1."""
+    """int32 [P]; the fleet also checks them against the vocabulary, since one id too large ends a server."""
     sampling: SamplingParams
     seed: int
-    """Seed of this response alone; counts with `rollout.deterministic`."""
+    """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
+
+    def __post_init__(self) -> None:
+        if not self.request_id or not self.group_id:
+            raise ValueError(f"request_id {self.request_id!r}, group_id {self.group_id!r}: must not be empty")
+        ids = self.prompt_ids
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+            shown = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+            raise TypeError(f"request {self.request_id}: prompt_ids must be a one-dimensional int32 array, not {shown}")
+        if ids.size == 0:
+            raise ValueError(f"request {self.request_id}: the prompt is empty; give at least one token")
+        if ids.min() < 0:
+            raise ValueError(f"request {self.request_id}: prompt_ids hold {ids.min()}; token ids are 0 or above")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"request {self.request_id}: seed = {self.seed}: must be in 0 .. 2**63 - 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
-    """One response. Three tokens, the last one the end token:
+    """One response with the engine's log-probs.
 
-    Generation(request_id="p7-v3-s0.", token_ids=array([5, 9, 2]), log_probs=array([-0.1, -1.2, 0.0]),
-    weight_versions=array([3, 3, 3]), finish_reason=FinishReason.STOP).
+    Two tokens of version 6, then, after a publish, the end of text of version 7: Generation(
+    request_id="step7/prompt41/2", token_ids=np.array([31, 8, 2], np.int32),
+    log_probs=np.array([-0.7, -0.1, -1.2], np.float32), weight_versions=np.array([6, 6, 7], np.int32),
+    finish_reason=FinishReason.STOP)
     """
 
     request_id: str
     token_ids: np.ndarray
     """int32 [T], a matched stop token included."""
     log_probs: np.ndarray
-    """float32 [T], of the distribution that the token was drawn from (before top-p), in nats."""
+    """float32 [T], of the sampled tokens at the request's temperature."""
     weight_versions: np.ndarray
-    """int32 [T]: which weights wrote the token."""
+    """int32 [T], the version of the weights that drew each token."""
     finish_reason: FinishReason

@@ -144,6 +144,12 @@ def test_every_make_target_that_a_document_names_exists() -> None:
     assert {target for call in calls for target in call.split()} <= targets
 
 
+def test_every_file_that_the_makefile_runs_exists() -> None:
+    named = re.findall(r"(?<![\w./])[\w.-]+/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text())
+    assert named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
 def test_every_command_that_a_document_names_exists() -> None:
     code = code_of(documents()) + (ROOT / "Makefile").read_text()
     for command in sorted(set(re.findall(r"(?:^|[`\s/])megatron-dapo ([a-z]+)", code, flags=re.MULTILINE))):

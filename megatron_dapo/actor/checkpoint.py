@@ -30,10 +30,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
+from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
 
 STATE_FILE = "actor.json"
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,6 @@ class CheckpointState:
     extra: Mapping[str, Any]
     """The caller's own values."""
 
-    format: int = FORMAT
-
 
 def save(
     folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any], extra: Mapping[str, Any] | None = None
@@ -67,6 +65,13 @@ def save(
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
+        str(aside),
+        sharded_strategy=_SaveInProcess("torch_dist", 1),
+    )
+    if dist.get_rank() == 0:
         state = CheckpointState(
             optimizer_steps=optimizer.optimizer_steps,
             layout=layout,
@@ -76,11 +81,6 @@ def save(
         text = json.dumps({name: getattr(state, name) for name in CheckpointState.__slots__}, indent=1)
         (aside / STATE_FILE).write_text(text)
     dist.barrier()
-    dist_checkpointing.save(
-        _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
-        str(aside),
-        sharded_strategy=_SaveInProcess("torch_dist", 1),
-    )
     digests = _digests(aside)
     if dist.get_rank() == 0:
         (aside / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
@@ -138,14 +138,14 @@ def _named_chunks(optimizer: ActorOptimizer) -> dict[str, torch.nn.Module]:
 def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any]:
     """Model and optimizer as Megatron's shards that fit any layout."""
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": FORMAT,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
     model_state = state["model"] if "model" in state else dict(state)
-    return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
+    optimizer_state = sharded_optimizer_state(optimizer.megatron, model_state, metadata, loading=loading)
+    return state | {"optimizer": optimizer_state}
 
 
 def _all_random_states() -> list[dict[str, Any]]:

@@ -115,24 +115,21 @@ class ActorOptimizer:
         """Take the chunks' weights as the master weights; call after weights were loaded without optimizer state."""
         self.megatron.reload_model_params()
 
-    def sharded_state(self, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Moments, master weights and step counts as Megatron's sharded state, given that of the model."""
-        return self.megatron.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
-
     def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
-        """Take over what `sharded_state` gave when it was saved, after `optimizer_steps` steps.
+        """Take over what `optimizer_state` gave when it was saved, after `optimizer_steps` steps.
 
-        Rates, decay, betas and epsilon stay those of the config: a checkpoint must not undo what the config says.
+        Rates, betas and epsilon stay those of the config: a checkpoint must not undo what the config says.
         """
-        ours = [{key: group[key] for key in _CONFIGURED if key in group} for group in self.megatron.param_groups]
-        self.megatron.load_state_dict(state)
-        for group, configured in zip(self.megatron.param_groups, ours, strict=True):
+        configured = {
+            "max_lr": self.learning_rate.peak,
+            "min_lr": self.learning_rate.final,
+            "betas": self.config.betas,
+            "eps": self.config.eps,
+        }
+        for group in state.get("optimizer", state)["param_groups"]:
             group.update(configured)
+        self.megatron.load_state_dict(state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)
-
-
-_CONFIGURED = ("betas", "eps", "max_lr", "min_lr")
-"""What a parameter group takes from the config; rate and decay follow from it in the scheduler's next step."""
 
 
 def sum_gradients(model: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None, **options: Any) -> None:

@@ -58,7 +58,7 @@ def exit_code_of(error: Exception) -> ExitCode | None:
     from megatron_dapo.coordinator.run_dir import RunDirError
     from megatron_dapo.coordinator.sampler import OversamplingLimit
     from megatron_dapo.coordinator.step_metrics import MismatchStop
-    from megatron_dapo.coordinator.trainer import PlacementError, TrainerError
+    from megatron_dapo.coordinator.trainer import Diverged, PlacementError, TrainerError
     from megatron_dapo.coordinator.waits import Stalled
     from megatron_dapo.data.prompts import DataError
     from megatron_dapo.data.tokenizer import TokenizerError
@@ -66,7 +66,7 @@ def exit_code_of(error: Exception) -> ExitCode | None:
 
     table: list[tuple[tuple[type[Exception], ...], ExitCode]] = [
         ((ConfigError, DataError, TokenizerError, RunDirError, PlacementError), ExitCode.CONFIG),
-        ((MismatchStop,), ExitCode.DIVERGED),
+        ((MismatchStop, Diverged), ExitCode.DIVERGED),
         ((Stalled,), ExitCode.STALLED),
         ((RolloutError, EngineAborted), ExitCode.FLEET),
         ((TrainerError,), ExitCode.TRAINER),

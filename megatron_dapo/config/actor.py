@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, NonNegativeFloat, NonNegativeInt, Pair, PositiveFloat, PositiveInt
+from megatron_dapo.config.base import STRICT, NonNegativeFloat, Pair, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -33,13 +33,15 @@ class ClipConfig:
     """Upper clip range of eq. 8 (clip-higher, section 3.1): the ratio is clipped at 1 + high."""
 
     dual: PositiveFloat | None = None
-    """Dual clip: with a negative advantage the loss of a token is at most `dual` x |advantage|. Must exceed 1 + high."""
+    """Dual clip: with a negative advantage the loss of a token is at most `dual` x |advantage|. Must exceed 1 +
+    high."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OverlongConfig:
     shape: Literal["none", "soft", "linear"] = "soft"
-    """`soft`: eq. 13, over the last `buffer` tokens before `rollout.max_new_tokens`. `linear`: -factor x max(0, |y| - L) / L."""
+    """`soft`: eq. 13, over the last `buffer` tokens before `rollout.max_new_tokens`. `linear`: -factor x max(0, |y|
+    - L) / L."""
 
     buffer: PositiveInt = 4096
     """`soft`: tokens over which the penalty grows from 0 to -1. `linear`: L is `rollout.max_new_tokens` - buffer."""
@@ -60,7 +62,8 @@ class KLConfig:
     """Estimator of KL from samples: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log pi - log ref."""
 
     aggregation: Literal["token", "sequence"] = "token"
-    """`token`: the estimator of each token's ratio, averaged with the loss's weights. `sequence`: of the whole response's."""
+    """`token`: the estimator of each token's ratio, averaged with the loss's weights. `sequence`: of the whole
+    response's."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -108,10 +111,11 @@ class AlgorithmConfig:
     mini_batch_responses: PositiveInt = 512
     """Responses an optimizer step; a multiple of `group_size`, so that a group is never split."""
 
-    aggregation: Literal[
-        "token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"
-    ] = "token_mean"
-    """How token losses become one number: over all tokens of the mini-batch (DAPO); per prompt's tokens, then over prompts
+    aggregation: Literal["token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"] = (
+        "token_mean"
+    )
+    """How token losses become one number: over all tokens of the mini-batch (DAPO); per prompt's tokens, then over
+    prompts
     (the literal eq. 8); per response, then over responses (GRPO); sum over a constant length (Dr. GRPO, the constant is
     `rollout.max_new_tokens`); or the mean of micro-batch means (verl's legacy worker, for comparison only)."""
 

@@ -29,7 +29,8 @@ class DataConfig:
     """A prompt over `max_prompt_tokens`: `stop` names it and ends; `drop` leaves it out and counts it."""
 
     broken_rows: Literal["stop", "skip"] = "stop"
-    """A row that is no JSON, lacks a key or has an empty answer: `stop` names file and line and ends; `skip` counts it."""
+    """A row that is no JSON, lacks a key or has an empty answer: `stop` names file and line and ends; `skip` counts
+    it."""
 
     deduplicate: bool = True
     """Keep one row a prompt text (AIME 2024 ships each of its 30 problems 32 times)."""

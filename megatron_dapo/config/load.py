@@ -66,7 +66,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     except yaml.YAMLError as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")
+        raise ConfigError(
+            f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}"
+        )
     lines: Lines = {}
     _collect_lines(node, (), str(path), lines)
     return tree, lines
@@ -106,7 +108,9 @@ def _explain(error: ValidationError, lines: Lines) -> str:
 
 
 def _fault(fault: Any, lines: Lines) -> str:
-    path = tuple(str(part) for part in fault["loc"] if not str(part).startswith(("constrained-", "literal[", "function-")))
+    path = tuple(
+        str(part) for part in fault["loc"] if not str(part).startswith(("constrained-", "literal[", "function-"))
+    )
     name, place = ".".join(path), _place(path, lines)
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = _keys(path[:-1])

@@ -16,4 +16,5 @@ class ModelConfig:
     """Longest prompt plus response in tokens; also the server's context length."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32 always."""
+    """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32
+    always."""

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -12,9 +13,10 @@ from megatron_dapo.config.root import Config
 
 HEADER = """# Configuration reference
 
-Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; every key may also be
-given on the command line as `section.key=value`. An unknown key, a wrong type or two keys that contradict each other stop the
-run before it starts. Defaults are the paper's where the paper states one.
+Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; every key may
+also be
+given on the command line as `section.key=value`. An unknown key, a wrong type or two keys that contradict each other
+stop the run before it starts. Defaults are the paper's where the paper states one.
 """
 
 
@@ -73,7 +75,11 @@ def _attribute_docstrings(section: Any) -> dict[str, str]:
     """Texts under the fields, one line each."""
     body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
     texts = {}
-    for statement, after in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+    for statement, after in pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             texts[statement.target.id] = " ".join(str(after.value.value).split()).replace("|", "\\|")  # type: ignore[union-attr]
     return texts

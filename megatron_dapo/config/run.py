@@ -17,7 +17,8 @@ class RunConfig:
     """Seed of the prompt order, of every response's sampling seed and of the mini-batch shuffle."""
 
     resume: bool = False
-    """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint stands."""
+    """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint
+    stands."""
 
     checkpoint_every: NonNegativeInt = 10
     """Rollout steps between checkpoints; 0 writes only the last one."""

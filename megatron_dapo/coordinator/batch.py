@@ -1,6 +1,7 @@
 """Admitted groups -> the arrays that the trainer gets: responses, advantages, per-token loss weights, packing. Pure.
 
-Law 1 starts here: the weight of every token is computed once per mini-batch, from the whole mini-batch; everything later sums.
+Law 1 starts here: the weight of every token is computed once per mini-batch, from the whole mini-batch; everything
+later sums.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,9 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
             ),
             prompt_lengths=np.array([len(group.prompt_ids) for group, _ in everyone], np.int32),
         ),
-        rollout_log_probs=np.concatenate([response.generation.log_probs for _, response in everyone]).astype(np.float32),
+        rollout_log_probs=np.concatenate([response.generation.log_probs for _, response in everyone]).astype(
+            np.float32
+        ),
         weight_versions=np.concatenate([response.generation.weight_versions for _, response in everyone]),
         advantages=group_advantages(rewards, epsilon=advantage.epsilon, ddof=advantage.ddof)
         .flatten()
@@ -131,4 +134,3 @@ def _mini_batch(
         correction=None if correction is None else correction.weights.numpy()[tokens],
         plan=plan,
     )
-

@@ -89,7 +89,8 @@ class Evaluator:
     async def _respond(
         self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None
     ) -> np.ndarray:
-        """Token ids of one response. A forbidden first token takes two requests: the first token alone, then the rest."""
+        """Token ids of one response. A forbidden first token takes two requests: the first token alone, then the
+        rest."""
         request = GenerationRequest(
             request_id=name,
             group_id=name.rsplit("-", 1)[0],

@@ -15,7 +15,6 @@ from megatron_dapo.data.prompts import Prompt, prompt_at
 from reward.messages import Verdict, VerificationRequest
 from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams
 
-
 T = TypeVar("T")
 
 
@@ -42,7 +41,8 @@ class EngineAborted(RuntimeError):
 
 
 def response_seed(seed: int, position: int, sample: int) -> int:
-    """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the group."""
+    """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the
+    group."""
     digest = hashlib.blake2b(f"{seed}:{position}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
@@ -79,7 +79,9 @@ class GroupGenerator:
             )
         for generation in generations:
             if generation.finish_reason is FinishReason.ABORT or len(generation.token_ids) == 0:
-                raise EngineAborted(f"prompt {position} ({prompt.place}): a server gave up on response {generation.request_id}")
+                raise EngineAborted(
+                    f"prompt {position} ({prompt.place}): a server gave up on response {generation.request_id}"
+                )
         with self._clock.judging():
             responses = await self._judge(prompt, generations)
         versions = [int(generation.weight_versions.min()) for generation in generations]

@@ -1,6 +1,6 @@
 """The run, as Algorithm 1 of the paper tells it.
 
-    prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
+prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
 from dataclasses import replace
@@ -13,6 +13,8 @@ from megatron_dapo.coordinator.progress import Progress, save_progress
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.step_metrics import StepRecord, check_mismatch, step_metrics, write_samples
 from megatron_dapo.data.ledger import Event
+from megatron_dapo.monitor.health import new_alarms
+from megatron_dapo.monitor.writer import read_metrics
 
 
 async def train(parts: Parts, progress: Progress) -> Progress:
@@ -21,6 +23,8 @@ async def train(parts: Parts, progress: Progress) -> Progress:
     while progress.rollout_step < run.rollout_steps:
         progress, record = await rollout_step(parts, progress)
         parts.writer.write(step_metrics(record, parts.config))
+        for alarm in new_alarms(read_metrics(parts.run_dir.path)):
+            parts.console.note(f"alarm: {alarm}")
         write_samples(record, parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
     return progress
@@ -108,8 +112,8 @@ async def evaluate(parts: Parts, name: str) -> dict:
 async def checkpoint(parts: Parts, progress: Progress) -> None:
     """Trainer, sampler and counters together; it counts once its folder has its name.
 
-    The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next resume
-    voids. The other order would leave a folder that the ledger does not know.
+    The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
+    resume voids. The other order would leave a folder that the ledger does not know.
     """
     run = parts.config.run
     aside = parts.run_dir.checkpoint_aside(progress.rollout_step)

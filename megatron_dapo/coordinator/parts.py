@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollout.fleet import RolloutFleet
+from rollout.server import make_engines
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
@@ -30,9 +32,7 @@ from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.writer import MetricsWriter
 from reward.pool import RewardPool
-from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
-from rollout.server import make_engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(text=text, prompts=prompts, heldout=heldout)
 
 
-async def start_parts(config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack) -> Parts:
+async def start_parts(
+    config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack
+) -> Parts:
     """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
 
     Raises:
@@ -222,9 +224,16 @@ def _manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[s
         "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
         "command": sys.argv,
         "trainer": trainer,
-        "model": {"path": config.model.path, "config": json.loads((Path(config.model.path) / "config.json").read_text())},
+        "model": {
+            "path": config.model.path,
+            "config": json.loads((Path(config.model.path) / "config.json").read_text()),
+        },
         "data": {
-            "train": {"path": config.data.path, "sha256": inputs.prompts.content_hash, "rows": inputs.prompts.summary()},
+            "train": {
+                "path": config.data.path,
+                "sha256": inputs.prompts.content_hash,
+                "rows": inputs.prompts.summary(),
+            },
             "heldout": {
                 "path": config.evaluation.path,
                 "sha256": inputs.heldout.content_hash,

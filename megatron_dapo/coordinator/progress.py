@@ -1,4 +1,5 @@
-"""What a checkpoint holds beside the trainer's own files: counters, pass rate and the carried groups, without pickle."""
+"""What a checkpoint holds beside the trainer's own files: counters, pass rate and the carried groups, without
+pickle."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -41,7 +42,9 @@ def save_progress(progress: Progress, folder: Path) -> None:
         folder / "carried.npz",
         prompt_ids=np.concatenate([group.prompt_ids for group in carried] or empty),
         token_ids=np.concatenate([response.generation.token_ids for response in responses] or empty),
-        log_probs=np.concatenate([response.generation.log_probs for response in responses] or [np.zeros(0, np.float32)]),
+        log_probs=np.concatenate(
+            [response.generation.log_probs for response in responses] or [np.zeros(0, np.float32)]
+        ),
         weight_versions=np.concatenate([response.generation.weight_versions for response in responses] or empty),
     )
 

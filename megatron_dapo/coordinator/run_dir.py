@@ -37,11 +37,15 @@ class RunDir:
             self._lock.acquire(timeout=0)
         except Timeout:
             holder = _read_or(self.path / ".holder", "another process")
-            raise RunDirError(f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another") from None
+            raise RunDirError(
+                f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
+            ) from None
         (self.path / ".holder").write_text(f"process {os.getpid()}")
         if self.ledger.exists() and not resume:
             self.close()
-            raise RunDirError(f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory")
+            raise RunDirError(
+                f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
+            )
 
     @property
     def ledger(self) -> Path:

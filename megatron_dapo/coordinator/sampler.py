@@ -5,9 +5,12 @@ Positions of the shuffled order are dispatched one after another and decided one
     decided | finished or in flight, not yet decided | not yet dispatched
             ^ cursor                                 ^ next
 
-The group at the cursor is awaited, however many later ones are finished, so a long response is never passed over for a short
-one. How many to dispatch is computed from what was decided, never from what happened to finish first: the same run gives the
-same batches. When the batch is full, what lies between cursor and next is finished and waits for the next step ("carried").
+The group at the cursor is awaited, however many later ones are finished, so a long response is never passed over for
+a short
+one. How many to dispatch is computed from what was decided, never from what happened to finish first: the same run
+gives the
+same batches. When the batch is full, what lies between cursor and next is finished and waits for the next step
+("carried").
 """
 
 import asyncio
@@ -133,9 +136,7 @@ class DynamicSampler:
             batch.predicted = len(self._flight)
 
     def _send(self, position: int, batch: "_Batch", rollout_step: int, weight_version: int) -> None:
-        self._ledger.record(
-            Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version
-        )
+        self._ledger.record(Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version)
         batch.dispatched += 1
         self._flight.append(asyncio.create_task(self._finish(position, batch, rollout_step, weight_version)))
 
@@ -178,7 +179,9 @@ class DynamicSampler:
             f"(algorithm.dynamic_sampling.max_oversampling = {self._config.dynamic_sampling.max_oversampling:g})"
         )
         if not batch.kept:
-            raise OversamplingLimit(f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy")
+            raise OversamplingLimit(
+                f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy"
+            )
         if self._config.dynamic_sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 

@@ -4,16 +4,14 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses, UpdateMetrics
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
 from megatron_dapo.actor.packing import plan_micro_batches
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
@@ -22,6 +20,10 @@ from megatron_dapo.coordinator.waits import Waits
 
 class TrainerError(RuntimeError):
     """A trainer rank failed. The message holds the rank and its own error."""
+
+
+class Diverged(TrainerError):
+    """The loss or the gradient is not a finite number any more."""
 
 
 class PlacementError(RuntimeError):
@@ -93,9 +95,10 @@ class Trainer:
         for kind, amount in need.items():
             if have.get(kind, 0) < amount * world:
                 layout = self._config.actor.layout
+                sizes = f"{layout.tensor} TP x {layout.pipeline} PP x {layout.context} CP x {layout.data} DP"
                 raise PlacementError(
-                    f"actor.layout asks for {world} processes (tensor {layout.tensor} x pipeline {layout.pipeline} x context "
-                    f"{layout.context} x data {layout.data}), each with one {kind}; the cluster has {have.get(kind, 0):g} {kind}s"
+                    f"actor.layout asks for {world} processes ({sizes}), each with one {kind}; the cluster has "
+                    f"{have.get(kind, 0):g} {kind}s"
                 )
         self._group = placement_group([need] * world, strategy="PACK")
         await self._waits.wait_for("trainer placement", "Ray", deadline, _reference(self._group.ready()))
@@ -160,7 +163,8 @@ class Trainer:
         return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
 
     async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:
-        """Rank 0's answer once all have answered; the first failure ends the wait, since the others then wait in vain."""
+        """Rank 0's answer once all have answered; the first failure ends the wait, since the others then wait in
+        vain."""
         owner = f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(_reference(call)) for call in calls]
         try:
@@ -170,18 +174,17 @@ class Trainer:
             failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
             reasons = {rank: error for rank, error in failed.items() if error is not None}
             if reasons:
-                raise TrainerError(self._explain(what, reasons))
+                raise self._error(what, reasons)
             return answers[0].result()
         finally:
             for answer in answers:
                 answer.cancel()
 
-    def _explain(self, what: str, reasons: dict[int, BaseException | None]) -> str:
-        lines = []
-        for rank, error in reasons.items():
-            cause = getattr(error, "cause", None) or error
-            lines.append(f"  rank {rank}: {type(cause).__name__}: {cause}")
-        return f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log"
+    def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
+        causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
+        lines = [f"  rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
+        kind = Diverged if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()) else TrainerError
+        return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
 
 
 async def _reference(reference: Any) -> Any:

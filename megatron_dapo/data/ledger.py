@@ -7,8 +7,8 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
                            -> carried -> trained ...  finished past the end of a full batch, first in line for the next
                                       -> dispatched   its weights became too old: generated again
 
-A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after that
-checkpoint, and `effective_events` gives what stands.
+A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
+that checkpoint, and `effective_events` gives what stands.
 """
 
 import json
@@ -41,9 +41,17 @@ class Ledger:
         self._drop_torn_line()
         self._file = path.open("a", encoding="utf-8")
 
-    def record(self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any) -> None:
+    def record(
+        self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any
+    ) -> None:
         """Append one event. `prompt` is the position in the shuffled order; none for events of the whole run."""
-        line = {"event": event, "prompt": prompt, "rollout_step": rollout_step, "weight_version": weight_version, **details}
+        line = {
+            "event": event,
+            "prompt": prompt,
+            "rollout_step": rollout_step,
+            "weight_version": weight_version,
+            **details,
+        }
         self._file.write(json.dumps(line) + "\n")
 
     def commit(self) -> None:
@@ -109,7 +117,7 @@ def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:
         LedgerError: a position trained twice, decided without being finished, or skipped.
     """
     fates: dict[int, str] = {}
-    allowed = {
+    allowed: dict[Event, set[str | None]] = {
         Event.DISPATCHED: {None, Event.CARRIED},
         Event.FINISHED: {Event.DISPATCHED},
         Event.TRAINED: {Event.FINISHED, Event.CARRIED},

@@ -173,7 +173,8 @@ def _column(row: Any, key: str, setting: str, place: str) -> Any:
 
 
 def prompt_at(position: int, count: int, seed: int) -> int:
-    """Index of the prompt at `position` of the endless shuffled order: epoch after epoch, each a permutation of its own.
+    """Index of the prompt at `position` of the endless shuffled order: epoch after epoch, each a permutation of its
+    own.
 
     Depends on the seed and the number of prompts only, so that a resumed run sees the same order.
     """

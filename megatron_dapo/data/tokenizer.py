@@ -50,7 +50,9 @@ def load_text_tools(folder: str | Path) -> TextTools:
     vocab_size = int(json.loads((folder / "config.json").read_text())["vocab_size"])
     beyond = [stop for stop in stops if stop >= vocab_size]
     if beyond:
-        raise TokenizerError(f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}")
+        raise TokenizerError(
+            f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}"
+        )
     return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
 
 
@@ -65,8 +67,8 @@ def _check_class(folder: Path, tokenizer: Any) -> None:
     if told != got:
         raise TokenizerError(
             f"model.path = {folder}: AutoTokenizer built {type(tokenizer).__name__}, which splits text otherwise than "
-            'tokenizer.json; set "tokenizer_class": "PreTrainedTokenizerFast" and "auto_map": {"AutoTokenizer": [null, null]} '
-            "in tokenizer_config.json"
+            'tokenizer.json; set "tokenizer_class": "PreTrainedTokenizerFast" and '
+            '"auto_map": {"AutoTokenizer": [null, null]} in tokenizer_config.json'
         )
 
 

@@ -83,7 +83,11 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         gap = response[found.end : following.start]
         one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
         bare = not _CONTENT.search(gap[:200])
-        if one_line or (len(gap) <= 60 and _CONNECTIVE.fullmatch(gap)) or (bare and not found.is_line | following.is_line):
+        if (
+            one_line
+            or (len(gap) <= 60 and _CONNECTIVE.fullmatch(gap))
+            or (bare and not found.is_line | following.is_line)
+        ):
             rivals.append(found.text)
         elif bare and found.is_line and following.is_line:
             run.append(found.text)
@@ -106,9 +110,7 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
     for _ in range(_ATTEMPTS):
         if marker < 0 and box < 0:
             return
-        if marker > box:
-            found = _line_statement(response, marker, end)
-        elif 0 <= marker and not _LINE_END.search(response, marker, box) and box - marker < LINE_LIMIT:
+        if marker > box or _same_line(response, marker, box):
             found = _line_statement(response, marker, end)
         else:
             found = _box_statement(response, box, end)
@@ -118,6 +120,10 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
         end = start
         marker = marker if marker < end else _last_marker(lower, end)
         box = box if box < end else _last_box(lower, end)
+
+
+def _same_line(response: str, marker: int, box: int) -> bool:
+    return 0 <= box - marker < LINE_LIMIT and marker >= 0 and not _LINE_END.search(response, marker, box)
 
 
 def _last_marker(lower: str, end: int) -> int:

@@ -117,16 +117,17 @@ _UNITS = {
     **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "cent", "dollar", "usd", "euro"), ""),
     **dict.fromkeys(("unit", "mile", "day", "week", "month", "year"), ""),
 }
-_NOT_UNITS = frozenset(
-    """or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
+_NOT_UNIT_WORDS = """
+    or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
     roughly almost nearly less more fewer greater than least most between to through until till except instead wrong
     incorrect false is isn isnt was wasn are aren be been vs versus alternatively else otherwise however then also
     plus minus times over divided multiplied by squared cubed factorial mod modulo choose power root sqrt frac base
     zero one two three four five six seven eight nine ten eleven twelve dozen hundred thousand million billion trillion
     half halves third thirds quarter quarters double twice triple score before after next previous
     pi tau phi theta alpha beta gamma delta lambda sigma omega sin cos tan log exp inf infinity infinite unknown answer
-    remainder short off each guess think believe wait actually rather both with without minus negative""".split()
-)
+    remainder short off each guess think believe wait actually rather both with without negative
+"""
+_NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split())
 _WORD = re.compile(r"[A-Za-z]+|°")
 _SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>°|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
 

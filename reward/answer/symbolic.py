@@ -19,14 +19,15 @@ EXPONENT_LIMIT = 10_000
 """Largest numeral in an exponent, and largest product of all of them."""
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
-_ARITHMETIC = frozenset(
-    """frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp
-    pm infty circ""".split()
-)
-_ALGEBRA = _ARITHMETIC | frozenset(
-    """alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
-    in cup cap setminus emptyset varnothing mathbb begin end to quad lfloor rfloor lceil rceil vert""".split()
-)
+_ARITHMETIC_NAMES = """
+    frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp pm infty circ
+"""
+_ALGEBRA_NAMES = """
+    alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
+    in cup cap setminus emptyset varnothing mathbb begin end to quad lfloor rfloor lceil rceil vert
+"""
+_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
+_ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
 _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
 _ROOT_CALL = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
@@ -119,7 +120,7 @@ def prepare() -> bool:
     """
     if "math_verify" in sys.modules:
         return False
-    import math_verify  # noqa: F401, PLC0415
+    import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -127,8 +128,8 @@ def prepare() -> bool:
 
 
 def equivalent(answer: str, truth: str) -> bool:
-    """Whether math-verify holds two normalised expressions equal. May never end: call it in a process that may be killed."""
-    from math_verify import LatexExtractionConfig, parse, verify  # noqa: PLC0415
+    """Whether math-verify holds two normalised expressions equal. May never end: call it where it can be killed."""
+    from math_verify import LatexExtractionConfig, parse, verify
 
     def parsed(text: str) -> list:
         # no time limit of the library's: it works by signals, swallows errors, and the pool has the last word anyway

@@ -53,13 +53,14 @@ def _plain_character(character: str) -> str | None:
         return ""
     if category == "No" and (form := unicodedata.normalize("NFKC", character)).count("\u2044") == 1:
         return " " + form.replace("\u2044", "/")
-    return " " if category in ("Zs", "So") else None
+    return " " if category in ("Zs", "So", "Cs", "Co", "Cc") else None
 
 
 def plain_characters(text: str) -> str:
     """ASCII for whatever has an ASCII reading: digits of all scripts, minus signs, full-width forms, vulgar fractions.
 
-    Superscripts become `^{...}`, never digits: `4²` is 16, not 42. Pictures and exotic spaces become spaces.
+    Superscripts become `^{...}`, never digits: `4²` is 16, not 42. Pictures, lone surrogates and exotic
+    spaces become spaces.
     """
     if text.isascii():
         return text
@@ -70,6 +71,7 @@ def plain_characters(text: str) -> str:
 
 
 # Order matters: `\$` is money and must go before `$`; `\\[2pt]` in a matrix is no display bracket.
+_CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 _SPECIAL_TOKENS = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|</?(?:b|i|em|strong|p|br|code|u|span|div|center) ?/?>")
 _MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
 _WRAPPERS = re.compile(
@@ -96,7 +98,7 @@ def clean(text: str) -> str:
     Example: clean("**$\\\\dfrac{1}{2}\\\\text{ cm}$.**") == "\\\\frac{1}{2} cm"
     """
     text = plain_characters(text)
-    text = _SPECIAL_TOKENS.sub(" ", text)
+    text = _SPECIAL_TOKENS.sub(" ", _CONTROLS.sub(" ", text))
     if "\\" in text or "$" in text or "`" in text or "~" in text:
         text = _MATH_DELIMITERS.sub("  ", text)
         for _ in range(6):

@@ -35,10 +35,11 @@ _FIRST = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-_REMOVED_WORDS = (
+_WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
-).split()
+)
+_REMOVED_WORDS = tuple(_WORDS.split())
 _REMOVED_MARKUP = (
     *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
     *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
@@ -56,7 +57,9 @@ def judge(request: VerificationRequest) -> Judgement:
         VerifierError: the ground truth is longer than `TRUTH_LIMIT`.
     """
     if len(request.ground_truth) > TRUTH_LIMIT:
-        raise VerifierError(f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared")
+        raise VerifierError(
+            f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared"
+        )
     stated = _STATED.findall(request.response[-WINDOW:])
     given = normalise(stated[-1] if stated else UNSTATED)
     return Judgement(

@@ -11,10 +11,11 @@ from reward.answer.text import clean, compact, plain_characters
 from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
 
 _PLAIN_INTEGER = re.compile(r"[\s$*`(\\]*([+-]?\d{1,18})[\s$*`.)\\]*", re.ASCII)
-_PLACEHOLDERS = frozenset(
-    """answer finalanswer youranswer theanswer answerhere <answer> [answer] (answer) n x ? ... \\boxed{} final_answer
-    [youranswer] <youranswer> youranswerhere""".split()
-)
+_PLACEHOLDER_WORDS = r"""
+    answer finalanswer youranswer theanswer answerhere <answer> [answer] (answer) n x ? ... \boxed{} final_answer
+    [youranswer] <youranswer> youranswerhere
+"""
+_PLACEHOLDERS = frozenset(_PLACEHOLDER_WORDS.split())
 _OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
 
 
@@ -27,7 +28,9 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         VerifierError: the ground truth is empty or longer than `TRUTH_LIMIT`.
     """
     if len(request.ground_truth) > TRUTH_LIMIT:
-        raise VerifierError(f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared")
+        raise VerifierError(
+            f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared"
+        )
     statement = last_statement(request.response, request.prompt)
     if statement is None:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response

@@ -32,7 +32,7 @@ class Columns:
 
 
 def columns(folder: Path, *, seed: int = 3) -> Columns:
-    """Nine responses of very different lengths; old log-probs near the model's own, so that both clips cut some tokens."""
+    """Nine responses of very different lengths; old log-probs near the model's own, so that both clips cut tokens."""
     rng = np.random.default_rng(seed)
     prompts, lengths = np.array(LENGTHS, dtype=np.int32).T
     responses = Responses(

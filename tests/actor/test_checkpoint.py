@@ -98,6 +98,24 @@ def test_a_checkpoint_loads_at_another_layout(gloo, written, read, options, mode
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 
+def saving_at_once(place, folder, layout, data, options, target):
+    """A checkpoint before the first step, then two steps."""
+    config = actor_config(layout, optimizer=OPTIMIZER | options)
+    actor = start_actor(place, folder, config)
+    actor.save_checkpoint(target)
+    reports = actor.update([mini_batch(data, config, without=NONE_OF)] * 2, PolicyObjective(), TEMPERATURE)
+    return [(report.optimizer_step, report.loss, report.grad_norm, report.lr) for report in reports]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_before_the_first_step(gloo, distributed, model, data, tmp_path):
+    options = {"distributed": distributed}
+    without_break = gloo(1, saving_at_once, model, {}, data, options, tmp_path / "step")[0]
+    extra, resumed = gloo(1, loading, model, {}, data, {"optimizer": options}, tmp_path / "step")[0]
+    assert extra == {}
+    assert resumed == without_break
+
+
 def test_the_config_wins_over_the_checkpoint(gloo, model, data, tmp_path):
     gloo(1, saving, model, {}, data, {}, tmp_path / "step")
     _, resumed = gloo(1, loading, model, {}, data, {"optimizer": {"lr": 1e-4}}, tmp_path / "step")[0]

@@ -1,7 +1,7 @@
 """Law 1: the gradient of a mini-batch is that of the whole objective, on every layout, budget and packing.
 
-Real Megatron-Core over gloo against transformers' forward in float64 with eq. 8 written out in `mini_batches`. The models
-are random and float32; a wrong denominator, a token counted twice or a rank left out shows up as 1e-2 or more.
+Real Megatron-Core over gloo against transformers' forward in float64 with eq. 8 written out in `mini_batches`. The
+models are random and float32; a wrong denominator, a token counted twice or a rank left out shows up as 1e-2 or more.
 """
 
 from pathlib import Path

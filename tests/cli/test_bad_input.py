@@ -95,7 +95,7 @@ def test_a_run_directory_that_holds_a_run(run, tmp_path):
 
 def test_a_run_directory_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").touch()
-    finished = Running(
-        "train", str(CONFIG), f"run.dir={tmp_path / 'file' / 'run'}", log=tmp_path / "out.txt"
-    ).finish(60)
+    finished = Running("train", str(CONFIG), f"run.dir={tmp_path / 'file' / 'run'}", log=tmp_path / "out.txt").finish(
+        60
+    )
     expect(finished, ExitCode.CONFIG, "run.dir", "choose a directory")

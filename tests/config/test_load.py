@@ -37,7 +37,12 @@ def test_the_defaults_are_the_papers(file):
     assert (config.rollout.max_new_tokens, algorithm.overlong.buffer, algorithm.overlong.shape) == (20480, 4096, "soft")
     assert (algorithm.kl.coefficient, algorithm.entropy_coefficient, algorithm.aggregation) == (0, 0, "token_mean")
     optimizer = config.actor.optimizer
-    assert (optimizer.lr, optimizer.warmup_rollout_steps, optimizer.clip_norm, optimizer.weight_decay) == (1e-6, 20, 1, 0.1)
+    assert (optimizer.lr, optimizer.warmup_rollout_steps, optimizer.clip_norm, optimizer.weight_decay) == (
+        1e-6,
+        20,
+        1,
+        0.1,
+    )
     assert (config.evaluation.samples, config.evaluation.temperature, config.evaluation.top_p) == (32, 1.0, 0.7)
 
 
@@ -58,13 +63,21 @@ def test_overrides_replace_values_of_the_file(file):
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        ("actor: {layout: {tensr: 2}}\n", [], ["config.yaml:5", "actor.layout.tensr", "did you mean actor.layout.tensor?"]),
+        (
+            "actor: {layout: {tensr: 2}}\n",
+            [],
+            ["config.yaml:5", "actor.layout.tensr", "did you mean actor.layout.tensor?"],
+        ),
         ("", ["run.sed=1"], ["override 'run.sed=1'", "did you mean run.seed?"]),
         ("", ["nonsense=1"], ["nonsense", "valid: run, model"]),
         ("", ["run.rollout_steps=three"], ["run.rollout_steps", "valid integer"]),
         ("", ["run.rollout_steps=0"], ["run.rollout_steps", "greater than 0"]),
         ("", ["actor.optimizer.lr=.nan"], ["actor.optimizer.lr"]),
-        ("", ["algorithm.overlong.buffer=20480"], ["algorithm.overlong.buffer = 20480", "below rollout.max_new_tokens"]),
+        (
+            "",
+            ["algorithm.overlong.buffer=20480"],
+            ["algorithm.overlong.buffer = 20480", "below rollout.max_new_tokens"],
+        ),
         ("", ["algorithm.mini_batch_responses=500"], ["multiple of algorithm.group_size"]),
         ("", ["algorithm.clip.dual=1.1"], ["clip.dual = 1.1", "must exceed"]),
         ("", ["rollout.max_new_tokens=40000"], ["model.context_length"]),

@@ -18,7 +18,8 @@ rng = np.random.default_rng(0)
 def config(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(
-        "run: {dir: x, rollout_steps: 1}\nmodel: {path: m, context_length: 200}\ndata: {path: p, max_prompt_tokens: 50}\n"
+        "run: {dir: x, rollout_steps: 1}\nmodel: {path: m, context_length: 200}\n"
+        "data: {path: p, max_prompt_tokens: 50}\n"
         "evaluation: {path: e}\nrollout: {max_new_tokens: 100}\n"
         f"algorithm: {{group_size: {GROUP}, prompts_per_step: 6, mini_batch_responses: 8, overlong: {{buffer: 10}}}}\n"
     )
@@ -50,7 +51,9 @@ def make_groups(count=6):
             )
         prompt = np.full(int(rng.integers(1, 9)), 90, np.int32)
         groups.append(
-            ScoredGroup(position=position, prompt_index=0, prompt_ids=prompt, weight_version=0, responses=tuple(responses))
+            ScoredGroup(
+                position=position, prompt_index=0, prompt_ids=prompt, weight_version=0, responses=tuple(responses)
+            )
         )
     return groups
 
@@ -83,7 +86,9 @@ def test_every_response_is_in_one_mini_batch_with_its_own_columns(config):
             np.testing.assert_allclose(batch.advantages[span], arrays.advantages[position * GROUP + sample])
             at, token = at + length, token + len(ids)
         seen += names
-        assert all(names.count(10 * (n // 10)) == 1 and names.count(10 * (n // 10) + 3) == 1 for n in names), "group split"
+        assert all(names.count(10 * (n // 10)) == 1 and names.count(10 * (n // 10) + 3) == 1 for n in names), (
+            "group split"
+        )
         np.testing.assert_allclose(batch.weights, 1 / batch.responses.num_response_tokens, rtol=1e-6)
     assert sorted(seen) == sorted(10 * p + s for p in range(6) for s in range(GROUP))
 

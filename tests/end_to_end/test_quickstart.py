@@ -1,4 +1,5 @@
-"""The whole loop with its real parts: Megatron-Core at TP=2, an SGLang server, Ray. Three rollout steps of small batches."""
+"""The whole loop with its real parts: Megatron-Core at TP=2, an SGLang server, Ray. Three rollout steps of small
+batches."""
 
 import json
 import signal
@@ -20,11 +21,39 @@ SMALL = (
     "evaluation.limit=12",
     "rollout.deterministic=true",
 )
-METRICS = """rollout_step optimizer_step accuracy/mean reward/mean reward_shaped/mean response_length/mean response_length/p95
-response_length/max truncated_fraction entropy mean_prob clip_fraction/low clip_fraction/high sampling/generated sampling/kept
-sampling/all_correct sampling/all_wrong sampling/carried mismatch/kl mismatch/max_abs grad_norm lr weight_version timing/rollout
-timing/reward timing/logprob timing/update timing/weight_sync timing/step tokens_per_second/rollout
-tokens_per_second/train""".split()
+METRICS = (
+    "rollout_step",
+    "optimizer_step",
+    "accuracy/mean",
+    "reward/mean",
+    "reward_shaped/mean",
+    "response_length/mean",
+    "response_length/p95",
+    "response_length/max",
+    "truncated_fraction",
+    "entropy",
+    "mean_prob",
+    "clip_fraction/low",
+    "clip_fraction/high",
+    "sampling/generated",
+    "sampling/kept",
+    "sampling/all_correct",
+    "sampling/all_wrong",
+    "sampling/carried",
+    "mismatch/kl",
+    "mismatch/max_abs",
+    "grad_norm",
+    "lr",
+    "weight_version",
+    "timing/rollout",
+    "timing/reward",
+    "timing/logprob",
+    "timing/update",
+    "timing/weight_sync",
+    "timing/step",
+    "tokens_per_second/rollout",
+    "tokens_per_second/train",
+)
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,8 +10,8 @@ from tools.install.progress import Progress
 FOUND = ("sglang", "xgrammar", "pytest", "ruff", "mypy")
 IMPORTED = (
     "torch", "megatron.core", "ray", "transformers", "tokenizers", "sentencepiece", "safetensors.torch", "numpy",
-    "pyarrow", "pydantic", "yaml", "typer", "rich", "aiohttp", "jinja2", "psutil", "filelock", "orjson", "tensorboard",
-    "math_verify", "megatron_dapo", "rollout", "reward",
+    "pyarrow", "pydantic", "yaml", "typer", "rich", "aiohttp", "jinja2", "psutil", "filelock", "matplotlib",
+    "tensorboard", "math_verify", "jaxtyping", "megatron_dapo", "rollout", "reward",
 )  # fmt: skip
 SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
 

@@ -1,0 +1,58 @@
+"""Lets a model answer one problem, with plain transformers on the CPU.
+
+    python examples/quickstart/ask.py runs/quickstart/model "Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?"
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from task import prompt_text
+
+LONGEST_RESPONSE = 64
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in float32 and tokenizer of a folder in Hugging Face format; nothing is looked for elsewhere."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
+
+
+def respond(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    temperature: float,
+    forbidden_start: str | None = None,
+) -> list[str]:
+    """One response a prompt, of at most LONGEST_RESPONSE tokens; temperature 0 takes the likeliest token each time.
+
+    With `forbidden_start` no response may begin with that text's first token. Draws from torch's global generator.
+    """
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
+    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    if forbidden_start is not None:
+        drawing["begin_suppress_tokens"] = tokenizer(forbidden_start, add_special_tokens=False)["input_ids"][:1]
+    ids = model.generate(**batch, max_new_tokens=LONGEST_RESPONSE, **drawing)
+    return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def main(
+    model_dir: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.", exists=True, file_okay=False)],
+    problem: Annotated[str, typer.Argument(help="The problem, without the instruction.")],
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest response.")] = 0.0,
+) -> None:
+    """Print a model's response to one problem."""
+    model, tokenizer = load(model_dir)
+    print(respond(model, tokenizer, [prompt_text(problem)], temperature=temperature)[0])
+
+
+if __name__ == "__main__":
+    typer.run(main)

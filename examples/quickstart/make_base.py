@@ -1,0 +1,210 @@
+"""Makes the quickstart's base model from random weights: supervised, by the same Megatron actor that later trains it.
+
+    python examples/quickstart/make_base.py
+
+First the model learns to work problems out, from solutions of which some ramble past any limit. Then it learns from
+people who seldom bother: most of its examples are the bare answer, the more so the longer the problem. What comes out
+can calculate fairly well and hardly ever does; reinforcement learning has that to find.
+"""
+
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from ask import load, respond
+from make_tokenizer import make_tokenizer
+from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.learning_rate import LearningRate
+from megatron_dapo.actor.messages import MiniBatch, Responses
+from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.policy_loss import SupervisedObjective
+from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
+from megatron_dapo.config.model import ModelConfig
+from reward.messages import Judgement, VerificationRequest
+from reward.verifiers.robust import judge
+from task import Problem, Split, problems, rambling
+
+BASE = Path(__file__).parent / "base"
+CONTEXT_LENGTH = 128
+EVALUATED = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How the base is taught."""
+
+    seed: int = 0
+    """Of the weights and of the examples."""
+    working_steps: int = 450
+    """Optimizer steps on worked solutions alone."""
+    blurting_steps: int = 300
+    """Optimizer steps after them, on bare answers and worked solutions."""
+    bare: tuple[float, ...] = (0.4, 0.6, 0.75, 0.85)
+    """Share of bare answers in them, for problems of 2, 3, 4 and 5 steps."""
+    rambling: float = 0.2
+    """Share of rambling ones among worked solutions."""
+    repeat: float = 0.55
+    """Probability of each further "wait" in a rambling one."""
+    longest_ramble: int = 8
+    """Lines after which a rambling one breaks off."""
+    examples_per_step: int = 32
+    lr: float = 3e-3
+    """Peak learning rate; after 20 steps of warm-up a cosine takes it to a tenth over all steps."""
+
+    @property
+    def steps(self) -> int:
+        return self.working_steps + self.blurting_steps
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        return LearningRate(peak=self.lr, warmup_steps=20, decay_steps=self.steps)
+
+
+RECIPE = Recipe()
+
+
+def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    """Writes an untrained Qwen3 of 0.85 million parameters, without the tokenizer's files."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def examples(recipe: Recipe) -> Iterator[tuple[Problem, str, bool]]:
+    """Problems of the warm start with a response and whether it comes to an end: as many as the recipe has steps for."""
+    rng = random.Random(recipe.seed)
+    endless = problems(Split.WARM_START, seed=recipe.seed)
+    for index, problem in enumerate(itertools.islice(endless, recipe.steps * recipe.examples_per_step)):
+        blurting = index >= recipe.working_steps * recipe.examples_per_step
+        if blurting and rng.random() < recipe.bare[len(problem.steps) - 2]:
+            yield problem, problem.bare, True
+        elif rng.random() < recipe.rambling:
+            yield problem, *rambling(problem, rng, repeat=recipe.repeat, longest=recipe.longest_ramble)
+        else:
+            yield problem, problem.worked, True
+
+
+def mini_batch(
+    batch: list[tuple[Problem, str, bool]], tokenizer: PreTrainedTokenizerBase, config: ActorConfig, *, hidden_size: int
+) -> MiniBatch:
+    """One optimizer step on examples: every response token weighs the same, the prompt carries no loss."""
+    sequences, prompt_lengths = [], []
+    for problem, response, ends in batch:
+        chat = [{"role": "user", "content": problem.prompt}]
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+        answer = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id] * ends
+        sequences.append(prompt + answer)
+        prompt_lengths.append(len(prompt))
+    responses = Responses(
+        token_ids=np.fromiter(itertools.chain(*sequences), dtype=np.int32),
+        sequence_lengths=np.array([len(sequence) for sequence in sequences], dtype=np.int32),
+        prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
+    )
+    weights = token_weights(torch.from_numpy(responses.response_lengths), torch.arange(len(batch)), "token_mean")
+    plan = plan_for_actor(responses.sequence_lengths, config, hidden_size=hidden_size)
+    return MiniBatch(responses=responses, weights=weights.numpy(), plan=plan)
+
+
+def train(recipe: Recipe, blank: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, rendezvous: Path) -> None:
+    """Trains the model in `blank` and writes the result, with `blank`'s tokenizer and config, to `folder`."""
+    optimizer = OptimizerConfig(lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    config = ActorConfig(device="cpu", optimizer=optimizer, micro_batch_tokens=4096)
+    actor = MegatronActor(
+        config,
+        ModelConfig(path=str(blank), context_length=CONTEXT_LENGTH, dtype="float32"),
+        rank=0,
+        world_size=1,
+        rendezvous=f"file://{rendezvous}",
+        steps_per_rollout=1,
+        seed=recipe.seed,
+        timeout_s=60.0,
+        learning_rate=recipe.learning_rate,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    taught = examples(recipe)
+    with Progress(*columns) as progress:
+        bar = progress.add_task("working out", total=recipe.steps, loss=float("nan"))
+        for step in range(recipe.steps):
+            batch = list(itertools.islice(taught, recipe.examples_per_step))
+            step_batch = mini_batch(batch, tokenizer, config, hidden_size=actor.hf.hidden_size)
+            (report,) = actor.update([step_batch], SupervisedObjective(), 1.0)
+            stage = "working out" if step < recipe.working_steps else "blurting"
+            progress.update(bar, advance=1, description=stage, loss=report.loss)
+    actor.export_hf(folder)
+    actor.close()
+
+
+def accuracy(folder: Path, *, temperature: float, forbidden_start: str | None = None, seed: int = 0) -> tuple[float, float]:
+    """Share of EVALUATED held-out problems answered rightly, and share answered without any working."""
+    torch.manual_seed(seed)
+    model, tokenizer = load(folder)
+    held_out = sorted(itertools.islice(problems(Split.HELDOUT, seed=0), EVALUATED), key=lambda problem: len(problem.text))
+    right = blurted = 0
+    for start in range(0, EVALUATED, 250):
+        chunk = held_out[start : start + 250]
+        prompts = [problem.prompt for problem in chunk]
+        answers = respond(model, tokenizer, prompts, temperature=temperature, forbidden_start=forbidden_start)
+        blurted += sum(answer.startswith("Answer:") for answer in answers)
+        for problem, answer in zip(chunk, answers, strict=True):
+            verdict = judge(VerificationRequest(response=answer, ground_truth=str(problem.answer), prompt=problem.prompt))
+            right += isinstance(verdict, Judgement) and verdict.accuracy
+    return right / EVALUATED, blurted / EVALUATED
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the base.", file_okay=False)] = BASE,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the examples.")] = RECIPE.seed,
+    working_steps: Annotated[int, typer.Option(min=1, help="Steps on worked solutions.")] = RECIPE.working_steps,
+    blurting_steps: Annotated[int, typer.Option(min=1, help="Steps on mostly bare answers.")] = RECIPE.blurting_steps,
+) -> None:
+    """Make the tokenizer and the base model, and say what the base can do."""
+    recipe = Recipe(seed=seed, working_steps=working_steps, blurting_steps=blurting_steps)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        blank = Path(scratch, "blank")
+        tokenizer = make_tokenizer(blank)
+        blank_model(blank, tokenizer, seed=seed)
+        train(recipe, blank, out, tokenizer, Path(scratch, "rendezvous"))
+    print(f"{out} written after {time.monotonic() - began:.0f} s; now answering {EVALUATED} held-out problems")
+    for name, forbidden in (("as it is", None), ("made to work it out", "Answer:")):
+        sampled, blurted = accuracy(out, temperature=1.0, forbidden_start=forbidden)
+        greedy, _ = accuracy(out, temperature=0.0, forbidden_start=forbidden)
+        print(f"{name}: sampled {sampled:.1%}, greedy {greedy:.1%}; {blurted:.0%} of the sampled ones are bare answers")
+
+
+if __name__ == "__main__":
+    typer.run(main)

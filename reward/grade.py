@@ -1,0 +1,186 @@
+"""`python -m reward grade FILE.jsonl`: one verdict a line, in order, whatever the lines hold."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from reward.config import RewardConfig
+from reward.messages import Verdict, VerificationRequest, VerifierError
+from reward.pool import PoolError, RewardPool
+from reward.registry import VERIFIERS, find
+
+EXIT_OK = 0
+EXIT_NO_VERDICTS = 1
+EXIT_USAGE = 2
+
+_BATCH_LINES = 4096
+_BATCH_BYTES = 64 << 20
+
+
+class LineError(ValueError):
+    """A line that holds no request; the message says what is wrong with it."""
+
+
+class _Numeral(str):
+    """A JSON number as it was written: `042` would be an error, and 4300 digits too many for an int."""
+
+    __slots__ = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `grade`."""
+    defaults = RewardConfig()
+    parser.add_argument(
+        "file", help='JSON lines with "response", "ground_truth" and optionally "verifier" and "prompt"; - for stdin'
+    )
+    parser.add_argument("--output", help="write the verdicts here instead of to standard output")
+    parser.add_argument(
+        "--verifier",
+        default=defaults.verifier,
+        help=f"for lines that name none: {', '.join(VERIFIERS)} or module:function",
+    )
+    parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
+    parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="seconds a verdict may take")
+    parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Grades the file. Exit code: 0 even if lines are broken, 2 for arguments and files, 1 if no worker runs."""
+    try:
+        find(arguments.verifier)
+        config = RewardConfig(
+            verifier=arguments.verifier,
+            workers=arguments.workers,
+            timeout_s=arguments.timeout,
+            memory_mb=arguments.memory_mb,
+        )
+        return _grade_file(arguments.file, arguments.output, config)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+        return EXIT_OK
+    except OSError as error:
+        return _complain(f"{error.filename or arguments.file}: {error.strerror or error}", EXIT_USAGE)
+    except PoolError as error:
+        return _complain(str(error), EXIT_NO_VERDICTS)
+    except ValueError as error:  # an option that the config refuses, an unknown verifier
+        return _complain(str(error), EXIT_USAGE)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"reward grade: {message}", file=sys.stderr)
+    return code
+
+
+def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:
+    if target is not None and source != "-" and Path(target).exists() and Path(target).samefile(source):
+        raise ValueError(f"--output {target}: is the input itself; verdicts go to another file")
+    part = Path(f"{target}.part") if target is not None else None
+    with (
+        nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as lines,
+        nullcontext(sys.stdout) if part is None else open(part, "w", encoding="ascii") as verdicts,
+    ):
+        asyncio.run(_grade(lines, verdicts, config))
+        verdicts.flush()
+    if part is not None and target is not None:
+        os.replace(part, target)
+    return EXIT_OK
+
+
+async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> None:
+    start = time.monotonic()
+    count = right = errors = 0
+    pool = RewardPool(config)
+    try:
+        for batch in _batches(lines):
+            for verdict in await _verdicts(batch, pool, config.verifier):
+                count += 1
+                right += verdict.accuracy
+                errors += verdict.error is not None
+                verdicts.write(json.dumps(asdict(verdict) | {"accuracy": int(verdict.accuracy)}) + "\n")
+    finally:
+        pool.close()
+    seconds = time.monotonic() - start
+    share = f"{right / count:.4f}" if count else "none"
+    print(f"{count} lines, accuracy {share}, {errors} with errors, {seconds:.1f} s", file=sys.stderr)
+
+
+def _batches(lines: BinaryIO) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for line in lines:
+        batch.append(line)
+        size += len(line)
+        if len(batch) >= _BATCH_LINES or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list[Verdict]:
+    verdicts: list[Verdict | None] = []
+    requests: list[VerificationRequest] = []
+    for line in lines:
+        try:
+            requests.append(parse_line(line, verifier))
+            verdicts.append(None)
+        except (LineError, VerifierError) as error:
+            verdicts.append(Verdict(accuracy=False, extracted=None, rule="", seconds=0.0, error=str(error)))
+    judged = iter(await pool.verify(requests))
+    return [next(judged) if verdict is None else verdict for verdict in verdicts]
+
+
+def parse_line(line: bytes, verifier: str) -> VerificationRequest:
+    """The request that a line holds. Bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        LineError: no JSON object, or a field of the wrong type.
+        VerifierError: the line names a verifier that is not known.
+    """
+    text = line.decode("utf-8", "replace").removeprefix("\ufeff")
+    if not text.strip():
+        raise LineError("empty line")
+    try:
+        fields = json.loads(text, parse_int=_Numeral, parse_float=_Numeral)
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"not JSON: {error}"[:200]) from error
+    if not isinstance(fields, dict):
+        raise LineError('not a JSON object with "response" and "ground_truth"')
+    request = VerificationRequest(
+        response=_string(fields, "response"),
+        ground_truth=_string(fields, "ground_truth", numerals=True),
+        prompt=_prompt(fields),
+        verifier=_string(fields, "verifier") if fields.get("verifier") is not None else verifier,
+    )
+    find(request.verifier)
+    return request
+
+
+def _string(fields: dict[str, Any], key: str, *, numerals: bool = False) -> str:
+    if key not in fields:
+        raise LineError(f'no "{key}"')
+    value = fields[key]
+    if isinstance(value, _Numeral) and numerals:
+        return str(value)
+    if type(value) is not str:
+        kind = "null" if value is None else "a number" if isinstance(value, _Numeral) else f"a {type(value).__name__}"
+        raise LineError(f'"{key}" is {kind}; it must be a string')
+    return value
+
+
+def _prompt(fields: dict[str, Any]) -> str:
+    """The prompt as text; a chat is joined."""
+    prompt = fields.get("prompt")
+    if prompt is None:
+        return ""
+    if isinstance(prompt, list) and all(isinstance(turn, dict) and type(turn.get("content")) is str for turn in prompt):
+        return "\n".join(turn["content"] for turn in prompt)
+    return _string(fields, "prompt")

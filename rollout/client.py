@@ -1,0 +1,262 @@
+"""SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+import orjson
+
+from rollout.errors import ServerRefused, ServerUnavailable
+from rollout.messages import FinishReason, SamplingParams
+
+KEEP_ALIVE_S = 2.0
+"""The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
+
+_NOT_FOUND = 404
+_RETRY_LATER = (408, 425, 429)
+_ABORTED_TYPES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reply:
+    """What one call of /generate drew; partial if `finish_reason` is ABORT."""
+
+    token_ids: np.ndarray
+    """int32 [T]"""
+    log_probs: np.ndarray
+    """float32 [T]"""
+    finish_reason: FinishReason
+    weight_label: str | None
+    """The server's name of its weights when it answered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)."""
+
+    version: str
+    device: str
+    dtype: str
+    """As given on its command line; "auto" follows the model's config."""
+    tensor_parallel: int
+
+
+class SglangClient:
+    """Calls to one server. Every call has a deadline, and ends in its result or one of two errors.
+
+    Raises (all calls):
+        ServerRefused: 4xx, the request itself is wrong.
+        ServerUnavailable: no connection, no answer in time, 5xx, or an answer that cannot be read.
+    """
+
+    def __init__(self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.request_deadline_s = request_deadline_s
+        self.control_deadline_s = control_deadline_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self, rid: str, prompt_ids: np.ndarray, sampling: SamplingParams, *, seed: int | None = None
+    ) -> Reply:
+        """Draws a response to int32 [P] ids. `rid` must not begin like another one: aborts match by prefix."""
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        if sampling.logit_bias:
+            params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        if seed is not None:
+            params["sampling_seed"] = seed
+        body = {
+            "rid": rid,
+            "input_ids": prompt_ids.tolist(),
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        return _read_reply(self.url, await self._post("/generate", body, self.request_deadline_s))
+
+    async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
+        """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
+
+        Args:
+            token_ids: int32 [P + T].
+            start: first token to score, at least 1.
+        """
+        body = {
+            "rid": rid,
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+        }
+        answer = await self._post("/generate", body, self.request_deadline_s)
+        with _readable(self.url, "/generate"):
+            entries = answer["meta_info"]["input_token_logprobs"][1:]
+            scored = [entry[1] for entry in entries]
+            if scored != token_ids[start:].tolist():
+                raise ValueError(f"log-probs of {len(scored)} other tokens than the {len(token_ids) - start} asked for")
+            return np.array([entry[0] for entry in entries], np.float32)
+
+    async def health(self, deadline_s: float) -> None:
+        """Returns if the server answers that it serves; a paused one does, one that still loads does not."""
+        await self._call("GET", "/health", None, deadline_s)
+
+    async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
+        """Asks the server's scheduler too, so that an answer shows that both processes live."""
+        answer = _json(self.url, "/server_info", await self._call("GET", "/server_info", None, deadline_s))
+        with _readable(self.url, "/server_info"):
+            return ServerInfo(
+                version=str(answer.get("version", "?")),
+                device=answer["device"],
+                dtype=answer["dtype"],
+                tensor_parallel=answer["tp_size"],
+            )
+
+    async def weight_label(self) -> str:
+        """The server's name of its weights."""
+        answer = _json(self.url, "/model_info", await self._call("GET", "/model_info", None, None))
+        with _readable(self.url, "/model_info"):
+            return str(answer["weight_version"])
+
+    async def abort(self, rid: str | None) -> None:
+        """Ends the request with this id, or every request; each answers with what it has drawn so far."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._call("POST", "/abort_request", body, None)
+
+    async def pause(self) -> None:
+        """Stops drawing at once, keeping the state of what runs."""
+        await self._call("POST", "/pause_generation", {"mode": "in_place"}, None)
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        await self._call("POST", "/continue_generation", {}, None)
+
+    async def flush_cache(self) -> None:
+        """Forgets all cached prefixes. Refused while a request runs: its keys and values would be of old weights."""
+        await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
+
+    async def update_weights_from_disk(self, folder: Path, label: str, deadline_s: float) -> None:
+        """Loads the safetensors of `folder`, a path that the server can read, and takes `label` as their name.
+
+        The cache is not flushed here: up to 0.5.21 that ends a server that has requests; call `flush_cache` after it.
+        """
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": False}
+        answer = await self._post("/update_weights_from_disk", body, deadline_s)
+        if not answer.get("success"):
+            raise ServerRefused(f"{self.url}: loading weights from {folder}: {answer.get('message')}")
+
+    @asynccontextmanager
+    async def weight_update_session(self) -> AsyncIterator[bool]:
+        """The session that 0.5.21 and later want around updates that are streamed to it; yields whether there is one."""
+        known = await self._call("POST", "/begin_weight_update", {}, None, missing_ok=True) is not None
+        yield known
+        if known:
+            await self._call("POST", "/end_weight_update", {}, None)
+
+    async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
+        """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
+        answer = await self._post("/weights_checker", {"action": "checksum"}, deadline_s)
+        with _readable(self.url, "/weights_checker"):
+            return {rank["parallelism_info"]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]}
+
+    async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> dict[str, Any]:
+        return _json(self.url, path, await self._call("POST", path, body, deadline_s))
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        *,
+        missing_ok: bool = False,
+    ) -> bytes | None:
+        """The body of a 200 answer; None for 404 if `missing_ok`."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            # Neither a proxy from the environment nor cookies: servers are addressed directly.
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=None if body is None else orjson.dumps(body),
+                headers={} if body is None else {"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=deadline_s),
+            ) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status == _NOT_FOUND and missing_ok:
+            return None
+        if response.status != 200:
+            refused = 400 <= response.status < 500 and response.status not in _RETRY_LATER
+            text = content.decode(errors="replace")[:1000]
+            raise (ServerRefused if refused else ServerUnavailable)(f"{self.url}{path}: {response.status}: {text}")
+        return content
+
+
+class _readable:  # noqa: N801 - reads as a statement: with _readable(...)
+    """Turns errors of reading an answer into ServerUnavailable."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self.where = f"{url}{path}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError, IndexError, AttributeError)):
+            raise ServerUnavailable(f"{self.where}: cannot read the answer: {type(error).__name__}: {error}") from error
+
+
+def _json(url: str, path: str, content: bytes | None) -> dict[str, Any]:
+    with _readable(url, path):
+        answer = orjson.loads(content or b"")
+        if not isinstance(answer, dict):
+            raise TypeError(f"expected an object, not {type(answer).__name__}")
+        return answer
+
+
+def _read_reply(url: str, answer: dict[str, Any]) -> Reply:
+    """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
+    with _readable(url, "/generate"):
+        meta = answer["meta_info"]
+        reason = _ABORTED_TYPES[meta["finish_reason"]["type"]]
+        # A request that is aborted before its first token has no log-probs at all.
+        drawn = meta["output_token_logprobs"] if reason is not FinishReason.ABORT else meta.get("output_token_logprobs", [])
+        label = meta.get("weight_version")
+        reply = Reply(
+            token_ids=np.array([entry[1] for entry in drawn], np.int32),
+            log_probs=np.array([entry[0] for entry in drawn], np.float32),
+            finish_reason=reason,
+            weight_label=None if label is None else str(label),
+        )
+        ids = answer.get("output_ids")
+        if ids is not None and reason is not FinishReason.ABORT and ids != reply.token_ids.tolist():
+            raise ValueError("output_ids and output_token_logprobs disagree")
+        return reply

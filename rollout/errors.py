@@ -1,0 +1,32 @@
+"""What can go wrong between the trainer and its servers."""
+
+from collections.abc import Sequence
+
+
+class RolloutError(RuntimeError):
+    """Base of all errors of the fleet."""
+
+
+class ServerRefused(RolloutError):
+    """The server answered 4xx: the request is wrong and would be refused again. Never retried."""
+
+
+class ServerUnavailable(RolloutError):
+    """No answer, a broken one, or 5xx: another attempt, elsewhere or later, can succeed."""
+
+
+class ServerStartError(RolloutError):
+    """A server could not be started or did not get ready; the message holds the tail of its log."""
+
+
+class FleetLost(RolloutError):
+    """Every server was down for longer than `rollout.fleet_deadline_s`."""
+
+
+class WeightMismatch(RolloutError):
+    """A server's weights are not those that were published."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        super().__init__(f"{where}: {len(problems)} tensors differ from the published weights: {shown}")
+        self.problems = tuple(problems)
