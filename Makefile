@@ -30,7 +30,7 @@ help: ## list the targets
 install: ## make .venv from the lock of the Python at hand; does nothing when it is there
 	@"$(INSTALLER)" -m tools.install --venv "$(VENV)"
 
-demo: install ## train the quickstart with DAPO on two CPU cores, and open its report
+demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run is kept aside)
 	@if [ -e "$(DEMO_DIR)" ]; then \
 		aside="$(DEMO_DIR).$$(date +%Y%m%d-%H%M%S)"; \
 		mv "$(DEMO_DIR)" "$$aside" && echo "the earlier run is kept in $$aside"; \

@@ -73,6 +73,12 @@ class WorkerProcess:
         """Waits for a reply. Raises TimeoutError, EOFError, OSError, ValueError (no JSON)."""
         return self._channel.receive_reply(timeout_s)
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the process has used so far."""
+        with open(f"/proc/{self._process.pid}/stat", encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def has_answered(self, timeout_s: float) -> bool:
         """Waits until a reply has begun to arrive, or the connection broke; False if neither happened in time."""
         return self._channel.wait(timeout_s)

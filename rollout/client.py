@@ -1,7 +1,7 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,9 +16,8 @@ from rollout.messages import FinishReason, SamplingParams
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
-_NOT_FOUND = 404
 _RETRY_LATER = (408, 425, 429)
-_ABORTED_TYPES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,13 +35,16 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)."""
+    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1,
+    deterministic=False)"""
 
     version: str
     device: str
     dtype: str
     """As given on its command line; "auto" follows the model's config."""
     tensor_parallel: int
+    deterministic: bool = False
+    """Whether it heeds the seeds of requests."""
 
 
 class SglangClient:
@@ -131,6 +133,7 @@ class SglangClient:
                 device=answer["device"],
                 dtype=answer["dtype"],
                 tensor_parallel=answer["tp_size"],
+                deterministic=bool(answer.get("enable_deterministic_inference", False)),
             )
 
     async def weight_label(self) -> str:
@@ -166,14 +169,6 @@ class SglangClient:
         if not answer.get("success"):
             raise ServerRefused(f"{self.url}: loading weights from {folder}: {answer.get('message')}")
 
-    @asynccontextmanager
-    async def weight_update_session(self) -> AsyncIterator[bool]:
-        """The session that 0.5.21 and later want around updates that are streamed to it; yields whether there is one."""
-        known = await self._call("POST", "/begin_weight_update", {}, None, missing_ok=True) is not None
-        yield known
-        if known:
-            await self._call("POST", "/end_weight_update", {}, None)
-
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, deadline_s)
@@ -183,16 +178,8 @@ class SglangClient:
     async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> dict[str, Any]:
         return _json(self.url, path, await self._call("POST", path, body, deadline_s))
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        deadline_s: float | None,
-        *,
-        missing_ok: bool = False,
-    ) -> bytes | None:
-        """The body of a 200 answer; None for 404 if `missing_ok`."""
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
+        """The body of a 200 answer."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             # Neither a proxy from the environment nor cookies: servers are addressed directly.
@@ -211,8 +198,6 @@ class SglangClient:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status == _NOT_FOUND and missing_ok:
-            return None
         if response.status != 200:
             refused = 400 <= response.status < 500 and response.status not in _RETRY_LATER
             text = content.decode(errors="replace")[:1000]
@@ -220,23 +205,18 @@ class SglangClient:
         return content
 
 
-class _readable:  # noqa: N801 - reads as a statement: with _readable(...)
+@contextmanager
+def _readable(url: str, path: str) -> Iterator[None]:
     """Turns errors of reading an answer into ServerUnavailable."""
-
-    def __init__(self, url: str, path: str) -> None:
-        self.where = f"{url}{path}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, IndexError, AttributeError)):
-            raise ServerUnavailable(f"{self.where}: cannot read the answer: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ServerUnavailable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
 
 
-def _json(url: str, path: str, content: bytes | None) -> dict[str, Any]:
+def _json(url: str, path: str, content: bytes) -> dict[str, Any]:
     with _readable(url, path):
-        answer = orjson.loads(content or b"")
+        answer = orjson.loads(content)
         if not isinstance(answer, dict):
             raise TypeError(f"expected an object, not {type(answer).__name__}")
         return answer
@@ -246,9 +226,11 @@ def _read_reply(url: str, answer: dict[str, Any]) -> Reply:
     """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
     with _readable(url, "/generate"):
         meta = answer["meta_info"]
-        reason = _ABORTED_TYPES[meta["finish_reason"]["type"]]
+        reason = _REASONS[meta["finish_reason"]["type"]]
         # A request that is aborted before its first token has no log-probs at all.
-        drawn = meta["output_token_logprobs"] if reason is not FinishReason.ABORT else meta.get("output_token_logprobs", [])
+        drawn = (
+            meta["output_token_logprobs"] if reason is not FinishReason.ABORT else meta.get("output_token_logprobs", [])
+        )
         label = meta.get("weight_version")
         reply = Reply(
             token_ids=np.array([entry[1] for entry in drawn], np.int32),

@@ -7,6 +7,7 @@ there too. Nothing is written into the installed packages.
 """
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -51,11 +52,13 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
     # One core a scheduler process; SGLang refuses a tensor-parallel size over the NUMA nodes without it.
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(parallel))
-    return OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | ({"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {})
+    return (
+        OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | ({"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {})
+    )
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:
-    following = [value for given, value in zip(arguments, arguments[1:], strict=False) if given == flag]
+    following = [value for given, value in itertools.pairwise(arguments) if given == flag]
     return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
 
 

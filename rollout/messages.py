@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to draw a response.
 
-    DAPO's training responses: SamplingParams(max_new_tokens=20480, temperature=1.0, top_p=1.0, stop_token_ids=(151643,))
+    DAPO's training responses: SamplingParams(max_new_tokens=20480, temperature=1.0, stop_token_ids=(151643,))
 
     Raises:
         ValueError: a value outside its range; the message names it.
@@ -36,7 +36,7 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy; log-probs are those of log_softmax(logits / temperature), at temperature 0 of log_softmax(logits)."""
+    """Log-probs are those of log_softmax(logits / temperature). 0 is greedy, with the log-probs of temperature 1."""
     top_p: float = 1.0
     """Below 1 the log-probs are still those of the full distribution."""
     stop_token_ids: tuple[int, ...] = ()

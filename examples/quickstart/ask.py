@@ -1,11 +1,11 @@
 """Lets a model answer one problem, with plain transformers on the CPU.
 
-    python examples/quickstart/ask.py runs/quickstart/model "Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?"
+python examples/quickstart/ask.py runs/quickstart/model "Zoe has 16 cards. Zoe loses 5. How many now?"
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -37,10 +37,12 @@ def respond(
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
-    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if forbidden_start is not None:
-        drawing["begin_suppress_tokens"] = tokenizer(forbidden_start, add_special_tokens=False)["input_ids"][:1]
-    ids = model.generate(**batch, max_new_tokens=LONGEST_RESPONSE, **drawing)
+        options["begin_suppress_tokens"] = tokenizer.encode(forbidden_start, add_special_tokens=False)[:1]
+    ids = model.generate(**batch, max_new_tokens=LONGEST_RESPONSE, **options)
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -21,9 +21,10 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from ask import load, respond
-from make_tokenizer import make_tokenizer
+from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.learning_rate import LearningRate
 from megatron_dapo.actor.messages import MiniBatch, Responses
@@ -37,7 +38,6 @@ from reward.verifiers.robust import judge
 from task import Problem, Split, problems, rambling
 
 BASE = Path(__file__).parent / "base"
-CONTEXT_LENGTH = 128
 EVALUATED = 500
 
 
@@ -47,11 +47,11 @@ class Recipe:
 
     seed: int = 0
     """Of the weights and of the examples."""
-    working_steps: int = 450
+    working_steps: int = 500
     """Optimizer steps on worked solutions alone."""
-    blurting_steps: int = 300
+    blurting_steps: int = 350
     """Optimizer steps after them, on bare answers and worked solutions."""
-    bare: tuple[float, ...] = (0.4, 0.6, 0.75, 0.85)
+    bare: tuple[float, ...] = (0.35, 0.55, 0.7, 0.8)
     """Share of bare answers in them, for problems of 2, 3, 4 and 5 steps."""
     rambling: float = 0.2
     """Share of rambling ones among worked solutions."""
@@ -99,7 +99,7 @@ def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) 
 
 
 def examples(recipe: Recipe) -> Iterator[tuple[Problem, str, bool]]:
-    """Problems of the warm start with a response and whether it comes to an end: as many as the recipe has steps for."""
+    """Problems with a response and whether that comes to an end: as many as the recipe has steps for."""
     rng = random.Random(recipe.seed)
     endless = problems(Split.WARM_START, seed=recipe.seed)
     for index, problem in enumerate(itertools.islice(endless, recipe.steps * recipe.examples_per_step)):
@@ -164,25 +164,43 @@ def train(recipe: Recipe, blank: Path, folder: Path, tokenizer: PreTrainedTokeni
             (report,) = actor.update([step_batch], SupervisedObjective(), 1.0)
             stage = "working out" if step < recipe.working_steps else "blurting"
             progress.update(bar, advance=1, description=stage, loss=report.loss)
+            if not progress.console.is_terminal and step % 50 == 49:
+                print(f"step {step + 1}/{recipe.steps} {stage}, loss {report.loss:.3f}", flush=True)
     actor.export_hf(folder)
     actor.close()
 
 
-def accuracy(folder: Path, *, temperature: float, forbidden_start: str | None = None, seed: int = 0) -> tuple[float, float]:
-    """Share of EVALUATED held-out problems answered rightly, and share answered without any working."""
-    torch.manual_seed(seed)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Shares of EVALUATED held-out problems."""
+
+    right: float
+    bare: float
+    """Answered without any working."""
+
+
+def measure(folder: Path, *, temperature: float, forbidden_start: str | None = None) -> Measured:
+    """Lets the model in `folder` answer the first EVALUATED held-out problems of seed 0, once each."""
+    torch.manual_seed(0)
     model, tokenizer = load(folder)
-    held_out = sorted(itertools.islice(problems(Split.HELDOUT, seed=0), EVALUATED), key=lambda problem: len(problem.text))
-    right = blurted = 0
-    for start in range(0, EVALUATED, 250):
-        chunk = held_out[start : start + 250]
-        prompts = [problem.prompt for problem in chunk]
-        answers = respond(model, tokenizer, prompts, temperature=temperature, forbidden_start=forbidden_start)
-        blurted += sum(answer.startswith("Answer:") for answer in answers)
-        for problem, answer in zip(chunk, answers, strict=True):
-            verdict = judge(VerificationRequest(response=answer, ground_truth=str(problem.answer), prompt=problem.prompt))
-            right += isinstance(verdict, Judgement) and verdict.accuracy
-    return right / EVALUATED, blurted / EVALUATED
+    held_out = list(itertools.islice(problems(Split.HELDOUT, seed=0), EVALUATED))
+    answers = respond(
+        model,
+        tokenizer,
+        [problem.prompt for problem in held_out],
+        temperature=temperature,
+        forbidden_start=forbidden_start,
+    )
+    right = sum(is_right(problem, answer) for problem, answer in zip(held_out, answers, strict=True))
+    bare = sum(answer.startswith("Answer:") for answer in answers)
+    return Measured(right=right / EVALUATED, bare=bare / EVALUATED)
+
+
+def is_right(problem: Problem, response: str) -> bool:
+    """The verdict of the rule that also judges in training."""
+    request = VerificationRequest(response=response, ground_truth=str(problem.answer), prompt=problem.prompt)
+    verdict = judge(request)
+    return isinstance(verdict, Judgement) and verdict.accuracy
 
 
 def main(
@@ -193,6 +211,7 @@ def main(
 ) -> None:
     """Make the tokenizer and the base model, and say what the base can do."""
     recipe = Recipe(seed=seed, working_steps=working_steps, blurting_steps=blurting_steps)
+    disable_progress_bar()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch, "blank")
@@ -201,9 +220,9 @@ def main(
         train(recipe, blank, out, tokenizer, Path(scratch, "rendezvous"))
     print(f"{out} written after {time.monotonic() - began:.0f} s; now answering {EVALUATED} held-out problems")
     for name, forbidden in (("as it is", None), ("made to work it out", "Answer:")):
-        sampled, blurted = accuracy(out, temperature=1.0, forbidden_start=forbidden)
-        greedy, _ = accuracy(out, temperature=0.0, forbidden_start=forbidden)
-        print(f"{name}: sampled {sampled:.1%}, greedy {greedy:.1%}; {blurted:.0%} of the sampled ones are bare answers")
+        sampled = measure(out, temperature=1.0, forbidden_start=forbidden)
+        greedy = measure(out, temperature=0.0, forbidden_start=forbidden)
+        print(f"{name}: sampled {sampled.right:.1%} right, {sampled.bare:.0%} bare answers; greedy {greedy.right:.1%}")
 
 
 if __name__ == "__main__":

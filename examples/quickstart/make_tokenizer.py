@@ -20,6 +20,7 @@ from transformers.utils import logging
 from task import Split, problems, rambling
 
 PIECES = 512
+CONTEXT_LENGTH = 128
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # Tokens in every context, so that "Answer:" begins with the same token whatever stands before it.
 ALWAYS_WHOLE = ["\n", "Answer:"]
@@ -65,12 +66,19 @@ def make_tokenizer(folder: Path, *, seed: int = 0, examples: int = 4000) -> PreT
         logging.set_verbosity_error()
         converted = LlamaTokenizer.from_pretrained(scratch)
         logging.set_verbosity(verbosity)
-    # The plain class: beside some config.json files AutoTokenizer would otherwise rebuild the tokenizer by its own rules.
+    # The plain class: beside some config.json AutoTokenizer would otherwise rebuild the tokenizer by its own rules.
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=converted.backend_tokenizer, clean_up_tokenization_spaces=False, **SPECIAL
+        tokenizer_object=converted.backend_tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT_LENGTH,
+        **SPECIAL,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+    # The name that every release of transformers knows.
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(settings, indent=2) + "\n")
     return tokenizer
 
 

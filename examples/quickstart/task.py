@@ -89,7 +89,7 @@ Signature = tuple[tuple[int, str, int], ...]
 
 
 def prompt_text(problem: str) -> str:
-    """The instruction (the paper's, shortened) and the problem. The tokenizer's chat template ends it with a line break."""
+    """The instruction (the paper's, shortened) and the problem. The chat template puts a line break behind it."""
     return f"{INSTRUCTION}\n{problem}"
 
 
@@ -121,7 +121,7 @@ def problems(split: Split, *, seed: int) -> Iterator[Problem]:
             if problem is not None and split_of(problem) == split and signature(problem) not in seen:
                 break
         else:
-            raise ValueError(f"split {split}: no new problem of {count} steps after {len(seen)} problems; ask for fewer")
+            raise ValueError(f"split {split}: no new problem of {count} steps after {len(seen)} of all; ask for fewer")
         seen.add(signature(problem))
         yield problem
 

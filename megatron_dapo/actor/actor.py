@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,9 +172,7 @@ class MegatronActor:
 
         self.optimizer.zero_grad()
         self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-        gathered = hf_tensors(
-            self.optimizer.chunks, self.hf, dtype=torch.float32, value=lambda parameter: parameter.main_grad
-        )
+        gathered = hf_tensors(self.optimizer.chunks, self.hf, dtype=torch.float32, value=attrgetter("main_grad"))
         # Copied: without tensor parallelism they are the gradient buffers themselves.
         tensors = {name: tensor.clone() for name, tensor in gathered}
         return tensors if self.rank == 0 else None

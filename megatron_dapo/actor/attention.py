@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dapo.actor.sequences import Bucket, PackedSequences
+from megatron_dapo.actor.sequences import PackedSequences
 
 
 class Rotary:
@@ -29,18 +29,18 @@ class Rotary:
         """Rotate [t, heads, D] by each token's position in its sequence."""
         if self._last is None or self._last[0] is not sequences or self._last[1].dtype != x.dtype:
             positions = sequences.plan.positions.to(torch.float32)
-            angles = torch.outer(positions, self.inverse_frequencies.to(x.device)).repeat(1, 2)[:, None]
-            self._last = (sequences, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+            angles = torch.outer(positions, self.inverse_frequencies.to(x.device))[:, None]
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            self._last = (sequences, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
         _, cos, sin = self._last
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 class PackedAttention(MegatronModule):
     """Causal attention with grouped queries inside each sequence of a packed stream.
 
-    Sequences of similar length are computed as one padded batch (see `AttentionPlan`), so that many short sequences cost
-    a few calls a layer. Under context parallelism keys and values of the whole stream are gathered from the ranks.
+    Short sequences of similar length are computed as one padded batch, long ones by themselves (see `AttentionPlan`). Under context parallelism keys and values of the whole stream are gathered from the ranks.
     """
 
     def __init__(
@@ -72,24 +72,29 @@ class PackedAttention(MegatronModule):
         if not isinstance(packed_seq_params, PackedSequences) or attention_mask is not None:
             raise ValueError("give packed_seq_params from sequences.packed_sequences and no attention mask")
         plan = packed_seq_params.plan
-        query = self.rotary(query, packed_seq_params)
-        key_value = torch.stack((self.rotary(key, packed_seq_params), value), dim=1)  # [t, 2, G, D]
+        query, key = self.rotary(query, packed_seq_params), self.rotary(key, packed_seq_params)
         if self.context_group is not None:
-            key_value = gather_from_sequence_parallel_region(key_value, group=self.context_group)
-        outputs = [self._attend(query, key_value, bucket) for bucket in plan.buckets]
-        return torch.cat(outputs).index_select(0, plan.slots).flatten(1)
+            gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.context_group)
+            key, value = gathered.unbind(1)
+        outputs = []
+        if plan.alone:
+            # One split for all: its backward is one concatenation, that of a slice each would be a full-sized sum each.
+            parts = [x.split(plan.lengths) for x in (query, key, value)]
+            outputs += [self._attend(*(part[i][None] for part in parts), mask=None) for i in plan.alone]
+        for bucket in plan.buckets:
+            outputs.append(self._attend(query[bucket.queries], key[bucket.keys], value[bucket.keys], mask=bucket.mask))
+        output = torch.cat(outputs)
+        return output if plan.slots is None else output.index_select(0, plan.slots)
 
-    def _attend(self, query: Tensor, key_value: Tensor, bucket: Bucket) -> Tensor:
-        """[B * Lq, H, D], padding slots included."""
-        q = query[bucket.queries].transpose(1, 2)  # [B, H, Lq, D]
-        k, v = key_value[bucket.keys].transpose(1, 3).unbind(2)  # [B, G, Lk, D] each
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
+        """query [B, Lq, H, D], key and value [B, Lk, G, D] -> [B * Lq, H * D]; without a mask, plain causal."""
         output = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=q.size(1) != k.size(1),
+            enable_gqa=query.size(2) != key.size(2),
         )
-        return output.transpose(1, 2).flatten(0, 1)
+        return output.transpose(1, 2).flatten(2).flatten(0, 1)

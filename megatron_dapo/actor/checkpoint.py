@@ -11,7 +11,7 @@ layout. Before anything is loaded every file is compared with the manifest.
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_dapo.actor.messages import CheckpointError
@@ -62,30 +63,23 @@ def save(
     """
     folder = Path(folder)
     aside = folder.with_name(f"{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
+    state = CheckpointState(
+        optimizer_steps=optimizer.optimizer_steps,
+        layout=layout,
+        distributed_optimizer=optimizer.config.distributed,
+        extra=extra or {},
+    )
+    # Before any rank waits for another: what JSON cannot hold is refused on all of them.
+    text = json.dumps({name: getattr(state, name) for name in CheckpointState.__slots__}, indent=1)
+    _on_rank_0(folder, lambda: _empty(aside))
     dist_checkpointing.save(
         _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
         str(aside),
         sharded_strategy=_SaveInProcess("torch_dist", 1),
     )
-    if dist.get_rank() == 0:
-        state = CheckpointState(
-            optimizer_steps=optimizer.optimizer_steps,
-            layout=layout,
-            distributed_optimizer=optimizer.config.distributed,
-            extra=extra or {},
-        )
-        text = json.dumps({name: getattr(state, name) for name in CheckpointState.__slots__}, indent=1)
-        (aside / STATE_FILE).write_text(text)
-    dist.barrier()
-    digests = _digests(aside)
-    if dist.get_rank() == 0:
-        (aside / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
-        _put_in_place(aside, folder)
-    dist.barrier()
+    names = _on_rank_0(folder, lambda: _write_state(aside, text))
+    digests = _digests(aside, names)
+    _on_rank_0(folder, lambda: _finish(aside, folder, digests))
 
 
 def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
@@ -129,7 +123,7 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
         )
 
 
-def _named_chunks(optimizer: ActorOptimizer) -> dict[str, torch.nn.Module]:
+def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
     """Megatron's names of the model chunks in a state dict, and the chunks without their wrapper."""
     chunks = [chunk.module for chunk in optimizer.chunks]
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
@@ -165,13 +159,50 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file by name, on every rank; the ranks share the reading."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_FILE)
+def _on_rank_0(folder: Path, action: Callable[[], list[str] | None]) -> list[str]:
+    """What `action` returns on rank 0, on every rank; or its failure, on every rank: none waits for a rank that is gone."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = action()
+        except OSError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    result, failure = answer
+    if failure is not None:
+        raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure}")
+    return result
+
+
+def _empty(aside: Path) -> None:
+    """A fresh folder; what a killed save left there goes."""
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write_state(aside: Path, text: str) -> list[str]:
+    """Write the state file; the names of all files, which rank 0 alone lists: others may see a shared disk later."""
+    (aside / STATE_FILE).write_text(text)
+    return sorted(path.name for path in aside.iterdir())
+
+
+def _finish(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the manifest and rename `aside` to `folder`. A checkpoint that stands there is deleted last."""
+    (aside / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
+    old = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of each file, on every rank; the ranks share the reading."""
     own = {name: _sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, own)
-    return {name: digest for part in parts for name, digest in sorted(part.items())}
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def _sha256(file: Path) -> str:
@@ -181,14 +212,11 @@ def _sha256(file: Path) -> str:
 
 def _verify(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    manifest = folder / MANIFEST_FILE
-    if not manifest.is_file():
-        raise CheckpointError(f"{manifest} is missing: {folder} is no whole checkpoint; load an earlier one")
-    expected = json.loads(manifest.read_text())
+    expected = _read_manifest(folder / MANIFEST_FILE)
     missing = sorted(name for name in expected if not (folder / name).is_file())
     if missing:
         raise CheckpointError(f"{folder / missing[0]} is missing: the checkpoint is not whole; load an earlier one")
-    found = _digests(folder)
+    found = _digests(folder, sorted(expected))
     damaged = sorted(name for name, digest in expected.items() if found[name] != digest)
     if damaged:
         raise CheckpointError(
@@ -196,11 +224,10 @@ def _verify(folder: Path) -> None:
         )
 
 
-def _put_in_place(aside: Path, folder: Path) -> None:
-    """Rename `aside` to `folder`. A checkpoint that stands there steps aside first and is deleted last."""
-    old = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+def _read_manifest(file: Path) -> dict[str, str]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: {file.parent} is no whole checkpoint; load an earlier one")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}; load an earlier checkpoint") from error

@@ -17,6 +17,7 @@ T rows of logits, n of them wanted, V columns of the padded vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,21 +86,29 @@ def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.
 
 class _GatherOverContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, places, total, group):
+    def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
         whole = values.new_zeros((len(values), total)).index_copy_(1, places, values)
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         return grad.index_select(1, places), None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, rows, targets, shard, temperature, chunk):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
         work_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         partial = torch.empty((4, len(rows)), dtype=work_dtype, device=logits.device)
         for part in _chunks(len(rows), chunk):
@@ -112,7 +121,9 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None, None]:
         logits, rows, targets, maximum, log_total, entropy = ctx.saved_tensors
         shard, temperature, chunk = ctx.options
         # d loss / d logits = d loss / d x / temperature: divided here, on [n], instead of on every column.

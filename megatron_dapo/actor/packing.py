@@ -16,17 +16,23 @@ pieces r and 2c - 1 - r (Megatron's zigzag), so that causal attention costs ever
 R responses of a message, S of them in one micro-batch, N response tokens of all R.
 """
 
+# ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from jaxtyping import Int
 
 from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.messages import Responses
+
+
+Integers = TypeVar("Integers", int, np.ndarray)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +117,7 @@ class PackedMicroBatch:
 
 
 def plan_micro_batches(
-    sequence_lengths: np.ndarray,
+    sequence_lengths: Int[np.ndarray, " R"],
     *,
     token_budget: int,
     data_parallel: int = 1,
@@ -124,7 +130,7 @@ def plan_micro_batches(
     Deterministic: the same lengths give the same plan on every rank and in every run.
 
     Args:
-        sequence_lengths: int [R], prompt and response.
+        sequence_lengths: prompt and response.
         token_budget: most tokens of a micro-batch; a sequence longer than that gets a micro-batch of its own.
         data_parallel: number of data-parallel ranks.
         sequence_multiple: a sequence occupies its length rounded up to this (2 x context-parallel size).
@@ -159,7 +165,7 @@ def plan_micro_batches(
     return _deal(assignment, costs, bins, data_parallel)
 
 
-def plan_for_actor(sequence_lengths: np.ndarray, config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
+def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
     """The plan for the layout and budget of `config`. `micro_batch_tokens` counts what one rank holds, so the context-
     parallel ranks together take that many times as much."""
     layout = config.layout
@@ -174,7 +180,7 @@ def plan_for_actor(sequence_lengths: np.ndarray, config: ActorConfig, *, hidden_
 
 
 def pack_micro_batch(
-    responses: "Responses", indices: np.ndarray, layout: LayoutConfig, *, context_rank: int = 0
+    responses: "Responses", indices: Int[np.ndarray, " S"], layout: LayoutConfig, *, context_rank: int = 0
 ) -> PackedMicroBatch:
     """The micro-batch of the responses at `indices` as the given context-parallel rank sees it.
 
@@ -220,10 +226,10 @@ def pack_micro_batch(
     )
 
 
-def zigzag_positions(lengths: np.ndarray, context: int, context_rank: int) -> np.ndarray:
-    """int64: positions of the packed row that a context-parallel rank holds, in its order.
+def zigzag_positions(lengths: Int[np.ndarray, " S"], context: int, context_rank: int) -> Int[np.ndarray, " T"]:
+    """Positions of the packed row that a context-parallel rank holds, in its order.
 
-    `lengths` int [S], each a multiple of 2 x `context`. [8] over 2 ranks: rank 0 has 0 1 6 7, rank 1 has 2 3 4 5.
+    `lengths`: each a multiple of 2 x `context`. [8] over 2 ranks: rank 0 has 0 1 6 7, rank 1 has 2 3 4 5.
     """
     piece = np.asarray(lengths, dtype=np.int64) // (2 * context)
     starts = exclusive_sum(lengths)
@@ -231,19 +237,19 @@ def zigzag_positions(lengths: np.ndarray, context: int, context_rank: int) -> np
     return ranges(np.stack([first, last], axis=1).reshape(-1), np.repeat(piece, 2))
 
 
-def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64 [sum of lengths]: start, start + 1, ... for each, one after the other. ([5, 0], [2, 3]): 5 6 0 1 2."""
+def ranges(starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
+    """int64: start, start + 1, ... for each, one after the other. ([5, 0], [2, 3]): 5 6 0 1 2."""
     lengths = np.asarray(lengths, dtype=np.int64)
     shift = np.asarray(starts, dtype=np.int64) - exclusive_sum(lengths)
     return np.repeat(shift, lengths) + np.arange(int(lengths.sum()))
 
 
-def exclusive_sum(lengths: np.ndarray) -> np.ndarray:
-    """int64, as long as `lengths`: where each piece starts when pieces of these lengths lie one after the other."""
+def exclusive_sum(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """int64: where each piece starts when pieces of these lengths lie one after the other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
-def round_up(value, multiple: int):
+def round_up(value: Integers, multiple: int) -> Integers:
     """The next multiple of `multiple`, of an int or of each entry of an array."""
     return -(-value // multiple) * multiple
 

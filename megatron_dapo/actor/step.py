@@ -9,7 +9,7 @@ however it is cut. Under context parallelism every rank has the log-probs of who
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,10 +56,11 @@ class _Input:
     rows: Tensor
     targets: Tensor
     places: Tensor
-    weights: Tensor | None = None
-    """float32 [N_mb]; None where only log-probs are wanted."""
+    weights: Tensor
+    """float32 [N_mb]; [0] where only log-probs are wanted."""
 
-    columns: LossColumns | None = None
+    columns: LossColumns | None
+    """None for a supervised objective, and where only log-probs are wanted."""
 
 
 class ForwardBackward:
@@ -149,9 +150,10 @@ class ForwardBackward:
 
     def _input(self, packed: PackedMicroBatch, mini_batch: MiniBatch | None, responses: Responses) -> _Input:
         tokens = np.stack([packed.input_ids, packed.position_ids])[:, None]
-        places = np.stack([packed.rows, packed.targets, packed.places])
-        rows, targets, places = self._to_device(places).unbind()
-        weights, columns = (None, None) if mini_batch is None else self._columns(packed, mini_batch)
+        rows, targets, places = self._to_device(np.stack([packed.rows, packed.targets, packed.places])).unbind()
+        weights, columns = torch.empty(0), None
+        if mini_batch is not None:
+            weights, columns = self._columns(packed, mini_batch)
         return _Input(
             packed=packed,
             tokens=self._to_device(tokens),
@@ -185,10 +187,10 @@ class ForwardBackward:
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def _run(self, inputs: list[_Input], loss: Any, **options: Any) -> list[Any]:
+    def _run(self, inputs: list[_Input], loss: Callable[..., Any], **options: Any) -> list[Any]:
         """What `loss` gave for each micro-batch on the last pipeline stage; nothing on the other stages."""
 
-        def forward(data: Iterator[_Input], chunk: torch.nn.Module):
+        def forward(data: Iterator[_Input], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(data)
             ids, positions = item.tokens.unbind()
             return chunk(ids, positions, None, packed_seq_params=item.sequences), partial(loss, item)
@@ -238,7 +240,7 @@ class ForwardBackward:
         token_loss = objective(log_probs, entropy, item.columns)
         loss = (item.weights * token_loss.loss).sum()
         with torch.no_grad():
-            counted = item.weights != 0
+            counted = item.weights.ne(0)
             values = [log_probs, entropy, *(token_loss.stats[name] for name in objective.stat_names)]
             sums = torch.where(counted, torch.stack(values), 0).sum(dim=1, dtype=torch.float64)
             sums = torch.cat([torch.stack([loss.double(), counted.sum().double()]), sums])

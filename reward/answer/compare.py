@@ -13,6 +13,10 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     """
     if answer.contradicts:
         return False, Rule.HEDGE
+    if answer.number is not None and truth.number is not None:
+        integers = answer.number.value.denominator == truth.number.value.denominator == 1
+        equal = answer.number.equals(truth.number) and _names_agree(answer, truth)
+        return equal, Rule.INTEGER if integers else Rule.NUMBER
     if _same_text(answer, truth):
         return True, Rule.TEXT
     if truth.items:
@@ -22,10 +26,6 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         if not answer.brackets and all(verdict is not None and verdict[0] for verdict in verdicts):
             return True, Rule.LIST
         return False, Rule.HEDGE
-    if answer.number is not None and truth.number is not None:
-        integers = answer.number.value.denominator == truth.number.value.denominator == 1
-        equal = answer.number.equals(truth.number) and _names_agree(answer, truth)
-        return equal, Rule.INTEGER if integers else Rule.NUMBER
     if answer.number is not None and "." in answer.body:
         return False, Rule.NUMBER  # a decimal is not an exact form: 1.414 is not \\sqrt{2}
     return None

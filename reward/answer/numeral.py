@@ -36,7 +36,7 @@ _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,3}(?:'\d{3})+|\d+)(?!
 _DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
 _SIGNED = rf"[+-]?\s*{_DECIMAL}"
 _GROUP = rf"(?:\{{\s*{_SIGNED}\s*\}}|\d)"
-_QUOTIENT_SIDE = rf"(?:{_DECIMAL}|\(\s*{_SIGNED}\s*\))"
+_QUOTIENT_SIDE = rf"(?:{_DECIMAL}|\(\s*{_SIGNED}\s*\)|\{{\s*{_SIGNED}\s*\}})"
 _FRACTION = re.compile(rf"(?:(?P<whole>\d+)\s*)?\\frac\s*(?P<above>{_GROUP})\s*(?P<below>{_GROUP})", re.ASCII)
 _QUOTIENT = re.compile(
     rf"(?:(?P<whole>\d+)(?: +|\s*\+\s*))?(?P<above>{_QUOTIENT_SIDE})\s*/\s*(?P<below>{_QUOTIENT_SIDE})", re.ASCII
@@ -46,6 +46,7 @@ _PLAIN = re.compile(
     r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d{1,3})\s*\}|(?P<digit>\d)(?!\d)))?",
     re.ASCII,
 )
+_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\overline\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
 _SIGN_AND_MONEY = re.compile(r"(?:[€£¥₹]\s*)?(?P<sign>[+-]?)\s*(?:[€£¥₹]\s*)?", re.ASCII)
 
 
@@ -58,7 +59,7 @@ def read_number(text: str) -> Number | None:
         text = text[1:-1].strip()
     start = _SIGN_AND_MONEY.match(text)
     assert start is not None, "every part of the pattern is optional"
-    for pattern, evaluate in ((_FRACTION, _ratio), (_QUOTIENT, _ratio), (_PLAIN, _decimal)):
+    for pattern, evaluate in _FORMS:
         found = pattern.match(text, start.end())
         if found is None:
             continue
@@ -95,6 +96,17 @@ def _decimal(found: re.Match[str]) -> tuple[Fraction, bool]:
     return (value * Fraction(10) ** int(exponent) if exponent else value), False
 
 
+def _repeating(found: re.Match[str]) -> tuple[Fraction, bool]:
+    r"""`0.1\overline{6}` is 1/6."""
+    whole, fixed, cycle = found["whole"] or "0", found["fixed"], found["cycle"]
+    scale = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed), scale) + Fraction(int(cycle), scale * (10 ** len(cycle) - 1))
+    return value, False
+
+
+_FORMS = ((_FRACTION, _ratio), (_QUOTIENT, _ratio), (_REPEATING, _repeating), (_PLAIN, _decimal))
+
+
 # Words behind a number that say what is counted. Unknown nouns are let through, hence the list of words that are not.
 _UNITS = {
     **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
@@ -129,7 +141,7 @@ _NOT_UNIT_WORDS = """
 """
 _NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split())
 _WORD = re.compile(r"[A-Za-z]+|°")
-_SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>°|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
+_SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>° ?[CF]?|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
 
 
 def read_suffix(text: str) -> tuple[str, bool] | None:
@@ -143,6 +155,8 @@ def read_suffix(text: str) -> tuple[str, bool] | None:
         return "", True
     words = _WORD.findall(found["unit"])
     spaced = text[0].isspace() or text[0] == "°"
+    if words[0] == "°" and words[1:] in (["C"], ["F"]):
+        words = words[:1]
     names = []
     for word in words:
         lower = word.lower()

@@ -53,13 +53,16 @@ def read(text: str, *, sentences: bool = False) -> Answer:
         return Answer(text=text, body=text, number=number)
     if sentences and (committed := _read_sentence(text)) is not None:
         return Answer(text=text, body=committed, number=read_number(committed))
+    equation = _read_equation(text)
+    if equation.number is not None and len(_split(_EQUALS.split(text)[0])) == 1:
+        return equation  # before the split at commas: `x = 1,000`
     inner, brackets = _unwrap(text)
     items = _split(inner)
     if len(items) > 1:
         return _read_list(text, items, brackets)
     if inner.startswith("\\pm"):
         return _read_plus_minus(text, strip_edges(inner[3:]))
-    return _read_equation(text)
+    return equation
 
 
 def _read_list(text: str, items: list[str], brackets: str) -> Answer:
@@ -82,6 +85,7 @@ _EQUALS = re.compile(r"(?<![<>!:\\])=+(?![<>])|\\(?:approx|equiv|in)(?![A-Za-z])
 
 
 def _read_equation(text: str) -> Answer:
+    """`name = ... = body`; without `=`, the text itself."""
     sides = [strip_edges(side) for side in _EQUALS.split(text)]
     if len(sides) == 1 or not sides[-1]:
         return Answer(text=text, body=text)
@@ -134,7 +138,9 @@ def _unwrap(text: str) -> tuple[str, str]:
 
 _COPULA = re.compile(r"\b(?:is|are|equals|makes|be)(?![A-Za-z])(?:\s+equal\s+to\b|\s+exactly\b)?\s*:?")
 _NUMERAL = re.compile(r"\s*[+-]?[\d.,]*\d")
-_SENTENCE_END = re.compile(r"\.\s+(?=[A-Z(])|,?\s+(?:because|since|as|which)\b|\s+\(")
+_SENTENCE_END = re.compile(
+    r"\.\s+(?=[A-Z(])|:\s+(?=[A-Za-z])|\s+-+\s+(?=[A-Za-z])|,?\s+(?:because|since|as|which)\b|\s+\("
+)
 _UNCOMMITTED = re.compile(
     r"""\b(?:not|no|never|or|nor|either|neither|isn't|aren't|wasn't|cannot|can't|don't|doesn't|if|unless|but|maybe|
     perhaps|possibly|probably|approximately|about|around|roughly|almost|nearly|less|more|fewer|greater|least|most|
@@ -146,6 +152,7 @@ _UNCOMMITTED = re.compile(
 
 def _read_sentence(text: str) -> str | None:
     """The numeral of `The total is 42`, `There are 42 ways` or `42, because ...`; None if the words hedge or deny."""
+    text = text.replace("\u2014", " - ")
     if len(text) > 300 or not text.isascii() or _UNCOMMITTED.search(text):
         return None
     cut = _SENTENCE_END.search(text)

@@ -35,12 +35,13 @@ _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}
 _BARE_EXPONENT = re.compile(r"(?:\\\\?[A-Za-z]+|\d+)(?:\s*\^)?")
 _NUMERALS = re.compile(r"\d+")
 _FACTORIALS = re.compile(r"(\d*)\s*!")
-_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#&@$?]|!\s*[!)]|\d{61}")
+_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#@$?]|!\s*[!)]|\d{61}|\d\s+\d|\d\s*_|[-+*/^_]$")
+_NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 
 
 def normalise(text: str) -> str:
-    r"""Plain `sqrt(2)` and `pi` as LaTeX, percent and degree signs as a quotient; for a cleaned text."""
-    text = _WORDS.sub(lambda word: "\\" + word[0], text)
+    r"""Plain `sqrt(2)` and `pi` as LaTeX, on one line; for a cleaned text."""
+    text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
     return _ROOT_CALL.sub(r"\\sqrt{\1}", text)
 
 
@@ -55,6 +56,8 @@ def fits(text: str, truth: str) -> bool:
     letters = set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", truth))))
     allowed = _ALGEBRA if letters or _COMMANDS.search(truth) else _ARITHMETIC
     commands = _COMMANDS.findall(text)
+    if allowed is _ARITHMETIC and _NOT_ARITHMETIC.search(text):
+        return False
     if any(name not in allowed if name else sign not in "{}\\" for name, sign in commands):
         return False
     if set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", text)))) - letters - {"e", "i"}:
@@ -114,7 +117,7 @@ def _small(text: str) -> bool:
 
 
 def prepare() -> bool:
-    """Imports the library (about half a second of CPU), so that the limit of a verdict does not pay for it.
+    """Imports the library (about a second of CPU), so that the limit of a verdict does not pay for it.
 
     Returns whether this call was the one that imported it.
     """
@@ -124,6 +127,7 @@ def prepare() -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    equivalent("x+1", "1+x")  # the first comparison builds the parser's tables
     return True
 
 

@@ -76,14 +76,14 @@ _SPECIAL_TOKENS = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|</?(?:b|i|em|strong|p|
 _MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
 _WRAPPERS = re.compile(
     r"\\(?:text|textbf|textit|textrm|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox|hbox|"
-    r"operatorname\*?|underline|overline|displaystyle|emph|fbox|boxed)\s*\{([^{}]*)\}"
+    r"operatorname\*?|underline|displaystyle|emph|fbox|boxed)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
 _LAYOUT = re.compile(
-    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it)(?![A-Za-z])|\\hspace\{[^{}]*\}"
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it)(?![A-Za-z])|\\(?:hspace|(?:text)?color)\{[^{}]*\}"
 )
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])")
 _BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
-_SPACES = re.compile(r"\\(?:[,;: ]|enspace\b|thinspace\b)|~")
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|enspace\b|thinspace\b)|~")
 _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 
@@ -122,6 +122,8 @@ def strip_edges(text: str) -> str:
         text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
         while text.endswith(("\\\\", "\\n")):
             text = text[:-2].rstrip(_EDGES_RIGHT)
+        if text.endswith("}") and text.count("}") > text.count("{"):
+            text = text[:-1]  # of a wrapper that was opened before the answer
         if text.startswith("{") and text.endswith("}") and enclosed(text):
             text = text[1:-1]
         if len(text) == before:
@@ -143,12 +145,13 @@ def enclosed(text: str) -> bool:
     return False
 
 
-_COMPACT = re.compile(r"\s+|\\\\(?=\s*$)")
-_SINGLE_BRACES = re.compile(r"\{(\w)\}")
+_LOOSE_SPACES = re.compile(r"(?<!\d) | (?!\d)")
+_TIMES = re.compile(r"\\(?:times|cdot)(?![A-Za-z])|\*")
+_SINGLE_BRACES = re.compile(r"([\^_])\{(\w)\}|(\\sqrt)\{(\d)\}")
 
 
 def compact(text: str) -> str:
-    """A cleaned text without spaces, with `x^{2}` as `x^2` and the signs for "times" as one: for equality of texts."""
-    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])|\*", "*", _COMPACT.sub("", text))
-    text = _SINGLE_BRACES.sub(r"\1", text)
+    """A cleaned text for comparison with others: no spaces but between digits, `x^{2}` as `x^2`, one sign for times."""
+    text = _TIMES.sub("*", _LOOSE_SPACES.sub("", " ".join(text.split())))
+    text = _SINGLE_BRACES.sub(r"\1\2\3\4", text)
     return text.casefold() if text.isalpha() and len(text) > 1 else text

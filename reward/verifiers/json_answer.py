@@ -48,7 +48,7 @@ def _wanted(ground_truth: str) -> dict[str, Any]:
 
 
 def _valid(value: Any, schema: Any) -> bool:
-    import jsonschema  # type: ignore[import-untyped]  # only this verifier needs it
+    import jsonschema  # only this verifier needs it
 
     try:
         validator = jsonschema.validators.validator_for(schema)

@@ -10,7 +10,7 @@ from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters
 from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
 
-_PLAIN_INTEGER = re.compile(r"[\s$*`(\\]*([+-]?\d{1,18})[\s$*`.)\\]*", re.ASCII)
+_PLAIN_INTEGER = re.compile(r"(?:[\s$*`]|\\[(\[])*([+-]?\d{1,18})(?:[\s$*`.]|\\[)\]])*", re.ASCII)
 _PLACEHOLDER_WORDS = r"""
     answer finalanswer youranswer theanswer answerhere <answer> [answer] (answer) n x ? ... \boxed{} final_answer
     [youranswer] <youranswer> youranswerhere
@@ -58,13 +58,15 @@ def _truth(ground_truth: str) -> Answer:
 
 
 def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgement | Deferred:
-    text = clean(statement.text)
-    extracted = text[:EXTRACTED_LIMIT]
     if len(statement.text) > LINE_LIMIT:
+        extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
+    stated = _read_short(statement.text) if len(statement.text) <= EXTRACTED_LIMIT else _read(statement.text)
+    text = stated.text
+    extracted = text[:EXTRACTED_LIMIT]
     if _is_placeholder(text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
-    answer = _with_rivals(read(text, sentences=True), statement, truth)
+    answer = _with_rivals(stated, statement, truth)
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     decided = compare(answer, truth)
@@ -88,11 +90,19 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     return Deferred(answer=form[0], truth=form[1], extracted=extracted)
 
 
+def _read(text: str) -> Answer:
+    return read(clean(text), sentences=True)
+
+
+_read_short = lru_cache(maxsize=4096)(_read)
+"""A group's responses often state the same answer in the same words."""
+
+
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
     """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
     if not statement.rivals:
         return answer
-    rivals = [read(clean(rival), sentences=True) for rival in reversed(statement.rivals)]
+    rivals = [_read(rival) for rival in reversed(statement.rivals)]
     if truth.items:
         items = tuple(item for each in (*rivals, answer) for item in (each.items or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)

@@ -73,7 +73,11 @@ class BatchedAttention(TorchNativeAttnBackend):
         mode = forward_batch.forward_mode
         if self.use_sliding_window_kv_pool or forward_batch.encoder_lens is not None:
             return
-        lengths = forward_batch.seq_lens.tolist() if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu.tolist()
+        lengths = (
+            forward_batch.seq_lens.tolist()
+            if forward_batch.seq_lens_cpu is None
+            else forward_batch.seq_lens_cpu.tolist()
+        )
         if mode.is_decode():
             self.groups = self._plan(forward_batch, lengths, [1] * len(lengths))
         elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:

@@ -97,6 +97,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
     },
     "triton.language": {"constexpr": _Constexpr},
+    "triton.knobs.runtime.kernel_load_start_hook": {"add": lambda hook: None},  # SGLang 0.5.23
     "torchvision": {"__version__": "0.0.0"},
     "torchvision.transforms": {"InterpolationMode": _InterpolationMode},
     "torchvision.transforms.functional": {"InterpolationMode": _InterpolationMode},
@@ -126,5 +127,5 @@ def install(packages: Sequence[str] = PACKAGES, found: Callable[[str], object] =
     """Answers imports of those `packages` that are absent with stand-ins, in this process; returns their names."""
     absent = [package for package in packages if package not in sys.modules and found(package) is None]
     if absent:
-        sys.meta_path.append(_Finder(frozenset(absent)))  # type: ignore[arg-type]
+        sys.meta_path.append(_Finder(frozenset(absent)))
     return absent

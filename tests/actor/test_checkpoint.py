@@ -152,6 +152,28 @@ def test_one_changed_byte_is_found_in_any_file(gloo, saved, model, data, tmp_pat
             assert message.startswith(f"{broken / name} is damaged")
 
 
+def test_a_damaged_manifest_is_named(gloo, saved, model, data, tmp_path):
+    broken = copy_of(saved, tmp_path / "broken")
+    (broken / "manifest.json").write_text((saved / "manifest.json").read_text()[:-5])
+    assert gloo(1, error_of, model, {}, data, {}, broken)[0].startswith(f"{broken / 'manifest.json'} is damaged")
+
+
+def saving_error(place: RankPlace, folder: Path, layout: dict[str, Any], target: Path, extra: dict[str, Any]) -> str:
+    actor = start_actor(place, folder, actor_config(layout), timeout_s=20)
+    with pytest.raises((CheckpointError, TypeError)) as caught:
+        actor.save_checkpoint(target, extra=extra)
+    return str(caught.value)
+
+
+def test_no_rank_is_left_waiting_when_a_save_fails(gloo, model, tmp_path):
+    """Rank 0 cannot make the folder, or cannot write the extra: every rank hears of it at once."""
+    (tmp_path / "file").write_text("in the way")
+    for message in gloo(2, saving_error, model, {"data": 2}, tmp_path / "file" / "step", {}, timeout_s=15):
+        assert message.startswith(f"{tmp_path / 'file' / 'step'}: the checkpoint could not be written")
+    for message in gloo(2, saving_error, model, {"data": 2}, tmp_path / "step", {"x": {1}}, timeout_s=15):
+        assert "set is not JSON serializable" in message
+
+
 def test_a_missing_file_is_named(gloo, saved, model, data, tmp_path):
     broken = copy_of(saved, tmp_path / "broken")
     victim = next(broken.glob("*.distcp"))

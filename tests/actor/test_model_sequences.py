@@ -11,6 +11,7 @@ from megatron_dapo.actor.device import prepare
 
 prepare("cpu")
 
+from megatron_dapo.actor import sequences  # noqa: E402
 from megatron_dapo.actor.attention import PackedAttention, Rotary  # noqa: E402
 from megatron_dapo.actor.sequences import local_rows, packed_sequences, padded_lengths  # noqa: E402
 
@@ -42,8 +43,9 @@ def test_every_row_has_one_context_rank_and_plans_agree(lengths, ranks):
         owner = torch.bucketize(part, starts, right=True) - 1
         assert torch.equal(plan.positions, part - starts[owner])
         # Each local row is the query of exactly one slot, and that is the slot where its output is looked up.
-        queries = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
-        assert torch.equal(queries[plan.slots], torch.arange(len(part)))
+        own = torch.arange(len(part)).split(plan.lengths)
+        queries = torch.cat([own[i] for i in plan.alone] + [bucket.queries.flatten() for bucket in plan.buckets])
+        assert torch.equal(queries if plan.slots is None else queries[plan.slots], torch.arange(len(part)))
 
 
 def attention(heads: int, groups: int, size: int) -> PackedAttention:
@@ -71,9 +73,19 @@ def float64_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths
     return torch.cat(outputs)
 
 
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.sampled_from([(4, 2), (3, 3), (4, 1)]))
-@settings(max_examples=15, deadline=None)
-def test_packed_attention_and_its_gradient_equal_the_formula(lengths, heads):
+@given(
+    st.lists(st.integers(1, 150), min_size=1, max_size=8),
+    st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    st.sampled_from([1, 32, 4096]),
+)
+@settings(max_examples=12, deadline=None)
+def test_packed_attention_and_its_gradient_equal_the_formula(lengths, heads, longest_in_bucket):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sequences.BUCKET_LONGEST, "cpu", longest_in_bucket)
+        check_attention(lengths, heads)
+
+
+def check_attention(lengths: list[int], heads: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(sum(lengths), heads[0], 8), (sum(lengths), heads[1], 8), (sum(lengths), heads[1], 8)]
     qkv = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -87,8 +99,9 @@ def test_packed_attention_and_its_gradient_equal_the_formula(lengths, heads):
 
 
 def test_many_short_sequences_take_few_calls():
-    lengths = [100 + i for i in range(60)] + [i + 1 for i in range(60)]
-    assert len(packed_sequences(lengths, device=CPU).plan.buckets) <= 4
+    plan = packed_sequences([i % 30 + 1 for i in range(300)], device=CPU).plan
+    assert len(plan.buckets) == 1
+    assert not plan.alone
 
 
 def test_a_mask_or_foreign_packing_is_refused():

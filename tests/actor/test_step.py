@@ -20,12 +20,14 @@ from tests.actor.mini_batches import (
     Columns,
     actor_config,
     columns,
+    eq8_loss,
     mini_batch,
     reference_gradient,
     reference_log_probs,
     relative_error,
     start_actor,
 )
+from tests.actor.ranks import build
 from tests.actor.tiny import load_reference, save_tiny
 
 NONE_OF = ("reference_log_probs", "correction")
@@ -123,6 +125,32 @@ def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, model, d
     errors = relative_error(gloo(1, gradients_of, model, {}, data, None, NONE_OF, fields)[0], one_process)
     assert errors[""] < 1e-6
     assert max(errors.values()) < 5e-6, errors
+
+
+def gradients_with_overlap(place: RankPlace, folder: Path, data: Columns) -> tuple[float, float]:
+    """As on CUDA, where gradients are reduced while backward still runs: loss and gradient norm."""
+    built = build(place, folder, {"data": 2})
+    from megatron_dapo.actor.learning_rate import LearningRate
+    from megatron_dapo.actor.optimizer import ActorOptimizer
+    from megatron_dapo.actor.step import ForwardBackward
+
+    config = actor_config({"data": 2})
+    optimizer = ActorOptimizer(built.chunks, config.optimizer, LearningRate(peak=1e-3), overlap=True)
+    passes = ForwardBackward(
+        optimizer.chunks, layout=config.layout, vocabulary=101, chunk_tokens=8, device=torch.device("cpu")
+    )
+    for _ in range(2):  # the second time over buffers that were used
+        optimizer.zero_grad()
+        sums = passes.backward(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
+    return sums.loss, optimizer.step().grad_norm
+
+
+def test_overlapped_reduction(gloo, model, data):
+    loss, norm = gloo(2, gradients_with_overlap, model, data)[0]
+    wanted = reference_gradient(model, data)
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in wanted.values()]).norm()), rel=1e-5)
+    log_probs, _ = reference_log_probs(load_reference(model), data.responses)
+    assert loss == pytest.approx(float(eq8_loss(log_probs.detach(), data)), rel=1e-5)
 
 
 def one_response(data: Columns) -> Columns:

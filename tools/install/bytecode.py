@@ -9,10 +9,12 @@ from tools.install.pip import advice
 from tools.install.progress import Progress
 
 # Compiled on their first import like anything else, should they ever be imported: the packages' own tests, and parts of
-# large packages that this project does not use. They are a third of all source code.
+# large packages that this project does not use. They are a third of all source code. (Of the 5900 modules that a server
+# imports, 15 are among them.)
 LATER = re.compile(
     r"/tests?/|/sglang/multimodal_gen/|/ray/(rllib|data|serve|tune|train|llm)/|/torch/testing/"
-    r"|/transformers/models/[^/]+/(modeling|modular|convert|image_processing|processing|video_processing|feature_extraction)_"
+    r"|/transformers/models/(?!(?:auto|llama|qwen2|qwen3)/)[^/]+/"
+    r"(modeling|modular|convert|image_processing|processing|video_processing|feature_extraction)_"
 )
 FILES_PER_S = 250.0
 """A core's rate, for the time left until the phase has measured its own."""

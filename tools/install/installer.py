@@ -238,9 +238,16 @@ def main(arguments: list[str]) -> int:
     root = options.root.resolve()
     place = Place(root=root, venv=options.venv.absolute(), requirements=root / "requirements")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if sys.platform != "linux":
+        print(
+            f"make install: the locks are for Linux, this is {sys.platform}: use a Linux machine or container",
+            file=sys.stderr,
+        )
+        return 1
     try:
         Installer(place, torch_index=os.environ.get("TORCH_INDEX", "")).install()
-    except InstallError as error:
+    except (InstallError, OSError) as error:
+        # An OSError is the machine's own: a full disk, no permission; it names the file.
         print(f"\nmake install: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,0 +1,199 @@
+"""Which server gets which request: fewest in flight, groups together, none while weights change."""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from rollout.client import ServerInfo, SglangClient
+from rollout.errors import RolloutError, ServerUnavailable
+from rollout.server import Engine
+from rollout.timing import Timing
+
+T = TypeVar("T")
+
+WINDOW = 64
+"""Waiting requests looked through for one whose group is at the free server; bounds how far one can be overtaken."""
+REMEMBERED_GROUPS = 8192
+
+
+class State(StrEnum):
+    """STARTING -> READY <-> SUSPECT -> DOWN -> STARTING ..."""
+
+    STARTING = "starting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    """A request failed: it gets no new ones until a probe is answered."""
+    DOWN = "down"
+
+
+class Member:
+    """An engine, the client to it, and what the fleet knows of it."""
+
+    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing) -> None:
+        self.engine = engine
+        self.state = State.STARTING
+        self.reason = ""
+        self.since = time.monotonic()
+        self.in_flight = 0
+        self.restarts = 0
+        self.weight_version = 0
+        self.weight_label: str | None = None
+        self.info: ServerInfo | None = None
+        self.answered = 0.0
+        """Monotonic time of the last response: a server that answers is alive, however late its probes are."""
+        self.attention = asyncio.Event()
+        """Set to make the supervisor look at once."""
+        self._deadlines = (request_deadline_s, timing.control_deadline_s)
+        self._client: SglangClient | None = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    @property
+    def serving(self) -> bool:
+        """Whether it holds the current weights and may have requests."""
+        return self.state in (State.READY, State.SUSPECT)
+
+    @property
+    def client(self) -> SglangClient:
+        """A client to the engine's present address."""
+        if self._client is None or self._client.url != self.engine.url:
+            request_deadline_s, control_deadline_s = self._deadlines
+            self._client = SglangClient(
+                self.engine.url, request_deadline_s=request_deadline_s, control_deadline_s=control_deadline_s
+            )
+        return self._client
+
+    async def forget_client(self) -> None:
+        """Closes the connections; the next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def enter(self, state: State, reason: str = "") -> None:
+        """Changes the state; DOWN also ends the calls that wait for an answer."""
+        self.state, self.reason, self.since = state, reason, time.monotonic()
+        if state is State.DOWN:
+            if not self._ended.done():
+                self._ended.set_result(reason)
+        elif self._ended.done():
+            self._ended = asyncio.get_running_loop().create_future()
+        if state in (State.SUSPECT, State.DOWN):
+            self.attention.set()
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call to the server, no longer than the server is up.
+
+        Raises:
+            ServerUnavailable: the server went DOWN meanwhile.
+        """
+        task = asyncio.ensure_future(coroutine)
+        ended = self._ended
+        either: set[asyncio.Future[Any]] = {task, ended}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ServerUnavailable(f"{self.url}: {ended.result()}")
+            return task.result()
+        finally:
+            task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    group_id: str
+    place: "asyncio.Future[Member]"
+
+
+class Balancer:
+    """The queue before the servers."""
+
+    def __init__(self, members: Sequence[Member], limit: int) -> None:
+        self.members = members
+        self.limit = limit
+        self._open = True
+        self._ended: RolloutError | None = None
+        self._waiting: deque[_Waiter] = deque()
+        self._home: OrderedDict[str, Member] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a server."""
+        return len(self._waiting)
+
+    async def acquire(self, group_id: str) -> Member:
+        """A place at a server, to be given back by `release`. The supervisor bounds the wait by `refuse`."""
+        if self._ended is not None:
+            raise self._ended
+        waiter = _Waiter(group_id, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self.dispatch()
+        try:
+            return await waiter.place
+        except asyncio.CancelledError:
+            if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
+                self.release(waiter.place.result())
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+            raise
+
+    def release(self, member: Member) -> None:
+        """Gives a place back."""
+        member.in_flight -= 1
+        self.dispatch()
+
+    def close(self) -> None:
+        """No request starts from now on."""
+        self._open = False
+
+    def open(self) -> None:
+        """Requests start again."""
+        self._open = True
+        self.dispatch()
+
+    def end(self, error: RolloutError) -> None:
+        """Refuses all requests, now and later."""
+        self._ended = error
+        self.refuse(error)
+
+    def refuse(self, error: RolloutError) -> None:
+        """Ends the wait of every request that has no server."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.place.done():
+                waiter.place.set_exception(error)
+
+    def dispatch(self) -> None:
+        """Gives free places to waiting requests."""
+        while self._open and self._waiting:
+            free = [member for member in self.members if member.state is State.READY and member.in_flight < self.limit]
+            if not free:
+                return
+            index, member = self._match(free)
+            waiter = self._waiting[index]
+            del self._waiting[index]
+            if waiter.place.done():  # cancelled
+                continue
+            self._home[waiter.group_id] = member
+            self._home.move_to_end(waiter.group_id)
+            if len(self._home) > REMEMBERED_GROUPS:
+                self._home.popitem(last=False)
+            member.in_flight += 1
+            waiter.place.set_result(member)
+
+    def _match(self, free: list[Member]) -> tuple[int, Member]:
+        """The first request that can go where its group is, or has no group anywhere; else the first of all."""
+        idlest = min(free, key=lambda member: member.in_flight)
+        for index in range(min(WINDOW, len(self._waiting))):
+            home = self._home.get(self._waiting[index].group_id)
+            if home in free:
+                return index, home
+            if home is None or not home.serving:
+                return index, idlest
+        return 0, idlest

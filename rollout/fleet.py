@@ -1,0 +1,295 @@
+"""The servers as one: responses to requests, weights to all, whatever single servers do meanwhile."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from rollout.balancer import Balancer, Member, State
+from rollout.client import Reply
+from rollout.config import RolloutConfig
+from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.messages import FinishReason, Generation, GenerationRequest
+from rollout.publish import Publisher, PublishReport
+from rollout.server import Engine
+from rollout.supervision import Supervisor
+from rollout.timing import Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """One server now: EngineStatus(url="http://127.0.0.1:30000", state="ready", reason="", in_flight=64,
+    weight_version=3, restarts=0, seconds=812.5)"""
+
+    url: str
+    state: str
+    """starting, ready, suspect (a request failed; probed before it gets new ones) or down."""
+    reason: str
+    in_flight: int
+    weight_version: int
+    restarts: int
+    seconds: float
+    """In this state."""
+
+
+class RolloutFleet:
+    """Answers requests with the help of one or more SGLang servers, and keeps these alive.
+
+    All methods belong to one event loop, whose thread lives as long as the fleet.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engines: Sequence[Engine],
+        *,
+        vocab_size: int,
+        report: Callable[[str], None],
+        timing: Timing | None = None,
+    ) -> None:
+        """`vocab_size`: rows of the model's embedding. `report` gets a line whenever a server fails or comes back."""
+        if not engines:
+            raise ValueError("a fleet needs at least one engine; see rollout.servers and rollout.urls")
+        self.config = config
+        self.engines = tuple(engines)
+        self.vocab_size = vocab_size
+        self.report = report
+        self.timing = timing or Timing()
+        self._members: tuple[Member, ...] = ()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._balancer: Balancer
+        self._publisher: Publisher
+        self._supervisor: Supervisor | None = None
+
+    async def start(self, deadline_s: float) -> None:
+        """Starts the engines and returns when every one answers.
+
+        A server that is restarted later has `deadline_s` too.
+
+        Raises:
+            ServerStartError: names each server that is not ready, with the tail of its log. All are ended then.
+        """
+        config, timing = self.config, self.timing
+        self._members = tuple(Member(engine, config.request_deadline_s, timing) for engine in self.engines)
+        self._balancer = Balancer(self._members, config.max_running_requests)
+        self._publisher = Publisher(self._members, self._balancer, timing)
+        supervisor = Supervisor(
+            self._members,
+            self._balancer,
+            self._publisher,
+            timing=timing,
+            start_deadline_s=deadline_s,
+            fleet_deadline_s=config.fleet_deadline_s,
+            report=self.report,
+        )
+        self._supervisor = supervisor
+        results = await asyncio.gather(
+            *(self._start_member(supervisor, member, deadline_s) for member in self._members), return_exceptions=True
+        )
+        problems = [result for result in results if isinstance(result, BaseException)]
+        if problems:
+            await self.close()
+            unexpected = [problem for problem in problems if not isinstance(problem, RolloutError)]
+            if unexpected:
+                raise unexpected[0]
+            text = "\n".join(str(problem) for problem in problems)
+            raise ServerStartError(f"{len(problems)} of {len(results)} servers did not start\n{text}")
+        supervisor.start()
+
+    async def _start_member(self, supervisor: Supervisor, member: Member, deadline_s: float) -> None:
+        await member.engine.start()
+        await supervisor.wait_ready(member, deadline_s)
+        if self.config.deterministic and member.info is not None and not member.info.deterministic:
+            raise ServerStartError(
+                f"{member.url}: rollout.deterministic is set, but this server runs without "
+                "--enable-deterministic-inference and would ignore the seeds"
+            )
+        member.enter(State.READY)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """One response. Waits for a free place at a server, and survives the loss of servers and publishes.
+
+        A publish interrupts the response; it goes on from the tokens it has, so each token has one weight version.
+        After the loss of its server, what that server had drawn since is drawn again.
+
+        Raises:
+            ValueError: a token id outside the vocabulary, which would end a server.
+            ServerRefused: the server calls the request wrong, for example longer than its context.
+            RolloutError: `max_attempts` servers failed on it; with the last one's words.
+            FleetLost: no server for `fleet_deadline_s`.
+        """
+        self._check(request)
+        parts: list[tuple[Reply, int]] = []
+        attempts = 0
+        while True:
+            reply, version, ours = await self._one_part(request, parts, attempts)
+            if reply is None:
+                attempts += 1
+                continue
+            parts.append((reply, version))
+            left = request.sampling.max_new_tokens - sum(part.token_ids.size for part, _ in parts)
+            if reply.finish_reason is not FinishReason.ABORT or left <= 0:
+                return _join(request.request_id, parts)
+            attempts += not ours
+            self._count(request.request_id, attempts, "a server ended the response without being asked to")
+
+    async def _one_part(
+        self, request: GenerationRequest, parts: list[tuple[Reply, int]], attempts: int
+    ) -> tuple[Reply | None, int, bool]:
+        """What a server draws after `parts`, the version that drew it, and whether an abort was a publish's.
+
+        None instead of a reply if the server failed.
+        """
+        prompt = np.concatenate([request.prompt_ids, *(part.token_ids for part, _ in parts)])
+        left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
+        sampling = replace(request.sampling, max_new_tokens=left)
+        seed = request.seed if self.config.deterministic else None
+        member = await self._balancer.acquire(request.group_id)
+        rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
+        try:
+            reply = await member.call(member.client.generate(rid, prompt, sampling, seed=seed))
+            if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
+                problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
+                member.enter(State.DOWN, problem)
+                raise ServerUnavailable(f"{member.url}: {problem}")
+            member.answered = time.monotonic()
+            return reply, version, self._publisher.interruptions > publishes
+        except ServerUnavailable as error:
+            if member.state is State.READY:
+                member.enter(State.SUSPECT, str(error))
+            self._abort(member, rid)
+            self._count(request.request_id, attempts + 1, str(error))
+            return None, version, False
+        except asyncio.CancelledError:
+            self._abort(member, rid)
+            raise
+        finally:
+            self._balancer.release(member)
+
+    async def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+        """The engine's log-probs of a given response at temperature 1, to compare with the trainer's.
+
+        Args:
+            prompt_ids: int32 [P], P >= 1.
+            response_ids: int32 [T].
+
+        Returns:
+            float32 [T].
+
+        Raises:
+            As `generate`.
+        """
+        token_ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+        if prompt_ids.size == 0 or token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+            raise ValueError(f"score: needs a prompt, and token ids in 0 .. {self.vocab_size - 1}")
+        attempts = 0
+        while True:
+            member = await self._balancer.acquire(uuid.uuid4().hex)
+            publishes = self._publisher.interruptions
+            try:
+                call = member.client.score(uuid.uuid4().hex, token_ids, prompt_ids.size)
+                return await member.call(call)
+            except ServerUnavailable as error:
+                if self._publisher.interruptions == publishes:
+                    attempts += 1
+                    if member.state is State.READY:
+                        member.enter(State.SUSPECT, str(error))
+                    self._count("score", attempts, str(error))
+            finally:
+                self._balancer.release(member)
+
+    async def publish(self, folder: Path, weight_version: int) -> PublishReport:
+        """Gives every server the weights in `folder` and returns when the checksum of every tensor is as computed here.
+
+        No request starts meanwhile; running ones are interrupted and go on afterwards. A server that fails is
+        restarted and gets the weights before it serves again; at least one must serve on return.
+
+        Args:
+            folder: Hugging Face layout (config.json, .safetensors), which the servers can read at the same path. It
+                must stay until the next publish: servers that restart load it.
+            weight_version: what `Generation.weight_versions` says from now on.
+
+        Raises:
+            WeightMismatch: a server holds other weights; names the tensors.
+            ServerRefused: a server cannot load the folder.
+            FileNotFoundError, ValueError: the folder is incomplete, or the model's checksums are not known.
+            FleetLost: no server within `fleet_deadline_s`.
+        """
+        return await self._publisher.publish(folder, weight_version, self.config.fleet_deadline_s)
+
+    def status(self) -> list[EngineStatus]:
+        """Every server as it is now, in the order of `engines`."""
+        now = time.monotonic()
+        return [
+            EngineStatus(
+                url=member.url,
+                state=member.state,
+                reason=member.reason,
+                in_flight=member.in_flight,
+                weight_version=member.weight_version,
+                restarts=member.restarts,
+                seconds=now - member.since,
+            )
+            for member in self._members
+        ]
+
+    async def close(self) -> None:
+        """Ends the servers that this fleet started, and every wait for one. May be called twice."""
+        if self._supervisor is not None:
+            await self._supervisor.close()
+            self._supervisor = None
+            self._balancer.end(RolloutError("the fleet was closed"))
+            for member in self._members:
+                member.enter(State.DOWN, "the fleet was closed")
+        for task in tuple(self._aborts):
+            task.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await asyncio.gather(*(member.forget_client() for member in self._members))
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    def _check(self, request: GenerationRequest) -> None:
+        bias = request.sampling.logit_bias or {}
+        largest = max(int(request.prompt_ids.max()), *request.sampling.stop_token_ids, *bias, 0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"request {request.request_id}: token id {largest} is outside the vocabulary of {self.vocab_size}; "
+                "a server would end on it. Are tokenizer and model of one kind?"
+            )
+
+    def _count(self, request_id: str, attempts: int, words: str) -> None:
+        if attempts >= self.config.max_attempts:
+            tails = "\n".join(member.engine.log_tail() for member in self._members if not member.serving)
+            raise RolloutError(
+                f"request {request_id}: gave up after rollout.max_attempts = {attempts} attempts; last words: {words}"
+                + (f"\n{tails}" if tails else "")
+            )
+
+    def _abort(self, member: Member, rid: str) -> None:
+        """In the background: a server notices only seconds later that nobody waits for an answer."""
+        if not member.serving:
+            return
+
+        async def abort() -> None:
+            try:
+                await member.client.abort(rid)
+            except (ServerUnavailable, ServerRefused):
+                return  # it is dead then, and so is the request
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _join(request_id: str, parts: Sequence[tuple[Reply, int]]) -> Generation:
+    last = parts[-1][0].finish_reason
+    return Generation(
+        request_id=request_id,
+        token_ids=np.concatenate([part.token_ids for part, _ in parts]),
+        log_probs=np.concatenate([part.log_probs for part, _ in parts]),
+        weight_versions=np.concatenate([np.full(part.token_ids.size, version, np.int32) for part, version in parts]),
+        finish_reason=FinishReason.LENGTH if last is FinishReason.ABORT else last,
+    )

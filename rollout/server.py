@@ -1,0 +1,199 @@
+"""Engines: a server process of our own, or the address of one that somebody else runs."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from rollout import launch_server
+from rollout.command import ServerSpec, server_arguments
+from rollout.config import RolloutConfig
+from rollout.errors import ServerStartError
+
+TAIL_LINES = 40
+GRACE_S = 8.0
+"""Seconds that a GPU server has after SIGTERM to release its devices. On a CPU there is nothing to release."""
+
+_REAP_S = 10.0
+
+
+class Engine(Protocol):
+    """One server, whose life the fleet looks after. `url` may change with a restart."""
+
+    @property
+    def url(self) -> str:
+        """http://host:port"""
+
+    async def start(self) -> None:
+        """Begins the start; the fleet waits for readiness."""
+
+    def alive(self) -> bool:
+        """False when the process is known to have ended."""
+
+    def log_tail(self) -> str:
+        """The last lines of the log, for errors."""
+
+    async def restart(self) -> None:
+        """Ends what is left of it and begins a new start."""
+
+    def kill(self) -> None:
+        """Ends it at once, with all of its processes."""
+
+    async def close(self) -> None:
+        """Ends it in order."""
+
+
+class LocalServer:
+    """A server as a child process with a process group of its own. It ends with this process, however that ends.
+
+    `start` must be called from a thread that lives as long as the server: the kernel ties a child to the thread.
+    """
+
+    def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
+        self.config = config
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self._port = config.port + spec.index if config.port else 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Starts the process.
+
+        Raises:
+            ServerStartError: the configured port is taken; nothing was started.
+        """
+        self._port = self._choose_port()
+        arguments = server_arguments(self.config, self.spec, self._port)
+        self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.spec.log_path.open("ab") as log:
+            log.write(f"\n=== {time.strftime('%F %T')} {' '.join(arguments)}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", launch_server.__name__, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def log_tail(self) -> str:
+        return tail(self.spec.log_path)
+
+    async def restart(self) -> None:
+        self.kill()
+        await self.start()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group; returns when no process of it is left, at the latest after 10 s."""
+        if self.process is None:
+            return
+        group = self.process.pid
+        members = _group_members(group)
+        for member in members:
+            _ignore_gone(member.kill)
+        _ignore_gone(lambda: os.killpg(group, signal.SIGKILL))
+        self.process.wait(_REAP_S)
+        psutil.wait_procs(members, _REAP_S)
+        self.process = None
+
+    async def close(self) -> None:
+        """SIGTERM to the server, time to release its GPUs, then `kill`."""
+        if self.alive() and self.spec.device == "cuda":
+            assert self.process is not None
+            self.process.terminate()
+            deadline = time.monotonic() + GRACE_S
+            while self.alive() and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+        self.kill()
+
+    def _choose_port(self) -> int:
+        wanted = self.config.port + self.spec.index if self.config.port else 0
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.config.host, wanted))
+            except OSError as error:
+                raise ServerStartError(
+                    f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
+                    f"{self.config.host}:{wanted}, which cannot be had ({error.strerror}); choose another port, "
+                    "or 0 for free ones"
+                ) from error
+            return probe.getsockname()[1]
+
+    def _environment(self) -> dict[str, str]:
+        # A checkout that is not installed must be importable in the child too.
+        package = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.spec.gpus))} if self.spec.gpus else {}
+        return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | gpus
+
+
+class RemoteServer:
+    """A server that somebody else runs and restarts. The fleet checks it, balances over it and sends it weights."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self) -> None:
+        return None
+
+    def alive(self) -> bool:
+        return True
+
+    def log_tail(self) -> str:
+        return f"{self._url} was started by somebody else; see its log there"
+
+    async def restart(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:
+    """The last `lines` of a log, at most `size` bytes; a note if there is none."""
+    if not path.exists():
+        return f"(no log at {path})"
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _group_members(group: int) -> list[psutil.Process]:
+    """Processes of a process group. SGLang's children stay in their parent's."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                members.append(process)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def _ignore_gone(action: object) -> None:
+    try:
+        action()  # type: ignore[operator]
+    except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+        return

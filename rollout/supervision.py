@@ -1,0 +1,175 @@
+"""Looks after the servers: notices the dead and the silent, restarts them, and says when all are down for too long."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from rollout.balancer import Balancer, Member, State
+from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.publish import Publisher, describe
+from rollout.timing import Timing
+
+_READY_POLL_S = 0.25
+_GUARD_POLL_S = 0.25
+
+
+class Supervisor:
+    """One task a server, and one that watches over all of them."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        balancer: Balancer,
+        publisher: Publisher,
+        *,
+        timing: Timing,
+        start_deadline_s: float,
+        fleet_deadline_s: float,
+        report: Callable[[str], None],
+    ) -> None:
+        self.members = members
+        self.balancer = balancer
+        self.publisher = publisher
+        self.timing = timing
+        self.start_deadline_s = start_deadline_s
+        self.fleet_deadline_s = fleet_deadline_s
+        self.report = report
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to watch servers that are READY."""
+        self._tasks = [asyncio.ensure_future(self._watch(member)) for member in self.members]
+        self._tasks.append(asyncio.ensure_future(self._guard()))
+
+    async def close(self) -> None:
+        """Ends all watching."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def wait_ready(self, member: Member, deadline_s: float) -> None:
+        """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
+
+        Raises:
+            ServerStartError: it ended, or did not answer in time; with the tail of its log.
+        """
+        deadline = time.monotonic() + deadline_s
+        problem = "no answer yet"
+        while True:
+            if not member.engine.alive():
+                raise ServerStartError(f"{member.url}: the server ended while it started\n{member.engine.log_tail()}")
+            try:
+                await member.client.health(self.timing.probe_deadline_s)
+                member.info = await member.client.server_info(self.timing.probe_deadline_s)
+                member.weight_label = await member.client.weight_label()
+                return
+            except (ServerUnavailable, ServerRefused) as error:
+                problem = str(error)
+            if time.monotonic() > deadline:
+                raise ServerStartError(
+                    f"{member.url}: not ready within {deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
+                )
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            reason = await self._until_failure(member)
+            self.report(f"server {member.url} is down: {reason}; restarting it")
+            member.enter(State.DOWN, reason)
+            await self._revive(member)
+            self.report(f"server {member.url} is back with weight version {member.weight_version}")
+
+    async def _until_failure(self, member: Member) -> str:
+        """Looks until the server has to be restarted; returns why."""
+        scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
+        failed = 0
+        try:
+            while True:
+                member.attention.clear()
+                if member.state is State.DOWN:
+                    return member.reason
+                if not member.engine.alive():
+                    return "its process ended"
+                if scheduler.done():
+                    return scheduler.result()
+                asked = time.monotonic()
+                try:
+                    await member.client.health(self.timing.probe_deadline_s)
+                    failed = 0
+                    if member.state is State.SUSPECT:
+                        member.enter(State.READY)
+                        self.balancer.dispatch()
+                except (ServerUnavailable, ServerRefused) as error:
+                    failed += member.answered < asked
+                    if failed >= self.timing.failed_probes:
+                        return f"{failed} probes failed, the last one: {error}"
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(member.attention.wait(), self.timing.probe_interval_s)
+        finally:
+            scheduler.cancel()
+
+    async def _until_scheduler_fails(self, member: Member) -> str:
+        while True:
+            await asyncio.sleep(self.timing.scheduler_interval_s)
+            asked = time.monotonic()
+            try:
+                await member.client.server_info(self.timing.scheduler_deadline_s)
+            except (ServerUnavailable, ServerRefused) as error:
+                if member.answered < asked:
+                    return f"its scheduler does not answer: {error}"
+
+    async def _revive(self, member: Member) -> None:
+        """Restarts the server until it serves the newest weights."""
+        backoff_s = self.timing.first_backoff_s
+        while True:
+            try:
+                await self._restart(member)
+                return
+            except (RolloutError, OSError) as error:
+                member.enter(State.DOWN, str(error).splitlines()[0])
+                self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, self.timing.longest_backoff_s)
+
+    async def _restart(self, member: Member) -> None:
+        member.restarts += 1
+        await member.forget_client()
+        await member.engine.restart()
+        member.enter(State.STARTING, member.reason)
+        await self.wait_ready(member, self.start_deadline_s)
+        failure = asyncio.ensure_future(self._until_failure(member))
+        load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
+        try:
+            await asyncio.wait({failure, load}, return_when=asyncio.FIRST_COMPLETED)
+            if not load.done():
+                raise ServerUnavailable(f"{member.url}: {failure.result()}")
+            load.result()
+        finally:
+            failure.cancel()
+            load.cancel()
+
+    async def _guard(self) -> None:
+        """Says what is awaited while no server serves, and ends the waits of requests after `fleet_deadline_s`."""
+        down_since = reported = None
+        while True:
+            await asyncio.sleep(_GUARD_POLL_S)
+            now = time.monotonic()
+            if any(member.serving for member in self.members):
+                down_since = reported = None
+                continue
+            down_since = down_since or now
+            states = ", ".join(f"{member.url} ({member.state}: {member.reason})" for member in self.members)
+            if reported is None or now - reported > self.timing.report_interval_s:
+                reported = now
+                self.report(
+                    f"all servers are down for {now - down_since:.0f} s (of {self.fleet_deadline_s:g} s); "
+                    f"{self.balancer.waiting} requests wait for {states}"
+                )
+            if now - down_since > self.fleet_deadline_s:
+                self.balancer.refuse(
+                    FleetLost(
+                        f"all servers are down for longer than rollout.fleet_deadline_s = {self.fleet_deadline_s:g}; "
+                        f"last words:\n{describe(self.members)}"
+                    )
+                )

@@ -1,0 +1,83 @@
+"""Verifiers that misbehave in every way the pool must survive; named in tests as `tests.reward.hostile:NAME`."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from reward.messages import Judgement, VerificationRequest
+
+
+def hang(request: VerificationRequest) -> bool:
+    """Burns a core for ever."""
+    while True:
+        pass
+
+
+def sleep(request: VerificationRequest) -> bool:
+    """Waits the number of seconds that the response holds."""
+    time.sleep(float(request.response))
+    return True
+
+
+def hang_in_c(request: VerificationRequest) -> bool:
+    """Hangs inside one C call that holds the interpreter lock and hears no signal of Python's."""
+    return 7 ** (10**9) == 0
+
+
+def die(request: VerificationRequest) -> bool:
+    """Is killed, as by the out-of-memory killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def die_once(request: VerificationRequest) -> bool:
+    """Dies unless the file that the response names is there; makes it first."""
+    mark = Path(request.response)
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def crash(request: VerificationRequest) -> bool:
+    """Reads through a null pointer."""
+    ctypes.string_at(0)
+    return True
+
+
+def leave(request: VerificationRequest) -> bool:
+    """Ends its process."""
+    sys.exit(3)
+
+
+def devour(request: VerificationRequest) -> bool:
+    """Takes memory until there is none."""
+    hoard = []
+    while True:
+        hoard.append(bytearray(64 << 20))
+
+
+def fail(request: VerificationRequest) -> bool:
+    """Has a bug."""
+    raise KeyError(request.response)
+
+
+def babble(request: VerificationRequest) -> bool:
+    """Writes to whatever it can reach."""
+    for stream in (1, 2):
+        os.write(stream, b"\x00\x00\x00\x00\x00\x00\x00\x05" * 1000)
+    return True
+
+
+def confused(request: VerificationRequest) -> str:
+    """Returns something that is no verdict."""
+    return "correct"
+
+
+def judge(request: VerificationRequest) -> Judgement:
+    """Behaves."""
+    right = request.response == request.ground_truth
+    return Judgement(accuracy=right, extracted=request.response, rule="own")
