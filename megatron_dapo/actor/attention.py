@@ -4,7 +4,6 @@ Megatron's own local attention takes neither packed sequences nor context parall
 context-parallel rank, H query heads and G key/value heads on this tensor-parallel rank, D head size, B sequences of a bucket.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -49,13 +48,11 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         *,
         rotary: Rotary,
-        softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ):
         super().__init__(config=config)
         self.rotary = rotary
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.context_group = groups.cp if config.context_parallel_size > 1 else None
 
@@ -94,7 +91,6 @@ class PackedAttention(MegatronModule):
             value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            scale=self.scale,
             enable_gqa=query.size(2) != key.size(2),
         )
         return output.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -160,7 +160,7 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _on_rank_0(folder: Path, action: Callable[[], list[str] | None]) -> list[str]:
-    """What `action` returns on rank 0, on every rank; or its failure, on every rank: none waits for a rank that is gone."""
+    """What `action` returns on rank 0, or its failure, on every rank: none waits for a rank that is gone."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

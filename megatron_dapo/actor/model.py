@@ -13,7 +13,7 @@ from megatron_dapo.actor.attention import Rotary
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.spec import local_spec, transformer_engine_spec
-from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 
 
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
@@ -101,20 +101,19 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         bias_dropout_fusion=cuda,
         apply_rope_fusion=device.transformer_engine,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        **_pipeline_settings(actor),
+        **_pipeline_settings(layout, cuda=cuda),
         **_recompute_settings(actor),
     )
 
 
-def _pipeline_settings(actor: ActorConfig) -> dict[str, object]:
+def _pipeline_settings(layout: LayoutConfig, *, cuda: bool) -> dict[str, object]:
     """Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher."""
     settings: dict[str, object] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    if actor.layout.virtual_pipeline:
-        # Batched point-to-point calls give wrong activations with virtual stages over gloo, and without them Megatron
-        # 0.16 needs the outputs to stay allocated.
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
-    else:
-        settings["deallocate_pipeline_outputs"] = True
+    settings["deallocate_pipeline_outputs"] = True
+    if layout.virtual_pipeline:
+        # Batched point-to-point calls give wrong gradients with virtual stages over gloo. Single ones run while the next
+        # stage computes, and a send over gloo still reads its tensor then: it must stay.
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": cuda}
     return settings
 
 

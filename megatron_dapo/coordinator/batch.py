@@ -70,8 +70,8 @@ def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correc
     if importance.mode == "none":
         return None
     return correction_weights(
-        torch.from_numpy(old.log_probs),
-        torch.from_numpy(arrays.rollout_log_probs),
+        torch.tensor(old.log_probs),
+        torch.tensor(arrays.rollout_log_probs),
         mode=importance.mode,
         level=importance.level,
         upper=importance.upper,

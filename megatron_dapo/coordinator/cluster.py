@@ -30,6 +30,7 @@ class Cluster:
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
+            num_gpus=processes if use_gpu else 0,  # the first ones: the servers take those after them
             object_store_memory=None if use_gpu else LOCAL_OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from rollout.fleet import RolloutFleet
-from rollout.server import make_engines
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.coordinator.cluster import Cluster
+from megatron_dapo.coordinator.engines import make_engines
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.progress import Progress, load_progress
@@ -93,15 +93,7 @@ async def start_parts(
         ledger.commit()
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    engines = make_engines(
-        config.rollout,
-        model_path=Path(config.model.path),
-        dtype=config.model.dtype,
-        context_length=config.model.context_length,
-        seed=config.run.seed,
-        log_dir=run_dir.logs,
-        device="cuda" if use_gpu else "cpu",
-    )
+    engines = make_engines(config, run_dir.logs, gpus=torch.cuda.device_count() if use_gpu else 0)
     fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note)
     stack.push_async_callback(fleet.close)
     cluster = Cluster(processes=config.actor.layout.world_size, use_gpu=use_gpu)

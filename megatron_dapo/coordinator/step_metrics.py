@@ -75,7 +75,7 @@ def check_mismatch(
     Raises:
         MismatchStop: on tokens of the current weights it is above `monitor.mismatch_stop`.
     """
-    trainer, engine = torch.from_numpy(old.log_probs), torch.from_numpy(arrays.rollout_log_probs)
+    trainer, engine = torch.tensor(old.log_probs), torch.tensor(arrays.rollout_log_probs)
     current = torch.from_numpy(arrays.weight_versions == weight_version)
     gap = Gap(
         current=mismatch(trainer[current], engine[current]),

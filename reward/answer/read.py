@@ -54,7 +54,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if sentences and (committed := _read_sentence(text)) is not None:
         return Answer(text=text, body=committed, number=read_number(committed))
     equation = _read_equation(text)
-    if equation.number is not None and len(_split(_EQUALS.split(text)[0])) == 1:
+    if equation.number is not None and all(len(_split(side)) == 1 for side in _EQUALS.split(text)[:-1]):
         return equation  # before the split at commas: `x = 1,000`
     inner, brackets = _unwrap(text)
     items = _split(inner)

@@ -55,12 +55,12 @@ def test_a_ground_truth_beyond_reason_is_an_error():
         exact.judge(VerificationRequest(response="Answer: 1", ground_truth="1" * 4097))
 
 
-PIECES = (
-    """Answer answer : 42 - 1,234 $ \\$ \\frac12 \\frac{1}{2} \\sqrt2 \\text{ } { \\textbf{ \\boxed{ = x . ways units \\ldots
-^\\circ ^{\\circ} \\; ,\\! {,} " \\dots \\text{and} mbox \\text{m} \\text{}^2 \\overline{ square sue ٤ ² , frac sqrt Answer: [INVALID]
-\\mathrm{th}""".split()
-    + [" ", "\n", "an ", "a ", "\\ ", "\t", "\\text{\ns}"]
-)
+WORDS = r"""
+    Answer answer : 42 - 1,234 $ \$ \frac12 \frac{1}{2} \sqrt2 \text{ } { \textbf{ \boxed{ = x . ways units \ldots ^\circ
+    ^{\circ} \; ,\! {,} " \dots \text{and} mbox \text{m} \text{}^2 \overline{ square sue ٤ ² , frac sqrt Answer: [INVALID]
+    \mathrm{th}
+"""
+PIECES = [*WORDS.split(), " ", "\n", "an ", "a ", "\\ ", "\t", "\\text{\ns}"]
 
 
 def test_against_the_reference_on_random_texts():

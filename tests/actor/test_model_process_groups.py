@@ -1,0 +1,84 @@
+"""Process groups come up by the layout, go down again, and no collective waits for ever."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_dapo.config.actor import LayoutConfig
+from tests.actor.gloo import RankError, RankPlace
+
+
+def start(place: RankPlace, layout: dict, timeout_s: float = 30) -> None:
+    from megatron_dapo.actor.device import prepare
+
+    device = prepare("cpu")
+    from megatron_dapo.actor.process_groups import initialise
+
+    initialise(
+        LayoutConfig(**layout),
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        device=device,
+        timeout_s=timeout_s,
+        seed=1,
+    )
+
+
+def coordinates(place: RankPlace, layout: dict) -> tuple[int, ...]:
+    from megatron_dapo.actor.process_groups import shutdown
+
+    start(place, layout)
+    from megatron.core import parallel_state
+
+    found = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    shutdown()
+    assert not torch.distributed.is_initialized()
+    return found
+
+
+def test_ranks_are_ordered_tensor_context_data_pipeline(gloo):
+    assert gloo(2, coordinates, {"tensor": 2}) == [(0, 0, 0, 0), (1, 0, 0, 0)]
+    assert gloo(2, coordinates, {"context": 2}) == [(0, 0, 0, 0), (0, 1, 0, 0)]
+    assert gloo(2, coordinates, {"data": 2}) == [(0, 0, 0, 0), (0, 0, 1, 0)]
+    assert gloo(2, coordinates, {"pipeline": 2}) == [(0, 0, 0, 0), (0, 0, 0, 1)]
+
+
+@pytest.mark.slow
+def test_ranks_of_two_dimensions(gloo):
+    got = gloo(4, coordinates, {"tensor": 2, "pipeline": 2}, timeout_s=280)
+    assert got == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)]
+
+
+def test_other_ranks_than_the_layouts_are_refused(gloo):
+    with pytest.raises(RankError, match=r"= 2, but 1 ranks"):
+        gloo(1, start, {"tensor": 2})
+
+
+def wait_for_a_peer_that_never_comes(place: RankPlace, group: str) -> float:
+    start(place, {"tensor": 2} if group == "tensor" else {"data": 2}, timeout_s=2)
+    from megatron.core import parallel_state
+
+    if place.rank == 1:
+        time.sleep(6)
+        return 0.0
+    began = time.monotonic()
+    groups = {
+        "tensor": parallel_state.get_tensor_model_parallel_group,
+        "data": parallel_state.get_data_parallel_group,
+    }
+    with pytest.raises(RuntimeError):
+        torch.distributed.all_reduce(torch.zeros(1), group=groups[group]())
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("group", ["tensor", "data"])
+def test_a_collective_ends_at_its_deadline(gloo, group):
+    waited, _ = gloo(2, wait_for_a_peer_that_never_comes, group)
+    assert 1 < waited < 5

@@ -1,0 +1,198 @@
+"""A scripted server with SGLang's HTTP interface, and an Engine around it. No model: the answers are recognisable.
+
+Token j of an answer is `10 * version + j % 10` with log-prob `-version`, so that a test can read off every token which
+weights drew it and at which position.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from rollout.checksums import expected_checksums
+from rollout.client import ServerInfo
+
+INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)
+
+
+class StandIn:
+    """Engine: the server runs in the test's own event loop."""
+
+    def __init__(self, *, seconds_a_token: float = 0.0, weights: Path | None = None) -> None:
+        self.seconds_a_token = seconds_a_token
+        self.loaded: Path | None = weights
+        self.label = "0"
+        self.starts = 0
+        self.closed = False
+        self.healthy = True
+        self.scheduler_answers = True
+        self.fails: Callable[[int], int | None] = lambda number: None
+        """Number of the /generate call -> HTTP status to answer with, if any."""
+        self.hangs = False
+        self.start_fails = False
+        self.corrupt: str | None = None
+        """Name of a tensor whose checksum is reported wrong."""
+        self.refuse_updates = False
+        self.die_on_update = False
+        self.calls: list[str] = []
+        self.prompts: list[list[int]] = []
+        self.groups: list[str] = []
+        self.aborted_single: list[str] = []
+        self.running: dict[str, asyncio.Event] = {}
+        self.most_running = 0
+        self.paused = False
+        self._runner: web.AppRunner | None = None
+        self._port = 1
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def version(self) -> int:
+        return int(self.label)
+
+    async def start(self) -> None:
+        self.starts += 1
+        if self.start_fails:
+            return
+        self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
+        self.scheduler_answers = True
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/server_info", self._info),
+                web.get("/model_info", self._model_info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._resume),
+                web.post("/flush_cache", self._flush),
+                web.post("/update_weights_from_disk", self._update),
+                web.post("/weights_checker", self._checksums),
+            ]
+        )
+        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    def alive(self) -> bool:
+        return self._runner is not None
+
+    def log_tail(self) -> str:
+        return f"last words of {self.url}"
+
+    async def restart(self) -> None:
+        await self.die()
+        await self.start()
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        self.closed = True
+        await self.die()
+
+    async def die(self) -> None:
+        """As `kill -9`: connections break without an answer."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            for event in self.running.values():
+                event.set()
+            for connection in list(runner.server.connections):  # type: ignore[union-attr]
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if not self.healthy:
+            await asyncio.sleep(60)
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if not self.scheduler_answers:
+            await asyncio.sleep(60)
+        return web.json_response({"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        number = len(self.prompts)
+        self.prompts.append(body["input_ids"])
+        self.calls.append(f"generate {self.label}")
+        status = self.fails(number)
+        if status == 200:
+            return web.Response(body=b"{not json")
+        if status is not None:
+            return web.json_response({"error": {"message": "scripted"}}, status=status)
+        if self.hangs:
+            await asyncio.sleep(60)
+        rid, wanted = body["rid"], body["sampling_params"]["max_new_tokens"]
+        self.running[rid] = aborted = asyncio.Event()
+        self.most_running = max(self.most_running, len(self.running))
+        drawn = []
+        try:
+            for position in range(len(body["input_ids"]), len(body["input_ids"]) + wanted):
+                if aborted.is_set():
+                    break
+                drawn.append([-float(self.version), 10 * self.version + position % 10, None])
+                if self.seconds_a_token:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(aborted.wait(), self.seconds_a_token)
+        finally:
+            del self.running[rid]
+        reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
+        meta = {"finish_reason": reason, "output_token_logprobs": drawn, "weight_version": self.label}
+        return web.json_response({"output_ids": [entry[1] for entry in drawn], "meta_info": meta})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body.get("abort_all"):
+            self.aborted_single.append(body["rid"])
+        for rid, event in self.running.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                event.set()
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.calls.append("pause")
+        self.paused = True
+        return web.json_response({})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.calls.append("resume")
+        self.paused = False
+        return web.json_response({})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        self.calls.append("flush")
+        return web.Response(status=400 if self.running else 200)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(f"update {body['weight_version']}")
+        if self.die_on_update:
+            self.die_on_update = False
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self.die()))
+            await asyncio.sleep(1)
+        if self.refuse_updates:
+            return web.json_response({"success": False, "message": "no such folder"}, status=400)
+        assert self.paused
+        assert not self.running
+        self.loaded, self.label = Path(body["model_path"]), body["weight_version"]
+        return web.json_response({"success": True, "message": ""})
+
+    async def _checksums(self, request: web.Request) -> web.Response:
+        assert self.loaded is not None
+        checksums = dict(expected_checksums(self.loaded, INFO)[0])
+        if self.corrupt is not None:
+            checksums[self.corrupt] = "0" * 16
+        ranks = [{"parallelism_info": {"tp_rank": 0}, "checksums": checksums}]
+        return web.json_response({"success": True, "ranks": ranks})
