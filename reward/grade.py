@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from pydantic import ValidationError
+
 from reward.config import RewardConfig
 from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import PoolError, RewardPool
@@ -70,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain(f"{error.filename or arguments.file}: {error.strerror or error}", EXIT_USAGE)
     except PoolError as error:
         return _complain(str(error), EXIT_NO_VERDICTS)
-    except ValueError as error:  # an option that the config refuses, an unknown verifier
+    except ValidationError as error:
+        refused = (f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors())
+        return _complain("; ".join(refused), EXIT_USAGE)
+    except ValueError as error:  # an unknown verifier, an output that is the input
         return _complain(str(error), EXIT_USAGE)
 
 

@@ -104,8 +104,10 @@ class Supervisor:
                     failed += member.answered < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
+                # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(member.attention.wait(), self.timing.probe_interval_s)
+                    async with asyncio.timeout(self.timing.probe_interval_s):
+                        await member.attention.wait()
         finally:
             scheduler.cancel()
 

@@ -108,7 +108,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
     """Megatron's format, written by this process.
 
-    Megatron's own writer starts a helper by spawning, which imports the caller's main module once more, and 0.16 forks
+    Megatron's own writer starts a process by spawning, which imports the caller's main module once more, and 0.16 forks
     this process with all its threads to write. Neither is safe in a Ray actor, and a save that hangs says nothing.
     """
 

@@ -119,6 +119,7 @@ def _collect(workers: list[_Worker], deadline: float, timeout_s: float) -> list[
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
+                workers[rank].process.join(10)
                 raise RankError(f"rank {rank} died, exit code {workers[rank].process.exitcode}") from None
             if not ok:
                 raise RankError(f"rank {rank} raised:\n{value}")

@@ -27,10 +27,10 @@ def start(place: RankPlace, layout: dict, timeout_s: float = 30) -> None:
 
 
 def coordinates(place: RankPlace, layout: dict) -> tuple[int, ...]:
-    from megatron_dapo.actor.process_groups import shutdown
-
     start(place, layout)
     from megatron.core import parallel_state
+
+    from megatron_dapo.actor.process_groups import shutdown
 
     found = (
         parallel_state.get_tensor_model_parallel_rank(),

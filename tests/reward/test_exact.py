@@ -56,9 +56,9 @@ def test_a_ground_truth_beyond_reason_is_an_error():
 
 
 WORDS = r"""
-    Answer answer : 42 - 1,234 $ \$ \frac12 \frac{1}{2} \sqrt2 \text{ } { \textbf{ \boxed{ = x . ways units \ldots ^\circ
-    ^{\circ} \; ,\! {,} " \dots \text{and} mbox \text{m} \text{}^2 \overline{ square sue ٤ ² , frac sqrt Answer: [INVALID]
-    \mathrm{th}
+    Answer answer : 42 - 1,234 $ \$ \frac12 \frac{1}{2} \sqrt2 \text{ } { \textbf{ \boxed{ = x . ways units \ldots
+    ^\circ ^{\circ} \; ,\! {,} " \dots \text{and} mbox \text{m} \text{}^2 \overline{ square sue ٤ ² , frac sqrt Answer:
+    [INVALID] \mathrm{th}
 """
 PIECES = [*WORDS.split(), " ", "\n", "an ", "a ", "\\ ", "\t", "\\text{\ns}"]
 

@@ -1,0 +1,163 @@
+"""Measures the pool: `python -m tests.reward.measure_pool` (a minute). Prints each figure beside what it is compared with.
+
+1. Verdicts a second on responses of 5000 characters with integer answers, per second and per second of CPU (pool,
+   workers and calling process together), against math-verify reading the same responses, in the same run.
+2. Verdicts a second with 1% hostile requests against those without, in alternation: once with verifiers that hang
+   until they are killed, once with texts that would hang sympy.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from reward.config import RewardConfig
+from reward.messages import VerificationRequest
+from reward.pool import RewardPool
+
+WORDS = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus".split()
+ATTACKS = ("9^{9^{9^9}}", "9" * 100_000, "{" * 2000, "((9!)!)!", "\\sqrt{" * 200, "10^{10^{10}}", "\\binom{10^9}{10^8}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Verdicts per second of the wall clock, and per second of CPU of all processes."""
+
+    per_second: float
+    per_cpu_second: float
+
+
+def responses(count: int, seed: int = 0) -> list[VerificationRequest]:
+    """Responses of 5000 characters that end in an integer answer; half of them right."""
+    choose = random.Random(seed)
+    requests = []
+    for index in range(count):
+        reasoning = " ".join(choose.choices(WORDS, k=2000))[:4980]
+        answer = choose.randrange(1000)
+        truth = answer if index % 2 else answer + 1
+        requests.append(VerificationRequest(response=f"{reasoning}\n\nAnswer: {answer}", ground_truth=str(truth)))
+    return requests
+
+
+def cpu_seconds(pool: RewardPool) -> float:
+    """CPU seconds of this process and the pool's."""
+    own = time.process_time()
+    for pid in pool.worker_pids():
+        times = psutil.Process(pid).cpu_times()
+        own += times.user + times.system
+    return own
+
+
+async def pool_throughput(requests: list[VerificationRequest], *, workers: int, rounds: int) -> Throughput:
+    """Groups of 16 in many concurrent calls, as the coordinator makes them."""
+    pool = RewardPool(RewardConfig(workers=workers))
+    groups = [requests[at : at + 16] for at in range(0, len(requests), 16)]
+    await pool.verify(requests[:512])
+    cpu, start = cpu_seconds(pool), time.monotonic()
+    for _ in range(rounds):
+        await asyncio.gather(*(pool.verify(group) for group in groups))
+    seconds, cpu = time.monotonic() - start, cpu_seconds(pool) - cpu
+    pool.close()
+    verdicts = rounds * len(requests)
+    return Throughput(per_second=verdicts / seconds, per_cpu_second=verdicts / cpu)
+
+
+def math_verify_throughput(requests: list[VerificationRequest]) -> Throughput:
+    """math-verify as a verifier by itself: its extraction and comparison on the whole response, in this process."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+    def judge(request: VerificationRequest) -> bool:
+        gold = parse(f"${request.ground_truth}$", parsing_timeout=None)
+        return verify(gold, parse(request.response, parsing_timeout=None), timeout_seconds=None)
+
+    judge(requests[0])
+    start, cpu = time.monotonic(), time.process_time()
+    for request in requests:
+        judge(request)
+    seconds, cpu = time.monotonic() - start, time.process_time() - cpu
+    return Throughput(per_second=len(requests) / seconds, per_cpu_second=len(requests) / cpu)
+
+
+async def benign_throughput(requests: list[VerificationRequest], *, hanging_share: float, seconds: float) -> float:
+    """Benign verdicts a second of 16 callers, while requests that hang are put in at `hanging_share` of theirs."""
+    pool = RewardPool(RewardConfig(workers=2, timeout_s=2.0))
+    hang = VerificationRequest(response="", ground_truth="1", verifier="tests.reward.hostile:hang")
+    await pool.verify(requests[:512])
+    groups = itertools.cycle([requests[at : at + 16] for at in range(0, len(requests) - 15, 16)])
+    start = time.monotonic()
+    done = 0
+    hanging: list[asyncio.Task] = []
+
+    async def caller() -> None:
+        nonlocal done
+        while time.monotonic() - start < seconds:
+            await asyncio.gather(*(pool.verify(next(groups)) for _ in range(8)))
+            done += 8 * 16
+            while len(hanging) < hanging_share * done:
+                hanging.append(asyncio.create_task(pool.verify([hang])))
+
+    await asyncio.gather(*(caller() for _ in range(16)))
+    rate = done / (time.monotonic() - start)
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    await asyncio.to_thread(pool.close)
+    return rate
+
+
+async def one_call_throughput(requests: list[VerificationRequest], attack_share: float) -> float:
+    """Verdicts a second of one call, some of its texts attacks on the algebra."""
+    pool = RewardPool(RewardConfig(workers=2))
+    mixed = list(requests)
+    if attack_share:
+        for place, at in enumerate(range(0, len(mixed), round(1 / attack_share))):
+            text = mixed[at].response + f"\nAnswer: ${ATTACKS[place % len(ATTACKS)]}$"
+            mixed[at] = VerificationRequest(response=text, ground_truth=mixed[at].ground_truth)
+    await pool.verify(requests[:512])
+    start = time.monotonic()
+    for _ in range(3):
+        await pool.verify(mixed)
+    rate = 3 * len(mixed) / (time.monotonic() - start)
+    pool.close()
+    return rate
+
+
+def main() -> None:
+    """Prints the figures."""
+    requests = responses(8192)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {len(requests)} responses of 5000 characters")
+    theirs = math_verify_throughput(requests[:200])
+    for workers in (1, 2):
+        ours = asyncio.run(pool_throughput(requests, workers=workers, rounds=4))
+        print(
+            f"pool, {workers} workers: {ours.per_second:8.0f} verdicts/s {ours.per_cpu_second:8.0f} per CPU second; "
+            f"math-verify alone: {theirs.per_second:6.0f} and {theirs.per_cpu_second:6.0f}; "
+            f"ratio per CPU second {ours.per_cpu_second / theirs.per_cpu_second:.0f}"
+        )
+    rates: dict[float, list[float]] = {0.0: [], 0.01: []}
+    for _ in range(3):
+        for share, measured in rates.items():
+            measured.append(asyncio.run(benign_throughput(requests, hanging_share=share, seconds=4.0)))
+    compare("1% that hang until killed", rates)
+    rates = {0.0: [], 0.01: []}
+    for _ in range(3):
+        for share, measured in rates.items():
+            measured.append(asyncio.run(one_call_throughput(requests, share)))
+    compare("1% that attack the algebra, one call", rates)
+
+
+def compare(name: str, rates: dict[float, list[float]]) -> None:
+    """Prints the best rate with and without hostile requests, and their ratio."""
+    without, with_hostile = (max(measured) for measured in rates.values())
+    print(f"{name}: {with_hostile:8.0f} verdicts/s against {without:8.0f} without: {with_hostile / without:.0%}")
+
+
+if __name__ == "__main__":
+    main()
