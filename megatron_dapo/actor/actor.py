@@ -49,6 +49,7 @@ class MegatronActor:
         seed: int,
         timeout_s: float,
         learning_rate: LearningRate | None = None,
+        keep_reference: bool = False,
     ) -> None:
         """Meet the other ranks and load the model's weights.
 
@@ -57,6 +58,7 @@ class MegatronActor:
             steps_per_rollout: optimizer steps of a rollout step, in which the warm-up is configured.
             timeout_s: longest wait for another rank, in any collective.
             learning_rate: a schedule instead of the one that `config.optimizer` describes.
+            keep_reference: keep a copy of the model's weights on the host, for `reference_log_probs`.
         """
         from megatron_dapo.actor import device
 
@@ -71,6 +73,7 @@ class MegatronActor:
         from megatron_dapo.actor.hf_config import HFModelConfig
         from megatron_dapo.actor.model import build_model
         from megatron_dapo.actor.optimizer import ActorOptimizer
+        from megatron_dapo.actor.reference import ReferenceWeights
         from megatron_dapo.actor.step import ForwardBackward
         from megatron_dapo.actor.weights import load_hf_weights
 
@@ -93,6 +96,7 @@ class MegatronActor:
             learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
             overlap=self.device.device.type == "cuda" and config.layout.data * config.layout.context > 1,
         )
+        self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
         self.passes = ForwardBackward(
             self.optimizer.chunks,
             layout=config.layout,
@@ -130,6 +134,17 @@ class MegatronActor:
         """Log-probs and entropies of all N response tokens at `temperature`: on rank 0 in the order of `responses`,
         whatever the plan; None on the other ranks."""
         return self.passes.log_probs(responses, plan, temperature)
+
+    def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
+        """The same under the weights that the actor was built with.
+
+        Raises:
+            ValueError: it was built without `keep_reference`.
+        """
+        if self.reference is None:
+            raise ValueError("reference_log_probs: the actor keeps no reference weights; build it with keep_reference")
+        with self.reference.swapped_in():
+            return self.passes.log_probs(responses, plan, temperature)
 
     def update(
         self, mini_batches: Sequence[MiniBatch], objective: "Objective", temperature: float

@@ -1,7 +1,8 @@
-"""Core attention of the local layer spec: rotary embedding and PyTorch's scaled_dot_product_attention on packed sequences.
+"""Core attention of the local layer spec: rotary embedding and PyTorch's own attention on packed sequences.
 
 Megatron's own local attention takes neither packed sequences nor context parallelism. Legend: t tokens on this
-context-parallel rank, H query heads and G key/value heads on this tensor-parallel rank, D head size, B sequences of a bucket.
+context-parallel rank, H query heads and G key/value heads on this tensor-parallel rank, D head size, B sequences of a
+bucket.
 """
 
 from typing import Any
@@ -39,7 +40,8 @@ class Rotary:
 class PackedAttention(MegatronModule):
     """Causal attention with grouped queries inside each sequence of a packed stream.
 
-    Short sequences of similar length are computed as one padded batch, long ones by themselves (see `AttentionPlan`). Under context parallelism keys and values of the whole stream are gathered from the ranks.
+    Short sequences of similar length are computed as one padded batch, long ones by themselves (see `AttentionPlan`).
+    Under context parallelism keys and values of the whole stream are gathered from the ranks.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
         """query [B, Lq, H, D], key and value [B, Lk, G, D] -> [B * Lq, H * D]; without a mask, plain causal."""
+        if mask is not None:
+            # On CUDA the kernel that takes a mask has no grouped queries.
+            key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
         output = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -90,8 +90,8 @@ class SafetensorsReader:
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_bytes` (a larger tensor gets a file of its own), aside until `finish`.
 
-    The files of all tensors are planned from `sizes` (bytes by name), so that they can be written in any memory: one file's
-    tensors are held at a time.
+    The files of all tensors are planned from `sizes` (bytes by name), so that they can be written in any memory: one
+    file's tensors are held at a time.
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int], *, max_bytes: int):
@@ -105,15 +105,14 @@ class SafetensorsWriter:
         self._held: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; its file is written when it is the last of it."""
+        """Take one tensor, contiguous and on the CPU; its file is written when it is the last of it."""
         file = self._waiting.pop(name)
-        # A view (of a padded matrix, of a fused one) would be written with its whole storage's memory kept alive.
-        self._held.setdefault(file, {})[name] = tensor.contiguous().clone() if tensor._is_view() else tensor
+        self._held.setdefault(file, {})[name] = tensor
         if file not in self._waiting.values():
             save_file(self._held.pop(file), self.partial / file, metadata={"format": "pt"})
 
     def finish(self, source_folder: Path, dtype: torch.dtype) -> int:
-        """Copy config and tokenizer from `source_folder`, put the folder in its place, return the bytes of all its files.
+        """Copy config and tokenizer from `source_folder`, put the folder in its place, return the bytes of its files.
 
         A folder that is already there is replaced; its readers keep what they have open. The config's `dtype` becomes
         that of the weights.

@@ -20,7 +20,8 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
     """The model chunks of this rank, one a virtual pipeline stage, weights not yet set (see `weights.load_hf_weights`).
 
     `dtype` is "float32" or "bfloat16". The process groups must be up (`process_groups.initialise`). The chunks have a
-    vocabulary padded to a multiple of the tensor-parallel size: the logits' columns from `hf.vocab_size` on mean nothing.
+    vocabulary padded to a multiple of the tensor-parallel size: the logits' columns from `hf.vocab_size` on mean
+    nothing.
 
     Raises:
         ConfigError: the layout does not divide the model.
@@ -111,8 +112,8 @@ def _pipeline_settings(layout: LayoutConfig, *, cuda: bool) -> dict[str, object]
     settings: dict[str, object] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     settings["deallocate_pipeline_outputs"] = True
     if layout.virtual_pipeline:
-        # Batched point-to-point calls give wrong gradients with virtual stages over gloo. Single ones run while the next
-        # stage computes, and a send over gloo still reads its tensor then: it must stay.
+        # Batched point-to-point calls give wrong gradients with virtual stages over gloo. Single ones run while the
+        # next stage computes, and a send over gloo still reads its tensor then: it must stay.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": cuda}
     return settings
 
@@ -123,4 +124,3 @@ def _recompute_settings(actor: ActorConfig) -> dict[str, object]:
     if actor.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
-

@@ -22,16 +22,18 @@ def initialise(
 ) -> None:
     """Join `world_size` ranks at `rendezvous` ("tcp://host:port" or "file://path") and split them by `layout`.
 
-    Ranks are ordered tensor, context, data, pipeline, the tensor-parallel ones next to each other. Every collective of
-    every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process under
-    NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel ranks).
+    Ranks are ordered tensor, context, data, pipeline, the tensor-parallel ones next to each other. Every collective
+    of every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process
+    under NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel
+    ranks).
 
     Raises:
         ValueError: `layout` is not for `world_size` ranks.
     """
     if layout.world_size != world_size:
         raise ValueError(
-            f"actor.layout: tensor x pipeline x context x data = {layout.world_size}, but {world_size} ranks were started"
+            f"actor.layout: tensor x pipeline x context x data = {layout.world_size}, but {world_size} ranks were "
+            "started; make the two equal"
         )
     torch.distributed.init_process_group(
         device.backend,

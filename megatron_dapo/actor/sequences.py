@@ -1,11 +1,13 @@
 """How the sequences of one packed micro-batch lie in the token stream, and what attention works out once for them.
 
-Legend: T tokens of the stream (padded), t = T / CP of them on this context-parallel rank, L padded length of one sequence.
+Legend: T tokens of the stream (padded), t = T / CP of them on this context-parallel rank, L padded length of one
+sequence.
 
-A stream is sequence after sequence, each padded on its right. Padding needs no mask: attention is causal, so no real token
-sees what comes after it, and what a padding token computes carries no loss. Under context parallelism each sequence is cut
-into 2*CP chunks and rank r holds chunks r and 2*CP-1-r of every sequence, in sequence order ("zigzag": each rank gets the
-same share of the causal triangle; it is also the layout of TransformerEngine and of Megatron's rotary embedding).
+A stream is sequence after sequence, each padded on its right. Padding needs no mask: attention is causal, so no real
+token sees what comes after it, and what a padding token computes carries no loss. Under context parallelism each
+sequence is cut into 2*CP chunks and rank r holds chunks r and 2*CP-1-r of every sequence, in sequence order
+("zigzag": each rank gets the same share of the causal triangle; it is also the layout of TransformerEngine and of
+Megatron's rotary embedding).
 """
 
 from collections.abc import Sequence
@@ -16,13 +18,14 @@ from itertools import pairwise
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-# A bucket holds sequences of at least this share of its longest, or at most this many tokens shorter: below that a call's
-# overhead costs more than the padding.
+# A bucket holds sequences of at least this share of its longest, or at most this many tokens shorter: below that a
+# call's overhead costs more than the padding.
 BUCKET_FILL = 0.75
 BUCKET_SLACK_TOKENS = 32
 
-# Longer sequences (tokens) are computed alone. Measured on the CPU, forward and backward, 8 heads of 64: a call costs about
-# 0.1 ms, less than copying a sequence of 30 tokens into a bucket and back. On CUDA a call costs many small kernels.
+# Longer sequences (tokens) are computed alone. On the CPU a call, forward and backward, costs about as much as copying
+# and padding 30 tokens of 8 heads of 64 into a bucket and back: measured, one by one is faster from there on. On CUDA a
+# call launches several small kernels, so that buckets pay for much longer ones.
 BUCKET_LONGEST = {"cpu": 32, "cuda": 4096}
 
 
@@ -55,7 +58,7 @@ class AttentionPlan:
 
     buckets: tuple[Bucket, ...]
     slots: torch.Tensor | None
-    """[t] where each local token's output lies in all outputs, flattened one after the other; None: in order already."""
+    """[t] where each local token's output lies in all outputs, one after the other; None: in order already."""
 
 
 @dataclass
@@ -78,7 +81,7 @@ def packed_sequences(
 ) -> PackedSequences:
     """What `GPTModel.forward(..., packed_seq_params=...)` takes for a stream of sequences of these padded lengths.
 
-    Lengths are those of the whole sequences, padding included. The stream's rules are those of `padded_length`.
+    Lengths are those of the whole sequences, padding included. The stream's rules are those of `padded_lengths`.
     """
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(padded_lengths)
@@ -98,8 +101,9 @@ def packed_sequences(
 def padded_lengths(lengths: Sequence[int], *, context_parallel: int, tensor_parallel: int) -> list[int]:
     """Lengths with the padding that a layout needs.
 
-    Context parallelism cuts each sequence into 2*CP equal chunks; sequence parallelism cuts a rank's stream into TP parts,
-    for which the last sequence is padded further. (padded_lengths([5, 6], context_parallel=2, tensor_parallel=2) is [8, 8].)
+    Context parallelism cuts each sequence into 2*CP equal chunks; sequence parallelism cuts a rank's stream into TP
+    parts, for which the last sequence is padded further. (padded_lengths([5, 6], context_parallel=2,
+    tensor_parallel=2) is [8, 8].)
     """
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     padded = [_round_up(length, chunks) for length in lengths]

@@ -1,7 +1,7 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
 
-Each kind goes both ways: `local` builds a rank's shard from slices of the Hugging Face tensors, `full` builds the Hugging
-Face tensors from all ranks' shards. Both only move numbers, so `full` serves gradients as well as weights.
+Each kind goes both ways: `local` builds a rank's shard from slices of the Hugging Face tensors, `full` builds the
+Hugging Face tensors from all ranks' shards. Both only move numbers, so `full` serves gradients as well as weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ ReadSlice = Callable[[str, int, int, int], Tensor]
 
 
 class Shards(Protocol):
-    """One parameter. `shapes` are the full Hugging Face shapes by name; `split` tells whether ranks hold different parts."""
+    """One parameter. `shapes` are the full Hugging Face shapes by name; `split` tells whether ranks hold different
+    parts."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
@@ -64,7 +65,8 @@ class Replicated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """A matrix cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not divide."""
+    """A matrix cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
+    divide."""
 
     name: str
     shape: tuple[int, int]

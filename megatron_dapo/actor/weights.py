@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_dapo.actor.hf_config import HFModelConfig
@@ -16,6 +17,7 @@ from megatron_dapo.actor.hf_files import SafetensorsReader, SafetensorsWriter, W
 from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
 
 EXPORT_FILE_BYTES = 5 * 10**9
+_WRITE_ERRORS = (OSError, SafetensorError, WeightsError)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
@@ -30,11 +32,12 @@ _FUSED_NORMS = {
 def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder: Path) -> None:
     """Fill this rank's parameters from the safetensors in `folder`; only its own slices are read.
 
-    Wrapped chunks (Float16Module, DistributedDataParallel) are fine. An optimizer that keeps its own copy of the weights
-    must be told afterwards (`reload_model_params`). No rank waits for another.
+    Wrapped chunks (Float16Module, DistributedDataParallel) are fine. An optimizer that keeps its own copy of the
+    weights must be told afterwards (`reload_model_params`). No rank waits for another.
 
     Raises:
-        WeightsError: a tensor of the model is missing, has another shape, or the folder has one that is not the model's.
+        WeightsError: a tensor of the model is missing, has another shape, or the folder has one that is not the
+        model's.
     """
     shards_of = model_shards(hf)
     shapes = {name: shape for shards in shards_of.values() for name, shape in shards.shapes.items()}
@@ -47,9 +50,8 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
         for name, parameter in _named_parameters(chunks, hf):
             shards = shards_of[name]
             if shards.local_shape(ranks) != parameter.shape:
-                raise WeightsError(
-                    f"{name}: config.json gives {list(shards.local_shape(ranks))}, Megatron built {list(parameter.shape)}"
-                )
+                mapped, built = list(shards.local_shape(ranks)), list(parameter.shape)
+                raise WeightsError(f"{name}: Megatron built {built}, but the mapping of this package gives {mapped}")
             parameter.copy_(shards.local(reader.read, rank, ranks))
 
 
@@ -60,12 +62,12 @@ def hf_tensors(
     dtype: torch.dtype,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor on the CPU) of the whole model on global rank 0; nothing on the others.
+    """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
 
-    Collective over the tensor- and pipeline-parallel ranks that share rank 0's data: every rank must iterate to the end.
-    One parameter is gathered at a time. `value` gives what is gathered for a parameter, of its shape, in any type: its
-    weight, or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied weights the first
-    stage's copy counts.
+    Collective over the tensor- and pipeline-parallel ranks that share rank 0's data: every rank must iterate to the
+    end. One parameter is gathered at a time. `value` gives what is gathered for a parameter, of its shape, in any
+    type: its weight, or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied
+    weights the first stage's copy counts.
     """
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
@@ -84,7 +86,8 @@ def hf_tensors(
         stacked = _to_rank_zero(stacked, stage, (ranks, *shards.local_shape(ranks)), dtype)
         if stacked is not None:
             for hf_name, tensor in shards.full(stacked.unbind()).items():
-                yield hf_name, tensor.cpu()
+                # Always a copy: on the CPU an unsplit weight would be the live parameter itself.
+                yield hf_name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def export_hf(
@@ -96,10 +99,10 @@ def export_hf(
     dtype: torch.dtype,
     max_file_bytes: int = EXPORT_FILE_BYTES,
 ) -> int:
-    """Write the model to `folder` in Hugging Face format; every rank calls, rank 0 writes. Bytes written, on every rank.
+    """Write the model to `folder` in Hugging Face format, return the bytes written; every rank calls, rank 0 writes.
 
-    `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer are
-    those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
+    `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
+    are those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
 
     Raises:
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
@@ -112,12 +115,12 @@ def export_hf(
             try:
                 writer = writer or SafetensorsWriter(folder, _sizes(hf, dtype), max_bytes=max_file_bytes)
                 writer.add(name, tensor)
-            except OSError as error:
+            except _WRITE_ERRORS as error:
                 failure = str(error)
     if writer is not None and failure is None:
         try:
             written = writer.finish(source_folder, dtype)
-        except OSError as error:
+        except _WRITE_ERRORS as error:
             failure = str(error)
     report = [written, failure]
     dist.broadcast_object_list(report, src=0)

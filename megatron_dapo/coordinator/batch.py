@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
-from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.importance import Correction, correction_weights
@@ -87,6 +87,8 @@ def mini_batches(
     correction: Correction | None,
     config: Config,
     rollout_step: int,
+    *,
+    hidden_size: int,
 ) -> list[MiniBatch]:
     """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
     algorithm = config.algorithm
@@ -96,7 +98,7 @@ def mini_batches(
     per_batch = algorithm.mini_batch_responses // group_size
     members = order[:, None] * group_size + np.arange(group_size)
     return [
-        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, correction, config)
+        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, correction, config, hidden_size)
         for at in range(0, groups, per_batch)
     ]
 
@@ -108,15 +110,14 @@ def _mini_batch(
     reference: LogProbs | None,
     correction: Correction | None,
     config: Config,
+    hidden_size: int,
 ) -> MiniBatch:
-    algorithm, layout = config.algorithm, config.actor.layout
+    algorithm = config.algorithm
     responses = arrays.responses.select(chosen)
     lengths = arrays.responses.response_lengths
     tokens = arrays.responses.response_token_indices(chosen)
     chosen_lengths = torch.from_numpy(lengths[chosen].astype(np.int64))
-    plan = plan_micro_batches(
-        responses.sequence_lengths, token_budget=config.actor.micro_batch_tokens, data_parallel=layout.data
-    )
+    plan = plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
     weights = token_weights(
         chosen_lengths,
         torch.from_numpy(np.repeat(np.arange(len(chosen) // algorithm.group_size), algorithm.group_size)),

@@ -47,12 +47,14 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
         old = await parts.trainer.log_probs(arrays.responses)
         reference = None
         if config.algorithm.kl.coefficient > 0:
-            reference = await parts.trainer.reference_log_probs(arrays.responses)
+            reference = await parts.trainer.log_probs(arrays.responses, reference=True)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
     correction = step_correction(arrays, old, config)
 
     with phases.measure("update"):
-        batches = mini_batches(arrays, old, reference, correction, config, step)
+        batches = mini_batches(
+            arrays, old, reference, correction, config, step, hidden_size=parts.inputs.model.hidden_size
+        )
         updates = await parts.trainer.update(batches, parts.objective)
 
     version = progress.weight_version + 1

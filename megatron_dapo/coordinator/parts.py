@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from rollout.fleet import RolloutFleet
 
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config import Config, dump_config
+from megatron_dapo.config import Config, ConfigError, dump_config
 from megatron_dapo.coordinator.cluster import Cluster
 from megatron_dapo.coordinator.engines import make_engines
 from megatron_dapo.coordinator.evaluation import Evaluator
@@ -40,6 +41,7 @@ class Inputs:
     """What was read and checked before anything was started."""
 
     text: TextTools
+    model: HFModelConfig
     prompts: PromptSet
     heldout: PromptSet
 
@@ -68,9 +70,16 @@ class Parts:
 def read_inputs(config: Config) -> Inputs:
     """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
     text = load_text_tools(config.model.path)
+    model = HFModelConfig.load(Path(config.model.path))
+    check_layout(model, config.actor.layout)
+    if config.model.context_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
+            f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
+        )
     prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
     heldout = read_prompts(config.evaluation.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
-    return Inputs(text=text, prompts=prompts, heldout=heldout)
+    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
 
 
 async def start_parts(
@@ -98,7 +107,7 @@ async def start_parts(
     stack.push_async_callback(fleet.close)
     cluster = Cluster(processes=config.actor.layout.world_size, use_gpu=use_gpu)
     stack.callback(cluster.close)
-    trainer = Trainer(config, run_dir.path, waits, use_gpu=use_gpu, host=cluster.host)
+    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=use_gpu, host=cluster.host)
     stack.push_async_callback(trainer.close)
     described = await _start_together(config, trainer, fleet, waits)
     run_dir.write_text("config.yaml", dump_config(config))

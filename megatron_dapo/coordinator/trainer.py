@@ -12,7 +12,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
-from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.waits import Waits
@@ -65,6 +66,7 @@ class TrainerRank:
             steps_per_rollout=config.algorithm.mini_batches_per_step,
             seed=config.run.seed,
             timeout_s=config.run.step_deadline_s,
+            keep_reference=config.algorithm.kl.coefficient > 0,
         )
         return self._actor.describe()
 
@@ -75,8 +77,10 @@ class TrainerRank:
 class Trainer:
     """All ranks of the actor. Every call goes to every rank; the answer is rank 0's."""
 
-    def __init__(self, config: Config, run_dir: Path, waits: Waits, *, use_gpu: bool, host: str) -> None:
-        self._config, self._run_dir, self._waits = config, run_dir, waits
+    def __init__(
+        self, config: Config, model: HFModelConfig, run_dir: Path, waits: Waits, *, use_gpu: bool, host: str
+    ) -> None:
+        self._config, self._model, self._run_dir, self._waits = config, model, run_dir, waits
         self._use_gpu, self._host = use_gpu, host
         self._ranks: list[Any] = []
         self._group: Any = None
@@ -116,23 +120,16 @@ class Trainer:
         built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
         return await self._ask("trainer build", deadline, built)
 
-    async def log_probs(self, responses: Responses) -> LogProbs:
-        """Log-probs and entropies of every response token under the current weights, at the rollout temperature."""
-        plan = plan_micro_batches(
-            responses.sequence_lengths,
-            token_budget=self._config.actor.micro_batch_tokens,
-            data_parallel=self._config.actor.layout.data,
-        )
-        return await self._everyone("log_probs", responses, plan, self._config.rollout.temperature)
+    async def log_probs(self, responses: Responses, *, reference: bool = False) -> LogProbs:
+        """Log-probs and entropies of every response token, at the rollout temperature, under the current weights.
 
-    async def reference_log_probs(self, responses: Responses) -> LogProbs:
-        """The same under the weights that the run began with."""
-        plan = plan_micro_batches(
-            responses.sequence_lengths,
-            token_budget=self._config.actor.micro_batch_tokens,
-            data_parallel=self._config.actor.layout.data,
+        `reference`: under the weights that the run began with.
+        """
+        plan = plan_for_actor(
+            responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size
         )
-        return await self._everyone("reference_log_probs", responses, plan, self._config.rollout.temperature)
+        method = "reference_log_probs" if reference else "log_probs"
+        return await self._everyone(method, responses, plan, self._config.rollout.temperature)
 
     async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""

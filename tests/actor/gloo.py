@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks, each its own process, with a deadline.
 
-The processes are kept between calls (importing Megatron-Core costs seconds): a call gets idle workers, and a worker that
-failed, or whose peer failed, is ended and replaced. Every call has its own rendezvous file, and what it leaves initialised
-in torch.distributed or Megatron's parallel state is taken down after it.
+The processes are kept between calls (importing Megatron-Core costs seconds): a call gets idle workers, and a worker
+that failed, or whose peer failed, is ended and replaced. Every call has its own rendezvous file, and what it leaves
+initialised in torch.distributed or Megatron's parallel state is taken down after it.
 """
 
 import contextlib
@@ -54,8 +54,9 @@ _idle: list[_Worker] = []
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Results of `function(place, *args)` on ranks 0..n-1, in rank order.
 
-    `function` stands at module level; arguments and results travel pickled. The first rank that raises has its traceback
-    re-raised here as RankError and ends the others; so does the deadline, `timeout_s` seconds after the call.
+    `function` stands at module level; arguments and results travel pickled. The first rank that raises has its
+    traceback re-raised here as RankError and ends the others; so does the deadline, `timeout_s` seconds after the
+    call.
     """
     deadline = time.monotonic() + timeout_s
     # Taken out of the pool: one call inside another would get other workers.

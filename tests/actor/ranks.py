@@ -86,7 +86,8 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
 def logits_of(
     place: RankPlace, folders: Sequence[Path], layout: dict, micro_batches: list, recompute: str = "none"
 ) -> list[list[PartialLogits]]:
-    """For each model its logits of each micro-batch, on the ranks of the last pipeline stage (elsewhere empty lists)."""
+    """For each model its logits of each micro-batch, on the ranks of the last pipeline stage (elsewhere empty
+    lists)."""
     return [_logits(build(place, folder, layout, recompute=recompute), micro_batches) for folder in folders]
 
 

@@ -80,7 +80,9 @@ def test_a_window_that_no_layer_uses_is_accepted(load):
     load(use_sliding_window=True, layer_types=["full_attention"] * 4)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3_ROPE], ids=["plain", "llama3"])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3_ROPE], ids=["plain", "llama3"]
+)
 def test_rotary_frequencies_are_those_of_transformers(load, rope):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -92,7 +94,7 @@ def test_rotary_frequencies_are_those_of_transformers(load, rope):
 
 def test_a_layout_must_divide_the_model(load):
     check_layout(load(), LayoutConfig(tensor=2, pipeline=2, virtual_pipeline=2))
-    with pytest.raises(ConfigError, match="tensor = 4.*num_key_value_heads = 2"):
+    with pytest.raises(ConfigError, match=r"tensor = 4.*num_key_value_heads = 2"):
         check_layout(load(), LayoutConfig(tensor=4))
-    with pytest.raises(ConfigError, match="= 3.*num_hidden_layers = 4"):
+    with pytest.raises(ConfigError, match=r"= 3.*num_hidden_layers = 4"):
         check_layout(load(), LayoutConfig(pipeline=3))

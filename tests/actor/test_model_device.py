@@ -45,7 +45,7 @@ def ask_for_cuda(place: RankPlace) -> None:
 
 
 def test_cuda_is_refused_where_there_is_none(gloo):
-    with pytest.raises(RankError, match="actor.device = cuda"):
+    with pytest.raises(RankError, match="device = cuda"):
         gloo(1, ask_for_cuda)
 
 

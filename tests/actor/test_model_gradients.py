@@ -1,4 +1,5 @@
-"""Gradients through the model's layouts and recompute equal those of transformers' autograd, in Hugging Face's names."""
+"""Gradients through the model's layouts and recompute equal those of transformers' autograd, in Hugging Face's
+names."""
 
 import pytest
 import torch

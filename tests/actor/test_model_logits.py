@@ -9,7 +9,9 @@ from tests.actor.tiny import FAMILIES, random_sequences, reference_logits, save_
 TOLERANCE = 1e-4
 # Ragged, with several attention buckets, a sequence of one token, and micro-batches of different sizes (pipeline ranks
 # must tell each other shapes).
-MICRO_BATCHES = [random_sequences(lengths, seed=i) for i, lengths in enumerate([[5, 150, 33, 1, 70], [64], [3, 90], [17]])]
+MICRO_BATCHES = [
+    random_sequences(lengths, seed=i) for i, lengths in enumerate([[5, 150, 33, 1, 70], [64], [3, 90], [17]])
+]
 
 LAYOUTS = {
     "one process": {},

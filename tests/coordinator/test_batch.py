@@ -69,7 +69,7 @@ def test_every_response_is_in_one_mini_batch_with_its_own_columns(config):
     groups = make_groups()
     arrays = step_arrays(groups, config())
     old = LogProbs(log_probs=arrays.rollout_log_probs * 2, entropy=np.abs(arrays.rollout_log_probs))
-    batches = mini_batches(arrays, old, None, None, config(), rollout_step=1)
+    batches = mini_batches(arrays, old, None, None, config(), rollout_step=1, hidden_size=64)
     assert [len(batch.responses) for batch in batches] == [8, 8, 8]
     seen = []
     for batch in batches:
@@ -100,7 +100,7 @@ def test_the_order_of_mini_batches_depends_on_seed_and_step_only(config):
         chosen = config(f"run.seed={seed}")
         arrays = step_arrays(groups, chosen)
         old = LogProbs(log_probs=arrays.rollout_log_probs, entropy=np.abs(arrays.rollout_log_probs))
-        return mini_batches(arrays, old, None, None, chosen, step)[0].responses.token_ids.tolist()
+        return mini_batches(arrays, old, None, None, chosen, step, hidden_size=64)[0].responses.token_ids.tolist()
 
     assert first_ids(1, 1) == first_ids(1, 1)
     assert first_ids(1, 1) != first_ids(1, 2)
@@ -111,7 +111,7 @@ def test_overlong_filtering_takes_truncated_responses_out_of_loss_and_denominato
     arrays = step_arrays(make_groups(), chosen)
     assert arrays.carries_loss.reshape(6, GROUP).sum(axis=1).tolist() == [3, 4, 3, 4, 3, 4]
     old = LogProbs(log_probs=arrays.rollout_log_probs, entropy=np.abs(arrays.rollout_log_probs))
-    for batch in mini_batches(arrays, old, None, None, chosen, 1):
+    for batch in mini_batches(arrays, old, None, None, chosen, 1, hidden_size=64):
         assert batch.weights.sum() == pytest.approx(1.0, rel=1e-5)
         assert (batch.weights == 0).any()
 
@@ -120,8 +120,8 @@ def test_importance_correction_compares_trainer_and_engine(config):
     chosen = config("algorithm.importance.mode=truncated", "algorithm.importance.upper=1.1")
     arrays = step_arrays(make_groups(), chosen)
     old = LogProbs(log_probs=arrays.rollout_log_probs + 0.05, entropy=np.abs(arrays.rollout_log_probs))
-    for batch in mini_batches(arrays, old, None, step_correction(arrays, old, chosen), chosen, 1):
+    for batch in mini_batches(arrays, old, None, step_correction(arrays, old, chosen), chosen, 1, hidden_size=64):
         np.testing.assert_allclose(batch.correction, np.exp(0.05), rtol=1e-5)
     old = LogProbs(log_probs=arrays.rollout_log_probs + 1.0, entropy=np.abs(arrays.rollout_log_probs))
-    for batch in mini_batches(arrays, old, None, step_correction(arrays, old, chosen), chosen, 1):
+    for batch in mini_batches(arrays, old, None, step_correction(arrays, old, chosen), chosen, 1, hidden_size=64):
         np.testing.assert_allclose(batch.correction, 1.1, rtol=1e-6)

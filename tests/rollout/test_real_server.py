@@ -341,6 +341,7 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     spec = ServerSpec(
         model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"

@@ -14,7 +14,7 @@ from megatron_dapo.actor.device import cpu
 class Kernel:
     """Which implementation does one part of the work, and why this one.
 
-    Example: Kernel(part="optimizer", name="AdamW of this package", reason="neither TransformerEngine nor Apex is installed").
+    Example: Kernel(part="norm", name="RMSNorm in PyTorch", reason="TransformerEngine is not importable").
     """
 
     part: Literal["attention", "norm", "optimizer"]
@@ -44,9 +44,9 @@ class DeviceChoice:
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
     """Choose the device and make Megatron importable on it; call before the process first imports Megatron.
 
-    On the CPU this installs the stand-ins of `device.cpu`; with CUDA these stay out. The optimizer is TransformerEngine's
-    or Apex's FusedAdam where Megatron finds one, else `device.adam.FusedLayoutAdam`. A second call with the same device
-    changes nothing.
+    On the CPU this installs the stand-ins of `device.cpu`; with CUDA these stay out. The optimizer is
+    TransformerEngine's or Apex's FusedAdam where Megatron finds one, else `device.adam.FusedLayoutAdam`. A second
+    call with the same device changes nothing.
 
     Raises:
         ValueError: `cuda` was asked for and no CUDA device is visible.
@@ -80,7 +80,9 @@ def _describe(device: torch.device) -> DeviceChoice:
         norm = Kernel(part="norm", name="TransformerEngine's RMSNorm, fused with the linear after it", reason=reason)
     else:
         reason = "no CUDA device is used" if device.type == "cpu" else "TransformerEngine is not importable"
-        attention = Kernel(part="attention", name="PyTorch's scaled_dot_product_attention over buckets", reason=reason)
+        attention = Kernel(
+            part="attention", name="PyTorch's scaled_dot_product_attention on packed sequences", reason=reason
+        )
         norm = Kernel(part="norm", name="RMSNorm in PyTorch", reason=reason)
     optimizer = Kernel(part="optimizer", **adam.choose(device))
     backend = "gloo" if device.type == "cpu" else "nccl"

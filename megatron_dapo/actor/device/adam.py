@@ -1,8 +1,8 @@
 """AdamW with the state layout of TransformerEngine's and Apex's FusedAdam, for where neither is installed.
 
-Megatron's own fallback, torch.optim.AdamW, trains, but keeps its step counter as a tensor for each parameter where the
-distributed optimizer's checkpoints expect one number for each group: loading such a checkpoint breaks, or goes on with one
-counter shared by all parameters and silently diverges.
+Megatron's own fallback, torch.optim.AdamW, trains, but keeps its step counter as a tensor for each parameter where
+the distributed optimizer's checkpoints expect one number for each group: loading such a checkpoint breaks, or goes on
+with one counter shared by all parameters and silently diverges.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,10 @@ from torch.optim.adam import adam
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
-    """AdamW (decoupled decay) or Adam: `group["step"]` an int; state `exp_avg`, `exp_avg_sq` float32 of the parameter's shape."""
+    """AdamW (decoupled decay) or Adam.
+
+    `group["step"]` is an int; a parameter's state is `exp_avg` and `exp_avg_sq`, float32, of the parameter's shape.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,8 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         **options: Any,
     ):
-        # `options` names what only the fused kernels have (capturable, master_weights, ...); all of it is off by default.
+        # `options` names what only the fused kernels have (capturable, master_weights, ...); all of it is off by
+        # default.
         wanted = {key: value for key, value in options.items() if value}
         if wanted or not bias_correction:
             raise ValueError(

@@ -1,9 +1,9 @@
 """Megatron-Core on the CPU: what it asks of `torch.cuda` is answered, for Megatron's modules alone.
 
-Every `megatron.*` module gets, once it is imported, a stand-in for its global `torch`: the same attributes, except that
-`torch.cuda.current_device()` is the CPU, streams and events do nothing, the CUDA generator is the CPU's, and factories take
-`device="cuda"` as the CPU. The real `torch`, and with it everything else in the process, stays as it is. Only two tensor
-methods have to be replaced themselves, since no module's global reaches them; they ask who calls.
+Every `megatron.*` module gets, once it is imported, a stand-in for its global `torch`: the same attributes, except
+that `torch.cuda.current_device()` is the CPU, streams and events do nothing, the CUDA generator is the CPU's, and
+factories take `device="cuda"` as the CPU. The real `torch`, and with it everything else in the process, stays as it
+is. Only two tensor methods have to be replaced themselves, since no module's global reaches them; they ask who calls.
 """
 
 import contextlib
@@ -106,6 +106,7 @@ def _stand_in_for_torch() -> ModuleType:
         {
             **generator,
             "random": _Stand(torch.cuda.random, generator),
+            "is_available": lambda: False,
             "current_device": lambda: CPU,
             "device_count": lambda: 1,
             "set_device": _nothing,
