@@ -16,7 +16,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # Under sequence parallelism each tensor-parallel rank sees a part of the tokens: by this mark Megatron sums the
         # gradients of this weight over those ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] in, the same shape and type out."""

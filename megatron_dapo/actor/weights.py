@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,9 +123,9 @@ def export_hf(
             written = writer.finish(source_folder, dtype)
         except _WRITE_ERRORS as error:
             failure = str(error)
-    report = [written, failure]
+    report = [(written, failure)]
     dist.broadcast_object_list(report, src=0)
-    written, failure = report
+    [(written, failure)] = report
     if failure is not None:
         raise RuntimeError(f"{folder}: the model could not be exported: {failure}")
     return written
@@ -187,7 +188,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
     """
     for chunk in chunks:
-        model = chunk
+        model: Any = chunk
         while not isinstance(model, GPTModel):
             model = model.module
         for name, parameter in model.named_parameters():
@@ -205,9 +206,12 @@ def _stack(shard: Tensor, ranks: int) -> Tensor | None:
     if ranks == 1:
         return shard[None] if parallel_state.get_tensor_model_parallel_rank() == 0 else None
     group = parallel_state.get_tensor_model_parallel_group()
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    stacked = shard.new_empty((ranks, *shard.shape)) if first else None
-    dist.gather(shard, list(stacked.unbind()) if first else None, dst=dist.get_global_rank(group, 0), group=group)
+    first = dist.get_global_rank(group, 0)
+    if dist.get_rank() != first:
+        dist.gather(shard, None, dst=first, group=group)
+        return None
+    stacked = shard.new_empty((ranks, *shard.shape))
+    dist.gather(shard, list(stacked.unbind()), dst=first, group=group)
     return stacked
 
 

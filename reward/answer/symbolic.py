@@ -6,6 +6,7 @@ grammar (`fits`) that lets only short, closed expressions through, and the pool,
 """
 
 import logging
+import math
 import re
 import sys
 
@@ -16,7 +17,7 @@ DEPTH_LIMIT = 12
 """Nested brackets."""
 
 EXPONENT_LIMIT = 10_000
-"""Largest numeral in an exponent, and largest product of all of them."""
+"""Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers."""
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
 _ARITHMETIC_NAMES = """
@@ -33,6 +34,8 @@ _ROOT_CALL = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
 _BARE_EXPONENT = re.compile(r"(?:\\\\?[A-Za-z]+|\d+)(?:\s*\^)?")
+_POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
+_GROWS = re.compile(r"!|\\(?:binom|exp|tan|cot|sec|csc)")
 _NUMERALS = re.compile(r"\d+")
 _FACTORIALS = re.compile(r"(\d*)\s*!")
 _FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#@$?]|!\s*[!)]|\d{61}|\d\s+\d|\d\s*_|[-+*/^_]$")
@@ -102,18 +105,23 @@ def _exponents(text: str) -> list[str]:
 def _small(text: str) -> bool:
     """Whether no part of the expression grows beyond what a machine can hold."""
     exponents = _exponents(text)
-    if len(exponents) > 16 or text.count("!") > 4:
+    if len(exponents) > 16 or text.count("!") > 4 or text.count("\\exp") > 1:
         return False
-    product = 1
+    size = 1
+    nested = _POWER_OF_GROUP.search(text) is not None
     for exponent in exponents:
         numerals = [int(numeral) for numeral in _NUMERALS.findall(exponent)]
         if "^" in exponent and (exponent.count("^") > 1 or any(numeral > 3 for numeral in numerals)):
             return False  # a tower of powers
-        for numeral in numerals:
-            product *= max(numeral, 1)
+        if _GROWS.search(exponent):
+            return False
+        product = math.prod(max(numeral, 1) for numeral in numerals)
+        size = size * product if nested else max(size, product)
     factorials_fit = all(numeral and int(numeral) <= 500 for numeral in _FACTORIALS.findall(text))
-    binomials_fit = "\\binom" not in text or all(int(numeral) <= 2000 for numeral in _NUMERALS.findall(text))
-    return product <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+    binomials_fit = "\\binom" not in text or (
+        "^" not in text and "!" not in text and all(int(numeral) <= 2000 for numeral in _NUMERALS.findall(text))
+    )
+    return size <= EXPONENT_LIMIT and factorials_fit and binomials_fit
 
 
 def prepare() -> bool:

@@ -1,9 +1,12 @@
 """Megatron runs on the CPU without anything else in the process noticing, and AdamW is AdamW."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.actor.gloo import RankError, RankPlace
+from tests.actor.tiny import save_tiny
 
 
 def traces_outside_megatron(place: RankPlace) -> dict[str, object]:
@@ -53,13 +56,37 @@ def prepare_too_late(place: RankPlace) -> str:
     import subprocess
     import sys
 
-    code = "import megatron.core; from megatron_dapo.actor.device import prepare; prepare('cpu')"
+    code = (
+        "import sys, types; sys.modules['megatron.core.enums'] = types.ModuleType('megatron.core.enums')\n"
+        "from megatron_dapo.actor.device import prepare; prepare('cpu')"
+    )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100).stderr
 
 
 def test_preparing_after_megatron_is_imported_is_an_error(gloo):
     [error] = gloo(1, prepare_too_late)
     assert "was imported before actor.device.prepare" in error
+
+
+def cuda_configs(place: RankPlace, folder: Path) -> list[tuple[bool, bool, bool]]:
+    from megatron_dapo.actor.device import DeviceChoice, prepare
+
+    prepare("cpu")
+    from megatron_dapo.actor.hf_config import HFModelConfig
+    from megatron_dapo.actor.model import transformer_config
+    from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+
+    hf = HFModelConfig.load(folder)
+    cuda = DeviceChoice(device=torch.device("cuda", 0), backend="nccl", transformer_engine=False, kernels=())
+    configs = []
+    for recompute in ("none", "selective", "full"):
+        actor = ActorConfig(layout=LayoutConfig(tensor=2, sequence_parallel=True, context=2), recompute=recompute)
+        configs.append(transformer_config(hf, actor, "bfloat16", cuda))
+    return [(c.bf16, c.bias_activation_fusion, c.use_cpu_initialization) for c in configs]
+
+
+def test_megatron_accepts_the_config_for_cuda(gloo, tmp_path):
+    assert gloo(1, cuda_configs, save_tiny(tmp_path, "qwen3", tied=False)) == [[(True, True, False)] * 3]
 
 
 def train_with_both(place: RankPlace, decoupled: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:

@@ -66,7 +66,7 @@ def wait_for_a_peer_that_never_comes(place: RankPlace, group: str) -> float:
     from megatron.core import parallel_state
 
     if place.rank == 1:
-        time.sleep(10)
+        time.sleep(8)
         return 0.0
     began = time.monotonic()
     groups = {
@@ -78,8 +78,8 @@ def wait_for_a_peer_that_never_comes(place: RankPlace, group: str) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("group", ["tensor", "data"])
+@pytest.mark.parametrize("group", ["tensor", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_collective_ends_at_its_deadline(gloo, group):
     gloo(2, coordinates, {"tensor": 2})  # both processes have imported what they need: no rank joins late
     waited, _ = gloo(2, wait_for_a_peer_that_never_comes, group)
-    assert 3 < waited < 9
+    assert 3 < waited < 7.5

@@ -1,4 +1,4 @@
-"""Measures the pool: `python -m tests.reward.measure_pool` (a minute). Prints each figure beside what it is compared with.
+"""Measures the pool: `python -m tests.reward.measure_pool` (a minute). Prints each figure beside its reference.
 
 1. Verdicts a second on responses of 5000 characters with integer answers, per second and per second of CPU (pool,
    workers and calling process together), against math-verify reading the same responses, in the same run.
@@ -20,7 +20,7 @@ from reward.config import RewardConfig
 from reward.messages import VerificationRequest
 from reward.pool import RewardPool
 
-WORDS = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus".split()
+TEXT = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus"
 ATTACKS = ("9^{9^{9^9}}", "9" * 100_000, "{" * 2000, "((9!)!)!", "\\sqrt{" * 200, "10^{10^{10}}", "\\binom{10^9}{10^8}")
 
 
@@ -37,7 +37,7 @@ def responses(count: int, seed: int = 0) -> list[VerificationRequest]:
     choose = random.Random(seed)
     requests = []
     for index in range(count):
-        reasoning = " ".join(choose.choices(WORDS, k=2000))[:4980]
+        reasoning = " ".join(choose.choices(TEXT.split(), k=2000))[:4980]
         answer = choose.randrange(1000)
         truth = answer if index % 2 else answer + 1
         requests.append(VerificationRequest(response=f"{reasoning}\n\nAnswer: {answer}", ground_truth=str(truth)))

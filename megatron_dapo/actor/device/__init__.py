@@ -85,10 +85,9 @@ def _describe(device: torch.device) -> DeviceChoice:
         )
         norm = Kernel(part="norm", name="RMSNorm in PyTorch", reason=reason)
     optimizer = Kernel(part="optimizer", **adam.choose(device))
-    backend = "gloo" if device.type == "cpu" else "nccl"
     return DeviceChoice(
         device=device,
-        backend=backend,
+        backend="gloo" if device.type == "cpu" else "nccl",
         transformer_engine=transformer_engine,
         kernels=(attention, norm, optimizer),
     )

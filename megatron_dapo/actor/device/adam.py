@@ -43,7 +43,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient; `closure` is refused (Megatron never gives one)."""
         if closure is not None:
             raise ValueError("a closure is not supported")
@@ -62,7 +62,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adam(
             params=parameters,
-            grads=[parameter.grad.float() for parameter in parameters],
+            grads=[parameter.grad.float() for parameter in parameters if parameter.grad is not None],
             exp_avgs=[self.state[parameter]["exp_avg"] for parameter in parameters],
             exp_avg_sqs=[self.state[parameter]["exp_avg_sq"] for parameter in parameters],
             max_exp_avg_sqs=[],

@@ -45,7 +45,9 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
     def __init__(self, stand_in: ModuleType):
         self.stand_in = stand_in
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None):
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if path is None or name.partition(".")[0] != "megatron":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -63,10 +65,9 @@ class _MegatronLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         if vars(module).get("torch") is torch:
-            module.torch = self.stand_in
+            vars(module)["torch"] = self.stand_in
         if module.__name__ == RNG_MODULE:
-            module._get_cuda_rng_state = _get_rng_state
-            module._set_cuda_rng_state = _set_rng_state
+            vars(module).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
         elif module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()  # torch.compile would call a C++ compiler for each small function
 
@@ -145,8 +146,8 @@ def _patch_tensor_methods() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.cuda = cuda
-    torch.Tensor.type = type_
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
 
 
 def _called_from(prefix: str) -> bool:
