@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -60,8 +61,8 @@ class Job:
     abandoned: bool = False
 
     def settle(self, error: Exception | None) -> None:
-        """Wakes the caller, from any thread. A caller whose event loop has ended is not waiting any more."""
-        if not self.loop.is_closed():
+        """Wakes the caller, from any thread."""
+        with suppress(RuntimeError):  # its event loop has ended: nobody waits any more
             self.loop.call_soon_threadsafe(self._wake, error)
 
     def _wake(self, error: Exception | None) -> None:

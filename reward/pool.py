@@ -21,7 +21,7 @@ from reward.messages import Verdict, VerificationRequest
 from reward.process import START_LIMIT_S, WorkerProcess, WorkerStartError
 from reward.registry import find
 
-SLOW_AFTER_S = 1.0
+SLOW_AFTER_S = 0.5
 """A dear verdict that takes more CPU goes on at the lowest priority: most of them take hundredths of a second. CPU and
 not wall-clock time, for on a busy machine a harmless one may wait long, and would then wait for ever."""
 
@@ -97,13 +97,20 @@ class RewardPool:
         with self._processes_lock:
             for process in self._processes:
                 if process is not None:
-                    process.kill()
+                    process.end()
         deadline = time.monotonic() + _CLOSE_LIMIT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _serve(self, slot: int) -> None:
-        """A worker's thread: it starts the process, feeds it, and replaces it when it is lost."""
+        """A worker's thread. What it cannot handle ends the pool, so that no caller waits for a thread that is gone."""
+        try:
+            self._serve_until_closed(slot)
+        except Exception as error:
+            self._lanes.fail(f"worker {slot}: {type(error).__name__}: {error}")
+
+    def _serve_until_closed(self, slot: int) -> None:
+        """Starts the process, feeds it, and replaces it when it is lost."""
         while not self._closed.is_set():
             process = self._start(slot)
             if process is None:
@@ -112,7 +119,7 @@ class RewardPool:
                 pass
             with self._processes_lock:
                 self._processes[slot] = None
-                process.kill()
+            process.kill()
             if work is None:
                 return
             self._lanes.count("restarts")

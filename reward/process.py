@@ -28,7 +28,7 @@ class WorkerStartError(RuntimeError):
 
 
 class WorkerProcess:
-    """A running worker. Used by one thread; `kill` alone may be called from another."""
+    """A running worker. Used by one thread; `end` alone may be called from another."""
 
     def __init__(self, memory_mb: int) -> None:
         """Starts the process; `wait_ready` must follow. It dies with the thread that calls this."""
@@ -58,11 +58,13 @@ class WorkerProcess:
         """Waits until the worker serves. Raises WorkerStartError; the process is gone then."""
         try:
             self._channel.receive_reply(START_LIMIT_S)
+            self._log.close()  # a worker that is ready writes nowhere
         except (TimeoutError, EOFError, OSError) as error:
+            why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else self.how_it_died()
             self.kill()
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
             log = self._log.read().decode("utf-8", "replace").strip()
-            why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else self.how_it_died()
+            self._log.close()
             raise WorkerStartError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
 
     def ask(self, request: tuple[Any, ...], timeout_s: float) -> None:
@@ -89,17 +91,20 @@ class WorkerProcess:
         if self._process.poll() is None:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
 
-    def kill(self) -> None:
-        """Ends the process, whatever it is doing, and waits up to 10 s for it to be gone."""
+    def end(self) -> None:
+        """Ends the process, whatever it is doing. From any thread: the one that waits for a reply sees it gone."""
         self._process.kill()
+
+    def kill(self) -> None:
+        """Ends the process, waits up to 10 s for it to be gone, and closes the connection."""
+        self.end()
         self._process.wait(10.0)
         self._channel.close()
 
     def how_it_died(self) -> str:
-        """`worker died (signal 11)`, for a process whose connection broke; ends it if it still runs."""
+        """`worker died (signal 11)`, for a process whose connection broke."""
         try:
             code = self._process.wait(5.0)
         except subprocess.TimeoutExpired:
-            self.kill()
             return "worker closed its connection"
         return f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"

@@ -27,6 +27,7 @@ Checksums = dict[int, dict[str, str]]
 """{tensor-parallel rank: {SGLang's tensor name: hash}}"""
 
 _VOCABULARY_STEP = 64
+_CPU_INTERMEDIATE_STEP = 32
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -41,11 +42,33 @@ class _Shape:
     """What of a model's config decides how its tensors are cut."""
 
     layers: int
-    heads: int
     key_heads: int
     vocabulary: int
     tied: bool
+    intermediate: int
+    """Width of the MLP, on a CPU filled up so that each rank's is a multiple of 32."""
     ranks: int
+
+
+def _shape_of(config: Mapping[str, Any], info: ServerInfo) -> _Shape:
+    heads, ranks = config["num_attention_heads"], info.tensor_parallel
+    key_heads = config.get("num_key_value_heads") or heads
+    intermediate = config["intermediate_size"]
+    if info.device == "cpu":
+        if heads % ranks or key_heads % ranks:
+            raise ValueError(
+                f"rollout.tensor_parallel = {ranks}: must divide the model's {heads} heads and {key_heads} key heads "
+                "on a CPU; SGLang would invent heads of zeros there"
+            )
+        intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
+    return _Shape(
+        layers=config["num_hidden_layers"],
+        key_heads=key_heads,
+        vocabulary=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        intermediate=intermediate,
+        ranks=ranks,
+    )
 
 
 def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
@@ -64,14 +87,7 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{folder}/config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
-    shape = _Shape(
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        key_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        ranks=info.tensor_parallel,
-    )
+    shape = _shape_of(config, info)
     hashed, dtype = hash_for(info.device), _dtype(info.dtype, config)
     files = _Files(folder)
 
@@ -175,36 +191,45 @@ def _fuse(files: _Files, sources: list[str], shape: _Shape, rank: int) -> Callab
 
 def _rows(tensor: Tensor, name: str, shape: _Shape, rank: int) -> Tensor:
     """A rank's output rows. Key heads that are fewer than the ranks are held by several of them."""
-    share, at = shape.ranks, rank
+    if ".mlp." in name:
+        return _share(tensor, 0, shape.intermediate, shape.ranks, rank, name)
+    ranks = shape.ranks
     if "k_proj" in name or "v_proj" in name:
-        share = min(shape.ranks, shape.key_heads)
-        at = rank * share // shape.ranks
-    if tensor.shape[0] % share:
-        raise ValueError(f"{name}: {tensor.shape[0]} rows cannot be split over {share} ranks")
-    size = tensor.shape[0] // share
-    return tensor[at * size : (at + 1) * size]
+        ranks = min(shape.ranks, shape.key_heads)
+    return _share(tensor, 0, tensor.shape[0], ranks, rank * ranks // shape.ranks, name)
 
 
 def _columns(files: _Files, name: str, shape: _Shape, rank: int) -> Callable[[], Tensor]:
     def build() -> Tensor:
         tensor = files[name]
-        if tensor.shape[1] % shape.ranks:
-            raise ValueError(f"{name}: {tensor.shape[1]} columns cannot be split over {shape.ranks} ranks")
-        return tensor.chunk(shape.ranks, dim=1)[rank]
+        padded = shape.intermediate if ".mlp." in name else tensor.shape[1]
+        return _share(tensor, 1, padded, shape.ranks, rank, name)
 
     return build
 
 
 def _vocabulary_rows(files: _Files, name: str, shape: _Shape, rank: int) -> Callable[[], Tensor]:
-    """The vocabulary is padded with rows of zeros to a multiple of 64 that the ranks divide, then cut."""
+    """The vocabulary is padded with rows of zeros to a multiple of 64 that the ranks divide."""
 
     def build() -> Tensor:
-        tensor = files[name]
         step = _VOCABULARY_STEP
-        if (-(-shape.vocabulary // step) * step) % shape.ranks:
+        if _multiple(shape.vocabulary, step) % shape.ranks:
             step *= shape.ranks
-        size = -(-shape.vocabulary // step) * step // shape.ranks
-        rows = tensor[rank * size : min((rank + 1) * size, shape.vocabulary)]
-        return torch.cat([rows, rows.new_zeros(size - rows.shape[0], tensor.shape[1])])
+        tensor = files[name][: shape.vocabulary]
+        return _share(tensor, 0, _multiple(shape.vocabulary, step), shape.ranks, rank, name)
 
     return build
+
+
+def _share(tensor: Tensor, dim: int, padded: int, ranks: int, rank: int, name: str) -> Tensor:
+    """A rank's part of `tensor`, which counts as filled up with zeros to `padded` along `dim`."""
+    if padded % ranks:
+        raise ValueError(f"{name}: {padded} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
+    size = padded // ranks
+    part = tensor.narrow(dim, min(rank * size, tensor.shape[dim]), max(0, min(size, tensor.shape[dim] - rank * size)))
+    zeros = part.new_zeros([size - part.shape[dim] if at == dim else length for at, length in enumerate(part.shape)])
+    return torch.cat([part, zeros], dim)
+
+
+def _multiple(size: int, step: int) -> int:
+    return -(-size // step) * step

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ GRACE_S = 8.0
 """Seconds that a GPU server has after SIGTERM to release its devices. On a CPU there is nothing to release."""
 
 _REAP_S = 10.0
+_PORTS = range(20000, 32768)
+_PORT_ATTEMPTS = 50
 
 
 class Engine(Protocol):
@@ -121,18 +124,16 @@ class LocalServer:
         self.kill()
 
     def _choose_port(self) -> int:
-        wanted = self.config.port + self.spec.index if self.config.port else 0
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self.config.host, wanted))
-            except OSError as error:
-                raise ServerStartError(
-                    f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
-                    f"{self.config.host}:{wanted}, which cannot be had ({error.strerror}); choose another port, "
-                    "or 0 for free ones"
-                ) from error
-            return probe.getsockname()[1]
+        if not self.config.port:
+            return _free_port(self.config.host)
+        wanted = self.config.port + self.spec.index
+        problem = _problem_of_port(self.config.host, wanted)
+        if problem:
+            raise ServerStartError(
+                f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
+                f"{self.config.host}:{wanted}, which cannot be had ({problem}); choose another port, or 0 for free ones"
+            )
+        return wanted
 
     def _environment(self) -> dict[str, str]:
         # A checkout that is not installed must be importable in the child too.
@@ -169,6 +170,30 @@ class RemoteServer:
 
     async def close(self) -> None:
         return None
+
+
+def _problem_of_port(host: str, port: int) -> str | None:
+    """Why nobody could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _free_port(host: str) -> int:
+    """A port that stays free while the server starts, which takes it only after a minute on a busy machine.
+
+    The kernel gives outgoing connections ports from a range of its own, and would give this one away; so not from there.
+    """
+    for _ in range(_PORT_ATTEMPTS):
+        port = random.choice(_PORTS)
+        problem = _problem_of_port(host, port)
+        if problem is None:
+            return port
+    raise ServerStartError(f"rollout.port = 0: found no free port on {host} in {_PORTS}: {problem}; name one")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

@@ -83,11 +83,9 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         gap = response[found.end : following.start]
         one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
         bare = not _CONTENT.search(gap[:200])
-        if (
-            one_line
-            or (len(gap) <= 60 and _CONNECTIVE.fullmatch(gap))
-            or (bare and not found.is_line | following.is_line)
-        ):
+        joined = len(gap) <= 60 and _CONNECTIVE.fullmatch(gap)
+        boxes = not found.is_line and not following.is_line
+        if one_line or joined or (bare and boxes):
             rivals.append(found.text)
         elif bare and found.is_line and following.is_line:
             run.append(found.text)

@@ -114,12 +114,10 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
 
 
 def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
-    """`$Answer`, `N` and the like, or whatever wordless text the prompt itself shows behind its `Answer:`."""
+    """`$Answer`, `N` and the like. If that is the ground truth too, it counts unless the prompt shows `Answer: N`."""
     bare = compact(text).lower()
-    if not bare or (bare in _PLACEHOLDERS and bare != compact(truth.text).lower()):
-        return True
-    if any(character.isdigit() for character in bare) or len(text) > 100 or not prompt:
-        return False
+    if bare not in _PLACEHOLDERS or bare != compact(truth.text).lower():
+        return not bare or bare in _PLACEHOLDERS
     shown = [clean(shown.group(1)) for shown in re.finditer(r"(?i)answer:[ \t]{0,5}([^\s\"']{1,100})", prompt)]
     return text in shown
 

@@ -35,6 +35,8 @@ pytestmark = [
 ]
 T = TypeVar("T")
 START_S = 300.0
+# An MLP width that SGLang fills up, and an embedding that is the head.
+SHAPES: dict[str, dict[str, object]] = {"qwen3": {}, "qwen2": {"tie_word_embeddings": True, "intermediate_size": 100}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,9 @@ class Place:
         return self.loop.run_until_complete(asyncio.wait_for(work, seconds))
 
 
-def make_place(loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, deterministic: bool, **changes: object) -> Place:
+def make_place(
+    loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, deterministic: bool, **changes: object
+) -> Place:
     folder, reports = root / kind, list[str]()
     model = save_model(folder, kind, seed=1, **changes)
     config = RolloutConfig(
@@ -75,8 +79,8 @@ def make_place(loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, determ
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
     root, loop = tmp_path_factory.mktemp("servers"), asyncio.new_event_loop()
     made = {
-        "qwen3": make_place(loop, root, "qwen3", deterministic=True),
-        "qwen2": make_place(loop, root, "qwen2", deterministic=False, tie_word_embeddings=True),
+        "qwen3": make_place(loop, root, "qwen3", deterministic=True, **SHAPES["qwen3"]),
+        "qwen2": make_place(loop, root, "qwen2", deterministic=False, **SHAPES["qwen2"]),
     }
 
     async def each(action: Callable[[RolloutFleet], Awaitable[object]]) -> None:
@@ -231,7 +235,7 @@ def _with_seed(one: GenerationRequest, seed: int) -> GenerationRequest:
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
 def test_published_weights_serve_and_their_checksums_agree(places: dict[str, Place], kind: str, tmp_path: Path) -> None:
     place = places[kind]
-    changed = save_model(tmp_path / "new", kind, seed=9, tie_word_embeddings=kind == "qwen2")
+    changed = save_model(tmp_path / "new", kind, seed=9, **SHAPES[kind])
     asked = requests_of(16, seed=7)
 
     async def work() -> None:
@@ -251,7 +255,7 @@ def test_published_weights_serve_and_their_checksums_agree(places: dict[str, Pla
 
 def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: Path) -> None:
     place = places["qwen2"]
-    changed = save_model(tmp_path / "new", "qwen2", seed=10, tie_word_embeddings=True)
+    changed = save_model(tmp_path / "new", "qwen2", seed=10, **SHAPES["qwen2"])
     asked = [
         GenerationRequest(
             request_id=f"m{index}",
@@ -348,7 +352,7 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     )
     config = RolloutConfig(extra_args=("--no-such-flag",))
     fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=8, report=print)
-    with pytest.raises(ServerStartError, match="(?s)ended while it started.*no-such-flag"):
+    with pytest.raises(ServerStartError, match=r"(?s)ended while it started.*no-such-flag"):
         asyncio.run(fleet.start(START_S))
 
 
@@ -389,10 +393,10 @@ def test_a_stopped_server_is_noticed_and_replaced(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> None:
-    """Two ranks, one key head in all: held by both. A vocabulary of 200 is padded to 256 rows."""
+    """A vocabulary of 200 is filled up to 256 rows, an MLP of 100 to two times 64."""
     loop = asyncio.new_event_loop()
     folder = tmp_path / "model"
-    model = save_model(folder, kind, seed=4, num_key_value_heads=1)
+    model = save_model(folder, kind, seed=4, intermediate_size=100)
     config = RolloutConfig(tensor_parallel=2, max_running_requests=8, kv_cache_tokens=8192, memory_fraction=0.5)
     spec = ServerSpec(
         model_path=folder, device="cpu", dtype="float32", context_length=CONTEXT, seed=0, log_path=tmp_path / "log"
