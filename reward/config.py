@@ -22,7 +22,11 @@ class RewardConfig:
     reproduction. `choice`, `json`: for other tasks. Or `module:function` (takes a VerificationRequest)."""
 
     workers: Annotated[int, Field(gt=0)] = 2
-    """Processes of the verification pool. With two or more, the first is kept free of algebra and custom verifiers."""
+    """Processes for verdicts that cost microseconds: `robust` but for its algebra, `exact`, `choice`."""
+
+    algebra_workers: Annotated[int, Field(gt=0)] = 1
+    """Further processes, started when first needed and at a lower priority, for verdicts that may take long and are
+    judged one by one: symbolic equality, `json`, verifiers of your own."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Wall-clock limit of one verdict, imports and queues not counted; past it the process is killed and the verdict

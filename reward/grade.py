@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for lines that name none: {', '.join(VERIFIERS)} or module:function",
     )
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
+    parser.add_argument(
+        "--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for symbolic equality"
+    )
     parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="seconds a verdict may take")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
 
@@ -61,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = RewardConfig(
             verifier=arguments.verifier,
             workers=arguments.workers,
+            algebra_workers=arguments.algebra_workers,
             timeout_s=arguments.timeout,
             memory_mb=arguments.memory_mb,
         )

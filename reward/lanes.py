@@ -28,6 +28,15 @@ class PoolError(RuntimeError):
     """The pool can give no verdicts: it is closed, or its workers do not start, or nothing moves any more."""
 
 
+class Lane(StrEnum):
+    """Which tasks a worker takes. No worker takes both, so nothing in the dear lane can hold up the cheap one."""
+
+    CHEAP = "cheap"
+    """Verifiers of linear time, in batches."""
+    DEAR = "dear"
+    """Algebra, and verifiers that are not registered as cheap: one at a time, under the wall-clock limit."""
+
+
 class Kind(StrEnum):
     """How a worker is asked; the first word of the request (`reward.worker`)."""
 
@@ -110,10 +119,10 @@ class Work:
 
 
 class Lanes:
-    """The cheap lane, in batches, for every worker; the dear lane, one by one, never for worker 0 of several."""
+    """Both queues, the jobs that wait for them, and what algebra has already answered. Safe between threads."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, cheap_workers: int) -> None:
+        self._cheap_workers = cheap_workers
         self._lock = threading.Condition()
         self._cheap: deque[Task] = deque()
         self._dear: deque[Task] = deque()
@@ -169,13 +178,13 @@ class Lanes:
         """Seconds since the last verdict, or since there has been work at all."""
         return time.monotonic() - self._last_progress
 
-    def take(self, slot: int) -> Work | None:
-        """The next work for worker `slot`, waiting until there is some; None once the pool ends."""
+    def take(self, lane: Lane) -> Work | None:
+        """The next work of a lane, waiting until there is some; None once the pool ends."""
         with self._lock:
             while self._failure is None:
-                if self._cheap:
+                if lane is Lane.CHEAP and self._cheap:
                     return Work(Kind.BATCH, self._batch())
-                if self._dear and (slot > 0 or self._workers == 1):
+                if lane is Lane.DEAR and self._dear:
                     task = self._dear.popleft()
                     if not task.abandoned:
                         return Work(Kind.SINGLE if task.algebra is None else Kind.ALGEBRA, (task,))
@@ -186,7 +195,7 @@ class Lanes:
         return None
 
     def _batch(self) -> tuple[Task, ...]:
-        share = max(16, -(-len(self._cheap) // self._workers))
+        share = max(16, -(-len(self._cheap) // self._cheap_workers))
         tasks: list[Task] = []
         characters = 0
         while self._cheap and len(tasks) < min(share, BATCH_RESPONSES):

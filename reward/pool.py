@@ -1,8 +1,8 @@
 """RewardPool: verdicts from processes that may be killed, behind one asyncio call.
 
-Two lanes. Cheap verifiers (linear time) go to any worker in batches. Algebra, and verifiers that are not registered as
-cheap, go one at a time under the wall-clock limit, and with two or more workers never to worker 0: whatever a response
-makes sympy do, cheap verdicts keep flowing. A worker past the limit is killed and replaced.
+Two lanes with workers of their own. Verifiers registered as cheap (linear time) go in batches. Algebra and all other
+verifiers go one at a time under the wall-clock limit: whatever a response makes sympy do, cheap verdicts keep flowing.
+A worker past the limit is killed and replaced.
 
     pool = RewardPool(RewardConfig(workers=4))
     verdicts = await pool.verify([VerificationRequest(response="Answer: 42", ground_truth="42")])
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reward.config import RewardConfig
-from reward.lanes import Job, Kind, Lanes, PoolCounters, PoolError, Work
+from reward.lanes import Job, Kind, Lane, Lanes, PoolCounters, PoolError, Work
 from reward.messages import Verdict, VerificationRequest
 from reward.process import START_LIMIT_S, WorkerProcess, WorkerStartError
 from reward.registry import find
@@ -25,6 +25,7 @@ SLOW_AFTER_S = 0.5
 """A dear verdict that takes more CPU goes on at the lowest priority: most of them take hundredths of a second. CPU and
 not wall-clock time, for on a busy machine a harmless one may wait long, and would then wait for ever."""
 
+_DEAR_NICENESS = 5
 _LOOK_EVERY_S = 0.25
 _START_ATTEMPTS = 3
 _CLOSE_LIMIT_S = 15.0
@@ -33,18 +34,19 @@ __all__ = ["PoolCounters", "PoolError", "RewardPool"]
 
 
 class RewardPool:
-    """Judges responses in `config.workers` processes of its own. May be used from several event loops at once."""
+    """Judges responses in processes of its own. May be used from several event loops at once."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Starts the workers in the background; the first verdicts wait for them (about 0.1 s)."""
+        """Starts the cheap workers in the background; the first verdicts wait for them (about 0.1 s)."""
         self._config = config
         self._lanes = Lanes(config.workers)
         self._closed = threading.Event()
-        self._processes: list[WorkerProcess | None] = [None] * config.workers
+        lanes = [Lane.CHEAP] * config.workers + [Lane.DEAR] * config.algebra_workers
+        self._processes: list[WorkerProcess | None] = [None] * len(lanes)
         self._processes_lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._serve, args=(slot,), name=f"reward-{slot}", daemon=True)
-            for slot in range(config.workers)
+            threading.Thread(target=self._serve, args=(slot, lane), name=f"reward-{lane}-{slot}", daemon=True)
+            for slot, lane in enumerate(lanes)
         ]
         for thread in self._threads:
             thread.start()
@@ -102,35 +104,40 @@ class RewardPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _serve(self, slot: int) -> None:
+    def _serve(self, slot: int, lane: Lane) -> None:
         """A worker's thread. What it cannot handle ends the pool, so that no caller waits for a thread that is gone."""
         try:
-            self._serve_until_closed(slot)
+            self._serve_until_closed(slot, lane)
         except Exception as error:
-            self._lanes.fail(f"worker {slot}: {type(error).__name__}: {error}")
+            self._lanes.fail(f"{lane} worker {slot}: {type(error).__name__}: {error}")
 
-    def _serve_until_closed(self, slot: int) -> None:
-        """Starts the process, feeds it, and replaces it when it is lost."""
-        while not self._closed.is_set():
-            process = self._start(slot)
+    def _serve_until_closed(self, slot: int, lane: Lane) -> None:
+        """Starts the process, feeds it, and replaces it when it is lost. A dear one starts when there is work for it."""
+        process = self._start(slot, lane) if lane is Lane.CHEAP else None
+        while (work := self._lanes.take(lane)) is not None:
+            process = process or self._start(slot, lane)
             if process is None:
                 return
-            while (work := self._lanes.take(slot)) is not None and self._do(process, work):
-                pass
-            with self._processes_lock:
-                self._processes[slot] = None
-            process.kill()
-            if work is None:
-                return
-            self._lanes.count("restarts")
+            if not self._do(process, work):
+                self._end(slot, process)
+                self._lanes.count("restarts")
+                process = self._start(slot, lane) if lane is Lane.CHEAP else None
+        if process is not None:
+            self._end(slot, process)
 
-    def _start(self, slot: int) -> WorkerProcess | None:
+    def _end(self, slot: int, process: WorkerProcess) -> None:
+        with self._processes_lock:
+            self._processes[slot] = None
+        process.kill()
+
+    def _start(self, slot: int, lane: Lane) -> WorkerProcess | None:
         """A worker that is ready; None if the pool was closed, or if none comes up, which ends the pool."""
+        niceness = _DEAR_NICENESS if lane is Lane.DEAR else 0
         for attempt in range(1, _START_ATTEMPTS + 1):
             with self._processes_lock:
                 if self._closed.is_set():
                     return None
-                process = self._processes[slot] = WorkerProcess(self._config.memory_mb)
+                process = self._processes[slot] = WorkerProcess(self._config.memory_mb, niceness)
             try:
                 process.wait_ready()
                 return process

@@ -30,8 +30,11 @@ class WorkerStartError(RuntimeError):
 class WorkerProcess:
     """A running worker. Used by one thread; `end` alone may be called from another."""
 
-    def __init__(self, memory_mb: int) -> None:
-        """Starts the process; `wait_ready` must follow. It dies with the thread that calls this."""
+    def __init__(self, memory_mb: int, niceness: int) -> None:
+        """Starts the process, `niceness` below this one's priority; `wait_ready` must follow.
+
+        It dies with the thread that calls this.
+        """
         ours, theirs = socket.socketpair()
         paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
         environment = os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
@@ -40,8 +43,9 @@ class WorkerProcess:
         self.works_done = 0
         self.slowed = False
         with theirs:
+            settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reward.worker", str(theirs.fileno()), str(os.getpid()), str(memory_mb)],
+                [sys.executable, "-m", "reward.worker", *map(str, settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,

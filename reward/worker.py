@@ -1,4 +1,4 @@
-"""The process that judges: `python -m reward.worker FD PARENT MEMORY_MB`, started by `reward.process`.
+"""The process that judges: `python -m reward.worker FD PARENT MEMORY_MB NICENESS`, started by `reward.process`.
 
 Requests: ("batch", rows), ("single", row), ("algebra", answer, truth, extracted), where a row is (verifier, response,
 ground_truth, prompt). A batch is answered by one list; the two others by "started" once everything is imported, so
@@ -28,8 +28,9 @@ Row = tuple[str, str, str, str]
 
 def main() -> None:
     """Serves requests until the connection closes."""
-    descriptor, parent, memory_mb = (int(argument) for argument in sys.argv[1:4])
+    descriptor, parent, memory_mb, niceness = (int(argument) for argument in sys.argv[1:5])
     _die_with(parent)
+    os.nice(niceness)
     channel = Channel(socket.socket(fileno=descriptor))
     _limit_memory(memory_mb)
     verifiers: dict[str, Verifier] = {name: load(name) for name in ("robust", "exact")}

@@ -186,14 +186,13 @@ def _problem_of_port(host: str, port: int) -> str | None:
 def _free_port(host: str) -> int:
     """A port that stays free while the server starts, which takes it only after a minute on a busy machine.
 
-    The kernel gives outgoing connections ports from a range of its own, and would give this one away; so not from there.
+    Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
     """
-    for _ in range(_PORT_ATTEMPTS):
-        port = random.choice(_PORTS)
-        problem = _problem_of_port(host, port)
-        if problem is None:
+    draw = random.SystemRandom()  # neither moves nor follows the run's own random numbers
+    for port in draw.sample(_PORTS, _PORT_ATTEMPTS):
+        if _problem_of_port(host, port) is None:
             return port
-    raise ServerStartError(f"rollout.port = 0: found no free port on {host} in {_PORTS}: {problem}; name one")
+    raise ServerStartError(f"rollout.host = {host}: {_problem_of_port(host, 0) or 'no free port'}; name a rollout.port")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

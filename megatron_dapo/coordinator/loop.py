@@ -6,10 +6,11 @@ prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> m
 from dataclasses import replace
 
 from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
+from megatron_dapo.coordinator.checkpoint import write_checkpoint
 from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.phases import Phases
-from megatron_dapo.coordinator.progress import Progress, save_progress
+from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.step_metrics import StepRecord, check_mismatch, step_metrics, write_samples
 from megatron_dapo.data.ledger import Event
@@ -37,17 +38,17 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
 
     with phases.measure("rollout"):
         filling = parts.sampler.fill(step, progress.weight_version)
-        admission = await parts.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
+        admission = await parts.services.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
     phases.move("rollout", "reward", parts.generator.take_reward_seconds())
     if admission.limit_reached:
         parts.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
 
     arrays = step_arrays(admission.kept, config)
     with phases.measure("logprob"):
-        old = await parts.trainer.log_probs(arrays.responses)
+        old = await parts.services.trainer.log_probs(arrays.responses)
         reference = None
         if config.algorithm.kl.coefficient > 0:
-            reference = await parts.trainer.log_probs(arrays.responses, reference=True)
+            reference = await parts.services.trainer.log_probs(arrays.responses, reference=True)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
     correction = step_correction(arrays, old, config)
 
@@ -55,7 +56,7 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
         batches = mini_batches(
             arrays, old, reference, correction, config, step, hidden_size=parts.inputs.model.hidden_size
         )
-        updates = await parts.trainer.update(batches, parts.objective)
+        updates = await parts.services.trainer.update(batches, parts.objective)
 
     version = progress.weight_version + 1
     with phases.measure("weight_sync"):
@@ -75,7 +76,7 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
             evaluation = await evaluate(parts, f"step{step}")
     if step == config.run.rollout_steps or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
         with phases.measure("checkpoint"):
-            await checkpoint(parts, progress)
+            await write_checkpoint(parts, progress)
     record = StepRecord(
         progress=progress,
         admission=admission,
@@ -93,7 +94,7 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
 def close_step(parts: Parts, admission: Admission, step: int, version: int) -> None:
     """Write down what was trained, durably."""
     for group in admission.kept:
-        parts.ledger.record(
+        parts.services.ledger.record(
             Event.TRAINED,
             prompt=group.position,
             rollout_step=step,
@@ -102,30 +103,12 @@ def close_step(parts: Parts, admission: Admission, step: int, version: int) -> N
             correct=group.correct,
             tokens=group.tokens,
         )
-    parts.ledger.commit()
+    parts.services.ledger.commit()
 
 
 async def evaluate(parts: Parts, name: str) -> dict:
     """Held-out answers with the weights that the servers hold now."""
     deadline = parts.config.run.step_deadline_s
-    return await parts.waits.wait_for("held-out answers", "rollout servers", deadline, parts.evaluator.run(name))
-
-
-async def checkpoint(parts: Parts, progress: Progress) -> None:
-    """Trainer, sampler and counters together; it counts once its folder has its name.
-
-    The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
-    resume voids. The other order would leave a folder that the ledger does not know.
-    """
-    run = parts.config.run
-    aside = parts.run_dir.checkpoint_aside(progress.rollout_step)
-    await parts.trainer.save_checkpoint(aside / "actor")
-    save_progress(progress, aside)
-    parts.ledger.record(
-        Event.CHECKPOINT,
-        rollout_step=progress.rollout_step,
-        weight_version=progress.weight_version,
-        optimizer_step=progress.optimizer_step,
+    return await parts.services.waits.wait_for(
+        "held-out answers", "rollout servers", deadline, parts.evaluator.run(name)
     )
-    parts.ledger.commit()
-    parts.run_dir.publish_checkpoint(aside, progress.rollout_step, run.keep_checkpoints)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout.fleet import RolloutFleet
 
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, ConfigError, dump_config
+from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.coordinator.cluster import Cluster
 from megatron_dapo.coordinator.engines import make_engines
 from megatron_dapo.coordinator.evaluation import Evaluator
@@ -33,6 +33,7 @@ from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.writer import MetricsWriter
 from reward.pool import RewardPool
+from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
 
 
@@ -47,23 +48,32 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Services:
+    """What answers the coordinator, and the two books it keeps: of prompts and of waits."""
+
+    trainer: Trainer
+    fleet: RolloutFleet
+    pool: RewardPool
+    ledger: Ledger
+    waits: Waits
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The running parts; each is used only by the loop and the functions it calls."""
+    """Everything a run is made of; used only by the loop and the functions it calls."""
 
     config: Config
     inputs: Inputs
     run_dir: RunDir
-    waits: Waits
     console: Console
-    ledger: Ledger
+    services: Services
     writer: MetricsWriter
-    trainer: Trainer
-    fleet: RolloutFleet
     generator: GroupGenerator
     sampler: DynamicSampler
     evaluator: Evaluator
     objective: PolicyObjective
     progress: Progress
+    """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
     start_seconds: float
 
 
@@ -117,77 +127,71 @@ async def start_parts(
         latest = run_dir.latest_checkpoint()
         assert latest is not None
         await trainer.load_checkpoint(latest.folder / "actor")
-    return _assemble(config, inputs, run_dir, console, stack, waits, ledger, pool, fleet, trainer, progress, began)
+    services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard)
+    stack.callback(writer.close)
+    generator = _generator(config, inputs, services)
+    return Parts(
+        config=config,
+        inputs=inputs,
+        run_dir=run_dir,
+        console=console,
+        services=services,
+        writer=writer,
+        generator=generator,
+        sampler=DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler),
+        evaluator=_evaluator(config, inputs, services),
+        objective=_objective(config.algorithm),
+        progress=progress,
+        start_seconds=time.monotonic() - began,
+    )
 
 
-def _assemble(
-    config: Config,
-    inputs: Inputs,
-    run_dir: RunDir,
-    console: Console,
-    stack: AsyncExitStack,
-    waits: Waits,
-    ledger: Ledger,
-    pool: RewardPool,
-    fleet: RolloutFleet,
-    trainer: Trainer,
-    progress: Progress,
-    began: float,
-) -> Parts:
-    sampling = SamplingParams(
+def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
+    return SamplingParams(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         stop_token_ids=inputs.text.stop_token_ids,
     )
-    generator = GroupGenerator(
-        fleet=fleet,
-        pool=pool,
+
+
+def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGenerator:
+    return GroupGenerator(
+        fleet=services.fleet,
+        pool=services.pool,
         decoder=inputs.text.tokenizer,
         prompts=inputs.prompts.prompts,
-        sampling=sampling,
+        sampling=_sampling(config, inputs),
         group_size=config.algorithm.group_size,
         overlong=config.algorithm.overlong,
         verifier=config.reward.verifier,
         seed=config.run.seed,
     )
-    evaluator = Evaluator(
+
+
+def _evaluator(config: Config, inputs: Inputs, services: Services) -> Evaluator:
+    return Evaluator(
         config=config.evaluation,
-        fleet=fleet,
-        pool=pool,
+        fleet=services.fleet,
+        pool=services.pool,
         decoder=inputs.text.tokenizer,
         prompts=inputs.heldout.prompts[: config.evaluation.limit or None],
-        sampling=sampling,
+        sampling=_sampling(config, inputs),
         verifier=config.reward.verifier,
         seed=config.run.seed,
     )
-    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard)
-    stack.callback(writer.close)
-    algorithm = config.algorithm
-    return Parts(
-        config=config,
-        inputs=inputs,
-        run_dir=run_dir,
-        waits=waits,
-        console=console,
-        ledger=ledger,
-        writer=writer,
-        trainer=trainer,
-        fleet=fleet,
-        generator=generator,
-        sampler=DynamicSampler(algorithm, generator.group, ledger, progress.sampler),
-        evaluator=evaluator,
-        objective=PolicyObjective(
-            clip_low=algorithm.clip.low,
-            clip_high=algorithm.clip.high,
-            clip_dual=algorithm.clip.dual,
-            kl_coefficient=algorithm.kl.coefficient,
-            kl_estimator=algorithm.kl.estimator,
-            kl_aggregation=algorithm.kl.aggregation,
-            entropy_coefficient=algorithm.entropy_coefficient,
-        ),
-        progress=progress,
-        start_seconds=time.monotonic() - began,
+
+
+def _objective(algorithm: AlgorithmConfig) -> PolicyObjective:
+    return PolicyObjective(
+        clip_low=algorithm.clip.low,
+        clip_high=algorithm.clip.high,
+        clip_dual=algorithm.clip.dual,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        kl_aggregation=algorithm.kl.aggregation,
+        entropy_coefficient=algorithm.entropy_coefficient,
     )
 
 

@@ -74,7 +74,7 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
     after = _as_json(await evaluate(parts, "after"))
     seconds["evaluation_after"] = time.monotonic() - clock
     if parts.config.run.export_at_end:
-        await parts.trainer.export_hf(parts.run_dir.path / "model")
+        await parts.services.trainer.export_hf(parts.run_dir.path / "model")
     lines = read_metrics(parts.run_dir.path)
     for phase in ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint", "evaluation", "step"):
         seconds[phase] = sum(line[f"timing/{phase}"] for line in lines)
@@ -104,7 +104,7 @@ async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
     token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
     deadline = parts.config.run.step_deadline_s
     answering = parts.evaluator.run("baseline", forbid=token)
-    return _as_json(await parts.waits.wait_for("baseline answers", "rollout servers", deadline, answering))
+    return _as_json(await parts.services.waits.wait_for("baseline answers", "rollout servers", deadline, answering))
 
 
 def _as_json(answers: Mapping[str, Answers]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
 from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
@@ -125,9 +125,7 @@ class Trainer:
 
         `reference`: under the weights that the run began with.
         """
-        plan = plan_for_actor(
-            responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size
-        )
+        plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
         method = "reference_log_probs" if reference else "log_probs"
         return await self._everyone(method, responses, plan, self._config.rollout.temperature)
 

@@ -96,7 +96,7 @@ def test_the_limit_is_kept(make_pool):
 
 
 def test_cheap_verdicts_flow_while_others_hang(make_pool):
-    pool = make_pool(workers=2, timeout_s=4.0)
+    pool = make_pool(workers=1, timeout_s=4.0)
 
     async def race() -> None:
         await pool.verify([ask("Answer: 42")])
@@ -249,7 +249,7 @@ def test_workers_die_with_their_parent():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment
     )
     pids = [int(pid) for pid in parent.stdout.split()]
-    assert len(pids) == 2, parent.stderr
+    assert len(pids) == 3, parent.stderr  # two for cheap verdicts, one that hangs
     deadline = time.monotonic() + 10.0
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

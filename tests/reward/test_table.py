@@ -60,7 +60,7 @@ def test_the_known_false_negatives_of_the_reference_are_right_under_robust():
 
 def test_the_whole_table_through_the_pool_in_order(make_pool):
     """Also shows that no hostile case of the table needs the pool's knife."""
-    pool = make_pool(workers=2, timeout_s=30.0)
+    pool = make_pool(workers=1, algebra_workers=2, timeout_s=30.0)
 
     def requests(verifier: str) -> list[VerificationRequest]:
         return [_request(case, verifier) for case in CASES]

@@ -24,7 +24,7 @@ def save_model(folder: Path, kind: str, seed: int, **changes: object) -> torch.n
     }
     if kind == "qwen3":
         sizes["head_dim"] = 24  # not hidden_size / heads, as in the real ones
-    config = CONFIGS[kind](**(sizes | changes))  # type: ignore[arg-type]
+    config = CONFIGS[kind](**(sizes | changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
     with torch.no_grad():

@@ -106,16 +106,16 @@ def _group(pid: int) -> int:
 def requests_of(count: int, seed: int, tokens: int = 40, **sampling: object) -> list[GenerationRequest]:
     """Prompts of 1 to 300 tokens, in groups of four."""
     draw = np.random.default_rng(seed)
+    lengths = draw.choice([1, 2, 9, 40, 130, 300], -(-count // 4))
+    prompts = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
     made = []
     for index in range(count):
-        if index % 4 == 0:
-            prompt = draw.integers(0, VOCABULARY, draw.choice([1, 2, 9, 40, 130, 300])).astype(np.int32)
         params = SamplingParams(max_new_tokens=int(draw.integers(1, tokens + 1)), **sampling)  # type: ignore[arg-type]
         made.append(
             GenerationRequest(
                 request_id=f"{seed}/{index}",
                 group_id=f"{seed}/{index // 4}",
-                prompt_ids=prompt,
+                prompt_ids=prompts[index // 4],
                 sampling=params,
                 seed=int(draw.integers(2**62)),
             )
