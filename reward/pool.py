@@ -112,7 +112,7 @@ class RewardPool:
             self._lanes.fail(f"{lane} worker {slot}: {type(error).__name__}: {error}")
 
     def _serve_until_closed(self, slot: int, lane: Lane) -> None:
-        """Starts the process, feeds it, and replaces it when it is lost. A dear one starts when there is work for it."""
+        """Starts the process, feeds it, replaces it when it is lost. A dear one starts when there is work for it."""
         process = self._start(slot, lane) if lane is Lane.CHEAP else None
         while (work := self._lanes.take(lane)) is not None:
             process = process or self._start(slot, lane)

@@ -34,28 +34,28 @@ class StepArrays:
     """bool [R]; False where overlong filtering masks a truncated response."""
 
 
+def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
+    """Prompts and responses of the groups, flat, group after group."""
+    everyone = [(group.prompt_ids, response.generation.token_ids) for group in groups for response in group.responses]
+    return Responses(
+        token_ids=np.concatenate([ids for pair in everyone for ids in pair]).astype(np.int32),
+        sequence_lengths=np.array([len(prompt) + len(response) for prompt, response in everyone], np.int32),
+        prompt_lengths=np.array([len(prompt) for prompt, _ in everyone], np.int32),
+    )
+
+
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     """Flatten the groups and compute their advantages."""
-    everyone = [(group, response) for group in groups for response in group.responses]
+    everyone = [response for group in groups for response in group.responses]
     advantage = config.algorithm.advantage
     rewards = torch.tensor(
         [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
     )
-    truncated = np.array([response.truncated for _, response in everyone])
+    truncated = np.array([response.truncated for response in everyone])
     return StepArrays(
-        responses=Responses(
-            token_ids=np.concatenate(
-                [np.concatenate([group.prompt_ids, response.generation.token_ids]) for group, response in everyone]
-            ).astype(np.int32),
-            sequence_lengths=np.array(
-                [len(group.prompt_ids) + len(response.generation.token_ids) for group, response in everyone], np.int32
-            ),
-            prompt_lengths=np.array([len(group.prompt_ids) for group, _ in everyone], np.int32),
-        ),
-        rollout_log_probs=np.concatenate([response.generation.log_probs for _, response in everyone]).astype(
-            np.float32
-        ),
-        weight_versions=np.concatenate([response.generation.weight_versions for _, response in everyone]),
+        responses=responses_of(groups),
+        rollout_log_probs=np.concatenate([response.generation.log_probs for response in everyone]).astype(np.float32),
+        weight_versions=np.concatenate([response.generation.weight_versions for response in everyone]),
         advantages=group_advantages(rewards, epsilon=advantage.epsilon, ddof=advantage.ddof)
         .flatten()
         .numpy()

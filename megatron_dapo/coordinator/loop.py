@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.checkpoint import write_checkpoint
+from megatron_dapo.coordinator.log_prob_stream import LogProbStream
 from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.phases import Phases
@@ -36,18 +37,20 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
     config, step, phases = parts.config, progress.rollout_step + 1, Phases()
     deadline = config.run.step_deadline_s
 
-    with phases.measure("rollout"):
-        filling = parts.sampler.fill(step, progress.weight_version)
-        admission = await parts.services.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
-    phases.move("rollout", "reward", parts.generator.take_reward_seconds())
+    async with LogProbStream(parts.services.trainer, groups=config.algorithm.prompts_per_step) as stream:
+        with phases.measure("rollout"):
+            filling = parts.sampler.fill(step, progress.weight_version, stream.add)
+            admission = await parts.services.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
+        phases.move("rollout", "reward", parts.generator.take_reward_seconds())
+        with phases.measure("logprob"):
+            old = await stream.finish()
     if admission.limit_reached:
         parts.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
 
     arrays = step_arrays(admission.kept, config)
-    with phases.measure("logprob"):
-        old = await parts.services.trainer.log_probs(arrays.responses)
-        reference = None
-        if config.algorithm.kl.coefficient > 0:
+    reference = None
+    if config.algorithm.kl.coefficient > 0:
+        with phases.measure("logprob"):
             reference = await parts.services.trainer.log_probs(arrays.responses, reference=True)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
     correction = step_correction(arrays, old, config)

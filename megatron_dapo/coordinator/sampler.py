@@ -58,14 +58,18 @@ class DynamicSampler:
         """Valid between two calls of `fill`."""
         return SamplerState(cursor=self._cursor, pass_rate=self._pass_rate, carried=tuple(self._carried))
 
-    async def fill(self, rollout_step: int, weight_version: int) -> Admission:
+    async def fill(
+        self, rollout_step: int, weight_version: int, on_kept: Callable[[ScoredGroup], None] = lambda group: None
+    ) -> Admission:
         """One batch. Returns when it is full (or the limit is reached) and nothing is in flight.
+
+        `on_kept` is called for each group of the batch as soon as it is kept, in prompt order.
 
         Raises:
             OversamplingLimit: the limit was reached and `on_limit` is `stop`, or not one group could be kept.
         """
         failure: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
-        batch = _Batch(start_pass_rate=self._pass_rate, limit=self._limit(), failure=failure)
+        batch = _Batch(start_pass_rate=self._pass_rate, limit=self._limit(), failure=failure, on_kept=on_kept)
         try:
             expired = self._take_up_carried(batch, rollout_step, weight_version)
             wanted = self._config.prompts_per_step
@@ -157,6 +161,7 @@ class DynamicSampler:
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
         if useful or not self._config.dynamic_sampling.enabled:
             batch.kept.append(group)
+            batch.on_kept(group)
         else:
             batch.filtered.append(group)
             self._record(Event.FILTERED, group, rollout_step)
@@ -192,6 +197,7 @@ class _Batch:
 
     start_pass_rate: PassRate
     limit: int
+    on_kept: Callable[[ScoredGroup], None]
     failure: "asyncio.Future[ScoredGroup]"
     """Gets the first failure of any group."""
     dispatched: int = 0

@@ -135,7 +135,9 @@ _MISMATCH = (
 _COST = (
     _metric("timing/rollout", "s", Reduce.SUM, "Filling the batch, less the time waited for verdicts alone."),
     _metric("timing/reward", "s", Reduce.SUM, "Waiting for verdicts."),
-    _metric("timing/logprob", "s", Reduce.SUM, "The trainer's log-probs before the update (and the reference's)."),
+    _metric(
+        "timing/logprob", "s", Reduce.SUM, "Waiting for old log-probs (and the reference's) once the batch is full."
+    ),
     _metric("timing/update", "s", Reduce.SUM, "All optimizer steps."),
     _metric("timing/weight_sync", "s", Reduce.SUM, "New weights to every server, checksums compared."),
     _metric("timing/evaluation", "s", Reduce.SUM, "Held-out problems, where the step had an evaluation."),

@@ -7,7 +7,7 @@ from functools import lru_cache
 from reward.answer.numeral import Number, read_number
 from reward.answer.text import clean, compact, enclosed, strip_edges
 
-_PARSED_LIMIT = 2000
+_PARSED_LIMIT = 600
 """Characters: longer answers are compared as texts only."""
 
 

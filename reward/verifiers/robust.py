@@ -141,6 +141,8 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
     if bool(answer.items) != bool(truth.items) and not truth.items:
         return None
+    if len(answer.text) > symbolic.LENGTH_LIMIT:
+        return None
     wanted = symbolic.normalise(truth.text)
     given = symbolic.normalise(answer.text if "=" in truth.text else answer.body or answer.text)
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):

@@ -2,8 +2,8 @@
 
 1. Verdicts a second on responses of 5000 characters with integer answers, per second and per second of CPU (pool,
    workers and calling process together), against math-verify reading the same responses, in the same run.
-2. Verdicts a second with 1% hostile requests against those without, in alternation: once with verifiers that hang
-   until they are killed, once with texts that would hang sympy.
+2. The same with 1% hostile requests against those without, in alternation: verdicts a second while verifiers hang until
+   they are killed; verdicts per second of CPU where texts attack the algebra.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import random
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from reward.messages import VerificationRequest
 from reward.pool import RewardPool
 
 TEXT = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus"
-ATTACKS = ("9^{9^{9^9}}", "9" * 100_000, "{" * 2000, "((9!)!)!", "\\sqrt{" * 200, "10^{10^{10}}", "\\binom{10^9}{10^8}")
+ATTACKS = ("9^{9^{9^9}}", "9" * 5000, "{" * 2000, "((9!)!)!", "\\sqrt{" * 200, "10^{10^{10}}", "\\binom{10^9}{10^8}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ async def benign_throughput(requests: list[VerificationRequest], *, hanging_shar
 
 
 async def one_call_throughput(requests: list[VerificationRequest], attack_share: float) -> float:
-    """Verdicts a second of one call, some of its texts attacks on the algebra."""
+    """Verdicts per second of CPU of one call, some of its texts attacks on the algebra."""
     pool = RewardPool(RewardConfig(workers=2))
     mixed = list(requests)
     if attack_share:
@@ -121,10 +122,10 @@ async def one_call_throughput(requests: list[VerificationRequest], attack_share:
             text = mixed[at].response + f"\nAnswer: ${ATTACKS[place % len(ATTACKS)]}$"
             mixed[at] = VerificationRequest(response=text, ground_truth=mixed[at].ground_truth)
     await pool.verify(requests[:512])
-    start = time.monotonic()
+    cpu = cpu_seconds(pool)
     for _ in range(3):
         await pool.verify(mixed)
-    rate = 3 * len(mixed) / (time.monotonic() - start)
+    rate = 3 * len(mixed) / (cpu_seconds(pool) - cpu)
     pool.close()
     return rate
 
@@ -141,22 +142,38 @@ def main() -> None:
             f"math-verify alone: {theirs.per_second:6.0f} and {theirs.per_cpu_second:6.0f}; "
             f"ratio per CPU second {ours.per_cpu_second / theirs.per_cpu_second:.0f}"
         )
-    rates: dict[float, list[float]] = {0.0: [], 0.01: []}
-    for _ in range(3):
-        for share, measured in rates.items():
-            measured.append(asyncio.run(benign_throughput(requests, hanging_share=share, seconds=4.0)))
-    compare("1% that hang until killed", rates)
-    rates = {0.0: [], 0.01: []}
-    for _ in range(3):
-        for share, measured in rates.items():
-            measured.append(asyncio.run(one_call_throughput(requests, share)))
-    compare("1% that attack the algebra, one call", rates)
+    print("verdicts/s with 1% that hang until killed:", describe(hanging_pairs(requests)))
+    print("verdicts per CPU second with 1% that attack the algebra, in one call:", describe(attack_pairs(requests)))
 
 
-def compare(name: str, rates: dict[float, list[float]]) -> None:
-    """Prints the best rate with and without hostile requests, and their ratio."""
-    without, with_hostile = (max(measured) for measured in rates.values())
-    print(f"{name}: {with_hostile:8.0f} verdicts/s against {without:8.0f} without: {with_hostile / without:.0%}")
+def hanging_pairs(requests: list[VerificationRequest], pairs: int = 5) -> list[tuple[float, float]]:
+    """(without, with) in verdicts a second, measured in alternation because a machine's load drifts."""
+
+    def measure(share: float) -> float:
+        return asyncio.run(benign_throughput(requests, hanging_share=share, seconds=3.0))
+
+    return [(measure(0.0), measure(0.01)) for _ in range(pairs)]
+
+
+def attack_pairs(requests: list[VerificationRequest], pairs: int = 9) -> list[tuple[float, float]]:
+    """As `hanging_pairs`, for texts that attack the algebra."""
+
+    def measure(share: float) -> float:
+        return asyncio.run(one_call_throughput(requests, share))
+
+    return [(measure(0.0), measure(0.01)) for _ in range(pairs)]
+
+
+def median_ratio(pairs: list[tuple[float, float]]) -> float:
+    """The median over the pairs of with / without."""
+    return statistics.median(with_hostile / without for without, with_hostile in pairs)
+
+
+def describe(pairs: list[tuple[float, float]]) -> str:
+    """One line for a set of pairs."""
+    without, with_hostile = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratios = " ".join(f"{with_hostile / without:.2f}" for without, with_hostile in pairs)
+    return f"{with_hostile:.0f} against {without:.0f} without; median ratio {median_ratio(pairs):.2f} of {ratios}"
 
 
 if __name__ == "__main__":

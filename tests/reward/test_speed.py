@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from tests.reward.measure_pool import (
-    benign_throughput,
+    attack_pairs,
+    hanging_pairs,
     math_verify_throughput,
-    one_call_throughput,
+    median_ratio,
     pool_throughput,
     responses,
 )
@@ -24,14 +25,10 @@ def test_cheap_verdicts_per_core():
 
 
 def test_one_percent_that_hang_cost_less_than_a_tenth():
-    requests = responses(4096)
-    rates = [
-        asyncio.run(benign_throughput(requests, hanging_share=share, seconds=4.0)) for share in (0.0, 0.01, 0.0, 0.01)
-    ]
-    assert max(rates[1::2]) >= 0.9 * max(rates[::2]), rates
+    pairs = hanging_pairs(responses(4096))
+    assert median_ratio(pairs) >= 0.9, pairs
 
 
 def test_one_percent_that_attack_the_algebra_cost_less_than_a_tenth():
-    requests = responses(4096)
-    rates = [asyncio.run(one_call_throughput(requests, share)) for share in (0.0, 0.01, 0.0, 0.01)]
-    assert max(rates[1::2]) >= 0.9 * max(rates[::2]), rates
+    pairs = attack_pairs(responses(4096))
+    assert median_ratio(pairs) >= 0.9, pairs
