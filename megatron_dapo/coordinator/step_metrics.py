@@ -146,7 +146,7 @@ def write_samples(record: StepRecord, path: Path, count: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     responses = _responses(groups)
     lengths = np.array([len(response.generation.token_ids) for response in responses])
     return {
@@ -156,6 +156,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response_length/mean": float(lengths.mean()),
         "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": float(lengths.max()),
+        "verdict_errors": sum(response.verdict.error is not None for response in responses),
         "truncated_fraction": float(np.mean([response.truncated for response in responses])),
         "reflection_rate": float(np.mean([bool(REFLECTION.search(response.text)) for response in responses])),
     }

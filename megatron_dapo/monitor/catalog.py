@@ -58,6 +58,9 @@ _RESPONSES = (
     _metric("response_length/mean", "tokens", Reduce.MEAN, "Length of the responses generated in the step.", "7a"),
     _metric("response_length/p95", "tokens", Reduce.P95, "95% of the responses are at most this long."),
     _metric("response_length/max", "tokens", Reduce.MAX, "Longest response."),
+    _metric(
+        "verdict_errors", "responses", Reduce.SUM, "Responses without a verdict (time-out, memory, unusable answer)."
+    ),
     _metric("truncated_fraction", "share", Reduce.MEAN, "Responses cut off at `rollout.max_new_tokens`."),
     _metric(
         "reflection_rate",

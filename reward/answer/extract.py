@@ -30,6 +30,10 @@ _CONNECTIVE = re.compile(
     r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}",
     re.IGNORECASE,
 )
+_DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
+_DELIMITERS = re.compile(r"\\[()\[\]]")
+_FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
+_FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,6 @@ class Statement:
 
     text: str
     """The content of the box, or the line behind `Answer:` with its boxes opened. Not cleaned."""
-
-    box: str | None
-    """The content of the only box in that line, for when the line as a whole is prose."""
 
     rivals: tuple[str, ...] = ()
     """Statements offered beside this one (`\\\\boxed{3} or \\\\boxed{4}`). A statement replaced later is no rival."""
@@ -53,7 +54,6 @@ class _Found:
     start: int
     end: int
     text: str
-    box: str | None
     is_line: bool
 
 
@@ -66,8 +66,7 @@ def last_statement(response: str, prompt: str = "") -> Statement | None:
     last = next(found, None)
     if last is None:
         return None
-    rivals = _rivals(response, last, found)
-    return Statement(text=last.text, box=last.box, rivals=rivals)
+    return Statement(text=last.text, rivals=_rivals(response, last, found))
 
 
 def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
@@ -141,7 +140,7 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
     if opened is None:
         return None
     content, after = opened
-    return _Found(at, after, content, content, False) if _CONTENT.search(content) else None
+    return _Found(at, after, content, False) if _CONTENT.search(content) else None
 
 
 def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
@@ -172,8 +171,7 @@ def _line_statement(response: str, marker: int, end: int) -> _Found | None:
     line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
     if not _CONTENT.search(line):
         return None
-    line, boxes = _open_boxes(line)
-    return _Found(marker, stop, line, boxes[0] if len(boxes) == 1 else None, True)
+    return _Found(marker, stop, _open_boxes(line), True)
 
 
 def _block_end(response: str, start: int, end: int) -> int:
@@ -194,20 +192,29 @@ def _line_end(response: str, start: int, end: int) -> int:
     return newline.start() if newline else end
 
 
-def _open_boxes(line: str) -> tuple[str, list[str]]:
-    """The line with each closed box replaced by its content, and those contents."""
+def _open_boxes(line: str) -> str:
+    """The line with each closed box replaced by its content; of a box with only prose around it, the content alone."""
     pieces: list[str] = []
-    boxes: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
         box = min((i for i in (line.find("\\boxed", at), line.find("\\fbox", at)) if i >= 0), default=-1)
         opened = open_box(line, box, len(line)) if box >= 0 else None
         if opened is None:
             break
-        pieces += [line[at:box], " ", opened[0], " "]
-        boxes.append(opened[0])
-        at = opened[1]
-    return "".join(pieces) + line[at:], boxes
+        content, after = opened
+        if not pieces and _commits(line[:box], line[after:]):
+            return content
+        pieces += [line[at:box], " ", content, " "]
+        at = after
+    return "".join(pieces) + line[at:]
+
+
+def _commits(before: str, after: str) -> bool:
+    """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
+    if "boxed" in after or "fbox" in after or _DOUBT.search(before) or _DOUBT.search(after):
+        return False
+    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
+    return not _FORMULA_BEFORE.search(before) and not _FORMULA_AFTER.match(after)
 
 
 def _copied(response: str, at: int, prompt: str) -> bool:

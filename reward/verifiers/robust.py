@@ -62,20 +62,13 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
         extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
     stated = _read_short(statement.text) if len(statement.text) <= EXTRACTED_LIMIT else _read(statement.text)
-    text = stated.text
-    extracted = text[:EXTRACTED_LIMIT]
-    if _is_placeholder(text, truth, prompt):
+    extracted = stated.text[:EXTRACTED_LIMIT]
+    if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
     answer = _with_rivals(stated, statement, truth)
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     decided = compare(answer, truth)
-    if decided is None and statement.box is not None and answer.number is None and not symbolic_form(answer, truth):
-        # prose around the only box of the line: the box is the answer
-        text = clean(statement.box)
-        extracted = text[:EXTRACTED_LIMIT]
-        answer = read(text)
-        decided = compare(answer, truth)
     if decided is not None:
         equal, rule = decided
         extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
@@ -139,8 +132,6 @@ def _spelling(text: str) -> str:
 
 def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
-    if bool(answer.items) != bool(truth.items) and not truth.items:
-        return None
     if len(answer.text) > symbolic.LENGTH_LIMIT:
         return None
     wanted = symbolic.normalise(truth.text)

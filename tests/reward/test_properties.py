@@ -5,7 +5,7 @@ from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reward.answer.numeral import read_number
@@ -110,6 +110,7 @@ def test_mixed_numbers(whole, above, below):
     dress=DRESS,
 )
 def test_several_answers_earn_nothing(values, joint, dress):
+    assume(joint != " " or min(values) >= 0)  # `0 -1` is a difference
     response = say(dress, joint.join(map(str, values)))
     for value in values:
         assert not judge_robust(response, str(value)).accuracy, (response, value)

@@ -2,93 +2,16 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout.config import RolloutConfig
-from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, WeightMismatch
+from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError
 from rollout.fleet import RolloutFleet
-from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams
-from rollout.timing import Timing
-from tests.rollout.folders import VOCABULARY, save_model
+from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
+from tests.rollout.folders import VOCABULARY
 from tests.rollout.standin import StandIn
-
-FAST = Timing(
-    probe_interval_s=0.05,
-    probe_deadline_s=0.2,
-    failed_probes=2,
-    scheduler_interval_s=0.1,
-    scheduler_deadline_s=0.3,
-    control_deadline_s=2.0,
-    load_deadline_s=10.0,
-    first_backoff_s=0.05,
-    longest_backoff_s=0.1,
-    report_interval_s=0.2,
-)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Weights of versions 1, 2, 3."""
-    root = tmp_path_factory.mktemp("weights")
-    for seed in (1, 2, 3):
-        save_model(root / str(seed), "qwen3", seed, num_hidden_layers=1)
-    return [root / str(seed) for seed in (1, 2, 3)]
-
-
-def request(
-    name: str = "r", group: str | None = None, tokens: int = 5, prompt: Sequence[int] = (7,)
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name,
-        group_id=group or name,
-        prompt_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(max_new_tokens=tokens),
-        seed=0,
-    )
-
-
-@asynccontextmanager
-async def fleet_of(
-    *engines: StandIn, reports: list[str] | None = None, timing: Timing = FAST, **settings: Any
-) -> AsyncIterator[RolloutFleet]:
-    config = RolloutConfig(**({"request_deadline_s": 5.0, "fleet_deadline_s": 3.0} | settings))
-    lines = [] if reports is None else reports
-    fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, timing=timing)
-    await fleet.start(5.0)
-    try:
-        yield fleet
-    finally:
-        await fleet.close()
-
-
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await test()
-
-    asyncio.run(bounded())
-
-
-def check_tokens(generation: Generation, prompt: int, tokens: int) -> None:
-    """Every token was drawn at its place, and by the version it says it was."""
-    assert generation.token_ids.dtype == generation.weight_versions.dtype == np.int32
-    assert generation.log_probs.dtype == np.float32
-    assert generation.token_ids.size == generation.log_probs.size == generation.weight_versions.size == tokens
-    positions = (prompt + np.arange(tokens)) % 10
-    np.testing.assert_array_equal(generation.token_ids, 10 * generation.weight_versions + positions)
-    np.testing.assert_array_equal(generation.log_probs, -generation.weight_versions.astype(np.float32))
 
 
 def test_requests_spread_evenly_and_groups_stay_together() -> None:
@@ -289,121 +212,5 @@ def test_a_server_that_ignores_seeds_is_refused_where_they_are_wanted() -> None:
         fleet = RolloutFleet(RolloutConfig(deterministic=True), [StandIn()], vocab_size=9, report=print, timing=FAST)
         with pytest.raises(ServerStartError, match="enable-deterministic-inference"):
             await fleet.start(2.0)
-
-    run(test)
-
-
-def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path]) -> None:
-    async def test() -> None:
-        servers = [StandIn(seconds_a_token=0.02) for _ in range(2)]
-        async with fleet_of(*servers, max_running_requests=4) as fleet:
-            await fleet.publish(folders[0], 1)
-            tasks = [asyncio.ensure_future(fleet.generate(request(f"r{i}", tokens=30))) for i in range(12)]
-            await asyncio.sleep(0.2)
-            report = await fleet.publish(folders[1], 2)
-            assert (report.weight_version, report.interrupted, report.down) == (2, 8, ())
-            assert [server.tensors for server in report.servers] == [11, 11]
-            answers = await asyncio.gather(*tasks)
-        for answer in answers:
-            check_tokens(answer, 1, 30)
-            assert answer.finish_reason is FinishReason.LENGTH
-            assert (np.diff(answer.weight_versions) >= 0).all()
-        assert sum(set(answer.weight_versions) == {1, 2} for answer in answers) == 8
-        for server in servers:
-            assert server.calls[:5] == ["pause", "update 1", "flush", "resume", "generate 1"]
-            begin = server.calls.index("pause", 1)
-            assert server.calls[begin : begin + 4] == ["pause", "update 2", "flush", "resume"]
-            assert {call for call in server.calls[begin + 4 :]} == {"generate 2"}
-
-    run(test)
-
-
-def test_a_restarted_server_gets_the_newest_weights_before_it_serves(folders: list[Path]) -> None:
-    async def test() -> None:
-        server = StandIn()
-        async with fleet_of(server) as fleet:
-            await fleet.publish(folders[0], 1)
-            await fleet.publish(folders[2], 7)
-            server.calls.clear()
-            await server.die()
-            generation = await fleet.generate(request())
-            assert set(generation.weight_versions) == {7}
-            assert server.calls == ["pause", "update 7", "flush", "resume", "generate 7"]
-            assert server.loaded == folders[2]
-
-    run(test)
-
-
-def test_a_wrong_tensor_stops_the_publish_and_the_server(folders: list[Path]) -> None:
-    async def test() -> None:
-        server = StandIn()
-        server.corrupt = "model.layers.0.mlp.down_proj.weight"
-        async with fleet_of(server, fleet_deadline_s=0.5) as fleet:
-            with pytest.raises(WeightMismatch, match=r"1 tensors differ.*mlp.down_proj.weight has 0000000000000000"):
-                await fleet.publish(folders[0], 1)
-            with pytest.raises(FleetLost, match=r"mlp\.down_proj"):
-                await fleet.generate(request())
-        assert server.prompts == []
-
-    run(test)
-
-
-def test_a_server_that_dies_in_a_publish_gets_the_weights_later(folders: list[Path]) -> None:
-    async def test() -> None:
-        servers = [StandIn(), StandIn()]
-        async with fleet_of(*servers) as fleet:
-            servers[0].die_on_update = True
-            report = await fleet.publish(folders[0], 1)
-            assert len(report.servers) == len(report.down) == 1
-            await until(lambda: fleet.status()[0].state == "ready")
-            assert [status.weight_version for status in fleet.status()] == [1, 1]
-            assert servers[0].loaded == folders[0]
-            # The only server may die too: publish waits for its return.
-            servers[1].start_fails = True
-            await servers[1].die()
-            servers[0].die_on_update = True
-            await fleet.publish(folders[1], 2)
-            assert set((await fleet.generate(request())).weight_versions) == {2}
-
-    run(test)
-
-
-def test_a_folder_that_the_server_cannot_load_is_an_error(folders: list[Path], tmp_path: Path) -> None:
-    async def test() -> None:
-        server = StandIn()
-        async with fleet_of(server) as fleet:
-            with pytest.raises(FileNotFoundError, match="safetensors"):
-                await fleet.publish(tmp_path, 1)
-            server.refuse_updates = True
-            with pytest.raises(ServerRefused, match="no such folder"):
-                await fleet.publish(folders[0], 1)
-
-    run(test)
-
-
-def test_a_server_restarted_behind_our_back_is_noticed_by_its_weights(folders: list[Path]) -> None:
-    async def test() -> None:
-        server = StandIn()
-        async with fleet_of(server) as fleet:
-            await fleet.publish(folders[0], 1)
-            server.label = "0"
-            assert set((await fleet.generate(request())).weight_versions) == {1}
-            assert server.starts == 2
-
-    run(test)
-
-
-def test_closing_ends_waits_and_servers() -> None:
-    async def test() -> None:
-        server = StandIn(seconds_a_token=1.0)
-        async with fleet_of(server, max_running_requests=1) as fleet:
-            tasks = [asyncio.ensure_future(fleet.generate(request(f"r{i}"))) for i in range(2)]
-            await until(lambda: server.running)
-            await fleet.close()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(result) for result in results] == [RolloutError, RolloutError]
-            with pytest.raises(RolloutError, match="closed"):
-                await fleet.generate(request())
-        assert server.closed
 
     run(test)

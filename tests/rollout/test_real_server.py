@@ -6,139 +6,32 @@ Two servers start once for the module: a deterministic Qwen3 and a fast Qwen2 (t
 import asyncio
 import os
 import signal
-import socket
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.checksums import expected_checksums, verify
-from rollout.command import ServerSpec
-from rollout.config import RolloutConfig
-from rollout.errors import ServerRefused, ServerStartError, WeightMismatch
-from rollout.fleet import RolloutFleet
-from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams
-from rollout.server import LocalServer
-from rollout.timing import Timing
+from rollout.errors import ServerRefused, WeightMismatch
+from rollout.messages import FinishReason, GenerationRequest, SamplingParams
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
+from tests.rollout.real_kit import (
+    SHAPES,
+    Place,
+    all_of,
+    assert_log_probs,
+    places_fixture,
+    reference,
+    requests_of,
+)
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="these servers are started for the CPU"),
 ]
-T = TypeVar("T")
-START_S = 300.0
-# An MLP width that SGLang fills up, and an embedding that is the head.
-SHAPES: dict[str, dict[str, object]] = {"qwen3": {}, "qwen2": {"tie_word_embeddings": True, "intermediate_size": 100}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A fleet of one real server, in a loop that each test runs for a while."""
-
-    loop: asyncio.AbstractEventLoop
-    fleet: RolloutFleet
-    server: LocalServer
-    folder: Path
-    model: torch.nn.Module
-    reports: list[str]
-
-    def run(self, work: Awaitable[T], seconds: float = START_S) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, seconds))
-
-
-def make_place(
-    loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, deterministic: bool, **changes: object
-) -> Place:
-    folder, reports = root / kind, list[str]()
-    model = save_model(folder, kind, seed=1, **changes)
-    config = RolloutConfig(
-        deterministic=deterministic, max_running_requests=64, kv_cache_tokens=32768, memory_fraction=0.5
-    )
-    spec = ServerSpec(
-        model_path=folder,
-        device="cpu",
-        dtype="float32",
-        context_length=CONTEXT,
-        seed=3,
-        log_path=root / f"{kind}.log",
-    )
-    server = LocalServer(config, spec)
-    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, report=reports.append)
-    return Place(loop=loop, fleet=fleet, server=server, folder=folder, model=model, reports=reports)
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
-    root, loop = tmp_path_factory.mktemp("servers"), asyncio.new_event_loop()
-    made = {
-        "qwen3": make_place(loop, root, "qwen3", deterministic=True, **SHAPES["qwen3"]),
-        "qwen2": make_place(loop, root, "qwen2", deterministic=False, **SHAPES["qwen2"]),
-    }
-
-    async def each(action: Callable[[RolloutFleet], Awaitable[object]]) -> None:
-        await asyncio.gather(*(action(place.fleet) for place in made.values()))
-
-    try:
-        loop.run_until_complete(each(lambda fleet: fleet.start(START_S)))
-        groups = [place.server.process.pid for place in made.values() if place.server.process is not None]
-        yield made
-    finally:
-        loop.run_until_complete(each(lambda fleet: fleet.close()))
-        loop.close()
-    assert not [process for process in psutil.process_iter() if _group(process.pid) in groups], "servers left behind"
-
-
-def _group(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1
-
-
-def requests_of(count: int, seed: int, tokens: int = 40, **sampling: object) -> list[GenerationRequest]:
-    """Prompts of 1 to 300 tokens, in groups of four."""
-    draw = np.random.default_rng(seed)
-    lengths = draw.choice([1, 2, 9, 40, 130, 300], -(-count // 4))
-    prompts = [draw.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
-    made = []
-    for index in range(count):
-        params = SamplingParams(max_new_tokens=int(draw.integers(1, tokens + 1)), **sampling)  # type: ignore[arg-type]
-        made.append(
-            GenerationRequest(
-                request_id=f"{seed}/{index}",
-                group_id=f"{seed}/{index // 4}",
-                prompt_ids=prompts[index // 4],
-                sampling=params,
-                seed=int(draw.integers(2**62)),
-            )
-        )
-    return made
-
-
-async def all_of(fleet: RolloutFleet, asked: list[GenerationRequest]) -> list[Generation]:
-    return await asyncio.gather(*map(fleet.generate, asked))
-
-
-def reference(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs [T] by Hugging Face's forward over prompt and response."""
-    ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
-    with torch.no_grad():
-        logits = model(ids).logits[0, prompt.size - 1 : -1].double() / temperature
-    return logits.log_softmax(-1).gather(1, ids[0, prompt.size :, None])[:, 0].numpy()
-
-
-def assert_log_probs(model: torch.nn.Module, asked: list[GenerationRequest], answers: list[Generation]) -> None:
-    for one, answer in zip(asked, answers, strict=True):
-        expected = reference(model, one.prompt_ids, answer.token_ids, one.sampling.temperature or 1.0)
-        np.testing.assert_allclose(answer.log_probs, expected, atol=1e-4, rtol=0)
+__all__ = ["places_fixture"]  # pytest finds the fixture by its import
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
@@ -328,128 +221,3 @@ def test_a_killed_server_is_replaced_and_the_responses_are_the_same(places: dict
         assert any("its process ended" in line for line in place.reports)
 
     place.run(work())
-
-
-def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        spec = ServerSpec(
-            model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"
-        )
-        server = LocalServer(RolloutConfig(port=port), spec)
-        with pytest.raises(ServerStartError, match=f"rollout.port = {port}"):
-            asyncio.run(server.start())
-        assert server.process is None
-        assert not (tmp_path / "log").exists()
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
-    spec = ServerSpec(
-        model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"
-    )
-    config = RolloutConfig(extra_args=("--no-such-flag",))
-    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=8, report=print)
-    with pytest.raises(ServerStartError, match=r"(?s)ended while it started.*no-such-flag"):
-        asyncio.run(fleet.start(START_S))
-
-
-@pytest.mark.slow
-def test_a_stopped_server_is_noticed_and_replaced(tmp_path: Path) -> None:
-    loop = asyncio.new_event_loop()
-    place = make_place(loop, tmp_path, "llama", deterministic=False)
-    fleet = RolloutFleet(
-        place.fleet.config,
-        [place.server],
-        vocab_size=VOCABULARY,
-        report=place.reports.append,
-        timing=Timing(probe_deadline_s=2.0, failed_probes=2, scheduler_interval_s=1.0, scheduler_deadline_s=10.0),
-    )
-    asked = requests_of(8, seed=9, tokens=200)
-
-    async def work(victim: Callable[[psutil.Process], psutil.Process]) -> None:
-        tasks = [asyncio.ensure_future(fleet.generate(one)) for one in asked]
-        await asyncio.sleep(0.2)
-        assert place.server.process is not None
-        main = psutil.Process(place.server.process.pid)
-        everything = [main, *main.children(recursive=True)]
-        victim(main).suspend()
-        assert_log_probs(place.model, asked, await asyncio.gather(*tasks))
-        assert psutil.wait_procs(everything, 1)[1] == []
-
-    try:
-        place.run(fleet.start(START_S))
-        place.run(fleet.publish(place.folder, 1))
-        place.run(work(lambda main: main))
-        place.run(work(lambda main: max(main.children(), key=lambda child: child.memory_info().rss)))  # the scheduler
-        assert fleet.status()[0].restarts == 2
-    finally:
-        place.run(fleet.close())
-        loop.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> None:
-    """A vocabulary of 200 is filled up to 256 rows, an MLP of 100 to two times 64."""
-    loop = asyncio.new_event_loop()
-    folder = tmp_path / "model"
-    model = save_model(folder, kind, seed=4, intermediate_size=100)
-    config = RolloutConfig(tensor_parallel=2, max_running_requests=8, kv_cache_tokens=8192, memory_fraction=0.5)
-    spec = ServerSpec(
-        model_path=folder, device="cpu", dtype="float32", context_length=CONTEXT, seed=0, log_path=tmp_path / "log"
-    )
-    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=VOCABULARY, report=print)
-
-    async def work() -> None:
-        await fleet.start(START_S)
-        report = await fleet.publish(folder, 1)
-        assert report.servers[0].tensors == {"qwen2": 62, "qwen3": 70}[kind]
-        asked = requests_of(8, seed=10)
-        assert_log_probs(model, asked, await all_of(fleet, asked))
-        await fleet.close()
-
-    try:
-        loop.run_until_complete(asyncio.wait_for(work(), START_S))
-    finally:
-        loop.run_until_complete(fleet.close())
-        loop.close()
-
-
-@pytest.mark.slow
-def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "qwen3", seed=1)
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import asyncio, sys, time\n"
-        "from pathlib import Path\n"
-        "from rollout.command import ServerSpec\nfrom rollout.config import RolloutConfig\n"
-        "from rollout.fleet import RolloutFleet\nfrom rollout.server import LocalServer\n"
-        "config = RolloutConfig(kv_cache_tokens=4096, memory_fraction=0.5)\n"
-        "root = Path(sys.argv[1])\n"
-        "spec = ServerSpec(model_path=root / 'model', device='cpu', dtype='float32', context_length=64, seed=0,\n"
-        "                  log_path=root / 'log')\n"
-        "server = LocalServer(config, spec)\n"
-        "async def main():\n"
-        f"    await RolloutFleet(config, [server], vocab_size=9, report=print).start({START_S})\n"
-        "    print(server.process.pid, flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    import subprocess
-    import sys
-
-    parent = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
-    try:
-        assert parent.stdout is not None
-        main = psutil.Process(int(parent.stdout.readline()))
-        everything = [main, *main.children(recursive=True)]
-        assert len(everything) >= 2
-        parent.kill()
-        began = time.monotonic()
-        assert psutil.wait_procs(everything, 20)[1] == [], f"alive after {time.monotonic() - began:.0f} s"
-    finally:
-        parent.kill()
-        parent.wait(10)
