@@ -174,7 +174,7 @@ class SglangClient:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, deadline_s)
         with _readable(self.url, "/weights_checker"):
-            return {rank["parallelism_info"]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]}
+            return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
 
     async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> dict[str, Any]:
         return _json(self.url, path, await self._call("POST", path, body, deadline_s))
@@ -213,6 +213,11 @@ def _readable(url: str, path: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ServerUnavailable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
+
+
+def _tensor_rank(info: Any) -> int:
+    """0.5.23 has one entry a model of the process (a draft model would be the second), 0.5.17 the entry itself."""
+    return int((info[0] if isinstance(info, list) else info)["tp_rank"])
 
 
 def _json(url: str, path: str, content: bytes) -> dict[str, Any]:
