@@ -32,6 +32,7 @@ install: ## make .venv from the lock of the Python at hand; does nothing when it
 
 demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run is kept aside)
 	@if [ -e "$(DEMO_DIR)" ]; then \
+		if ! flock -n "$(DEMO_DIR)/.lock" true; then echo "a live run holds $(DEMO_DIR); wait for it"; exit 1; fi; \
 		aside="$(DEMO_DIR).$$(date +%Y%m%d-%H%M%S)"; \
 		mv "$(DEMO_DIR)" "$$aside" && echo "the earlier run is kept in $$aside"; \
 	fi

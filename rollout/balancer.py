@@ -125,7 +125,7 @@ class Balancer:
     @property
     def waiting(self) -> int:
         """Requests without a server."""
-        return len(self._waiting)
+        return sum(not waiter.place.done() for waiter in self._waiting)
 
     async def acquire(self, group_id: str) -> Member:
         """A place at a server, to be given back by `release`. The supervisor bounds the wait by `refuse`."""
@@ -137,10 +137,9 @@ class Balancer:
         try:
             return await waiter.place
         except asyncio.CancelledError:
-            if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
+            # Cancelled while it waited: `dispatch` passes over it. Cancelled with the place in hand: give it back.
+            if not waiter.place.cancelled() and waiter.place.exception() is None:
                 self.release(waiter.place.result())
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
             raise
 
     def release(self, member: Member) -> None:

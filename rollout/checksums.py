@@ -79,9 +79,9 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
         info: decides the hash (device), the dtype that tensors are cast to, and the ranks.
 
     Raises:
-        ValueError: a model whose tensors are not known here, or a size that the ranks do not divide.
+        ValueError: a model whose tensors are not known here, a tensor of it that is not in the files, or a size that
+            the ranks do not divide.
         FileNotFoundError: no config or no safetensors in `folder`.
-        KeyError: a tensor that the model needs is not in the files.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = (config.get("architectures") or ["?"])[0]
@@ -129,6 +129,7 @@ class _Files:
     """Tensors of a folder by name, read when asked for."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.where: dict[str, Any] = {}
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
@@ -142,6 +143,8 @@ class _Files:
         return name in self.where
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.where:
+            raise ValueError(f"{self.folder}: the model needs {name}, which is in none of its .safetensors files")
         return self.where[name].get_tensor(name)
 
 

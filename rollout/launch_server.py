@@ -2,8 +2,8 @@
 
 The arguments are those of `sglang.launch_server`. What is added: the server ends with the process that started it, it
 looks for nothing in the network, and with `--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and
-detokenizer; Python imports this module again in each of them before anything else, so what stands at its top acts
-there too. Nothing is written into the installed packages.
+detokenizer; Python imports this module again in each of them, as `__mp_main__` and before anything else, so its last
+lines act there too. Nothing is written into the installed packages.
 """
 
 import ctypes
@@ -52,9 +52,8 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
     # One core a scheduler process; SGLang refuses a tensor-parallel size over the NUMA nodes without it.
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(parallel))
-    return (
-        OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | ({"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {})
-    )
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {}
+    return OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | bound
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:

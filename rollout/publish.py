@@ -10,7 +10,7 @@ from typing import Any
 from rollout.balancer import Balancer, Member, State
 from rollout.checksums import Checksums, expected_checksums, verify
 from rollout.client import ServerInfo
-from rollout.errors import FleetLost, RolloutError, ServerUnavailable
+from rollout.errors import FleetLost, ServerUnavailable
 from rollout.timing import Timing
 
 _DRAIN_POLL_S = 0.02
@@ -119,12 +119,12 @@ class Publisher:
         try:
             await self._drain(member)
             tensors = await member.call(self._load(member, published))
-        except RolloutError as error:
+        except BaseException as error:
             if member.serving:  # paused, perhaps with other weights: it must not serve
                 member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
-            if not isinstance(error, ServerUnavailable):
-                raise
-            return None
+            if isinstance(error, ServerUnavailable):
+                return None
+            raise
         return ServerPublish(url=member.url, tensors=tensors, seconds=time.monotonic() - started)
 
     async def _drain(self, member: Member) -> None:

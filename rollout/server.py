@@ -97,7 +97,7 @@ class LocalServer:
         return tail(self.spec.log_path)
 
     async def restart(self) -> None:
-        self.kill()
+        await asyncio.to_thread(self.kill)
         await self.start()
 
     def kill(self) -> None:
@@ -121,7 +121,7 @@ class LocalServer:
             deadline = time.monotonic() + GRACE_S
             while self.alive() and time.monotonic() < deadline:
                 await asyncio.sleep(0.1)
-        self.kill()
+        await asyncio.to_thread(self.kill)
 
     def _choose_port(self) -> int:
         if not self.config.port:

@@ -128,7 +128,7 @@ class Supervisor:
             try:
                 await self._restart(member)
                 return
-            except (RolloutError, OSError) as error:
+            except (RolloutError, OSError, ValueError, KeyError) as error:  # the last three: of the published folder
                 member.enter(State.DOWN, str(error).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     try:
         run_blocking(config, console)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.error(f"interrupted; continue with: megatron-dapo train {path} {' '.join(overrides)} run.resume=true")
+        console.error(
+            f"interrupted; continue with: megatron-dapo train {shlex.join([str(path), *overrides])} run.resume=true"
+        )
         return ExitCode.INTERRUPTED
     except Exception as error:
         code = exit_code_of(error)

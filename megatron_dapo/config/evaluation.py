@@ -2,7 +2,7 @@
 
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from megatron_dapo.config.base import STRICT, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -28,6 +28,6 @@ class EvaluationConfig:
     greedy: bool = True
     """Measure greedy accuracy too."""
 
-    forbidden_start: str | None = None
+    forbidden_start: Text | None = None
     """Measure, before training, a baseline whose responses may not begin with this text's first token: what the base
     can do when it is made to work its answer out."""

@@ -40,7 +40,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, lines, override)
     try:
-        config = TypeAdapter(Config).validate_json(json.dumps(tree))
+        text = json.dumps(tree)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
+        ) from None
+    try:
+        config = TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
         raise ConfigError(_explain(error, lines)) from None
     faults = list(contradictions(config))
@@ -58,8 +64,9 @@ def dump_config(config: Config) -> str:
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror or error}; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config file {path}: {reason}; give the path of a YAML file in UTF-8") from None
     try:
         node = yaml.compose(text, Loader=_Loader)
         tree = yaml.load(text, Loader=_Loader)

@@ -69,5 +69,9 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:
         yield f"actor.layout.virtual_pipeline = {layout.virtual_pipeline}: needs layout.pipeline > 1"
+    if max(config.actor.optimizer.betas) >= 1 or min(config.actor.optimizer.betas) < 0:
+        yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
+    if rollout.port and rollout.port + rollout.servers - 1 > 65535:
+        yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
     if config.monitor.mismatch_stop < config.monitor.mismatch_warn:
         yield "monitor.mismatch_stop: below monitor.mismatch_warn, so the warning would never be seen; raise it"

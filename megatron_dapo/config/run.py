@@ -1,19 +1,22 @@
 """Section `run`: where a run lives, how long it goes on, what it keeps."""
 
+from typing import Annotated
+
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
+from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
-    dir: str
+    dir: Text
     """Run directory: everything the run writes is below it. A directory that holds a run is refused unless `resume`."""
 
     rollout_steps: PositiveInt
     """The run ends after this many rollout steps (each: fill a batch, then `mini-batches` optimizer steps)."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the prompt order, of every response's sampling seed and of the mini-batch shuffle."""
 
     resume: bool = False

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,14 @@ class Cluster:
             processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
         """
         self._folder: Path | None = None
+        # ray.init takes SIGTERM for itself; the run has a handler of its own, which closes every part.
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            self._connect(processes=processes, use_gpu=use_gpu)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+    def _connect(self, *, processes: int, use_gpu: bool) -> None:
         address = os.environ.get("RAY_ADDRESS")
         if address:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -13,38 +13,27 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config import Config, ConfigError, dump_config
+from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.coordinator.cluster import Cluster
 from megatron_dapo.coordinator.engines import make_engines
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import RunDir
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.trainer import Trainer
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
-from megatron_dapo.data.prompts import PromptSet, read_prompts
-from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.writer import MetricsWriter
 from reward.pool import RewardPool
 from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What was read and checked before anything was started."""
-
-    text: TextTools
-    model: HFModelConfig
-    prompts: PromptSet
-    heldout: PromptSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +66,6 @@ class Parts:
     start_seconds: float
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
-    text = load_text_tools(config.model.path)
-    model = HFModelConfig.load(Path(config.model.path))
-    check_layout(model, config.actor.layout)
-    if config.model.context_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
-            f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
-        )
-    prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(config.evaluation.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
-    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
-
-
 async def start_parts(
     config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack
 ) -> Parts:
@@ -104,6 +78,9 @@ async def start_parts(
     waits = Waits()
     use_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
     progress = _progress(config, run_dir)
+    if config.run.resume:
+        check_resume(config, inputs, run_dir)
+        console.note(f"resuming after rollout step {progress.rollout_step}")
     fresh = progress.rollout_step == 0
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
@@ -210,7 +187,9 @@ async def _start_together(config: Config, trainer: Trainer, fleet: RolloutFleet,
     """Both at once; the first failure ends the other."""
     deadline = config.run.start_deadline_s
     building = asyncio.ensure_future(trainer.start())
-    serving = asyncio.ensure_future(waits.wait_for("server start", "SGLang servers", deadline, fleet.start(deadline)))
+    # The fleet has the same deadline and the better explanation: it gets the first word.
+    starting = waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
+    serving = asyncio.ensure_future(starting)
     try:
         await asyncio.gather(building, serving)
     except BaseException:

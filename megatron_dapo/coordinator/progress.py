@@ -2,6 +2,7 @@
 pickle."""
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def save_progress(progress: Progress, folder: Path) -> None:
         ),
         weight_versions=np.concatenate([response.generation.weight_versions for response in responses] or empty),
     )
+    for name in ("progress.json", "carried.npz"):
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def load_progress(folder: Path) -> Progress:

@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.evaluation import Answers
+from megatron_dapo.coordinator.inputs import Inputs, read_inputs
 from megatron_dapo.coordinator.loop import evaluate, train
-from megatron_dapo.coordinator.parts import Inputs, Parts, read_inputs, start_parts
+from megatron_dapo.coordinator.parts import Parts, start_parts
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_dir import RunDir
 from megatron_dapo.monitor.console import Console
@@ -120,6 +121,7 @@ def _figures(ways: Mapping[str, Any]) -> dict[str, Any]:
 
 def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
+    count = min(EXAMPLES, len(before["sampled"]["texts"]), len(after["sampled"]["texts"]))
     return [
         {
             "prompt": prompt.text,
@@ -129,7 +131,7 @@ def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any
             "after": after["sampled"]["texts"][at],
             "after_correct": after["sampled"]["correct"][at],
         }
-        for at, prompt in enumerate(inputs.heldout.prompts[:EXAMPLES])
+        for at, prompt in enumerate(inputs.heldout.prompts[:count])
     ]
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
+"""What a run replaces or removes below its directory: nothing of that may be somebody else's."""
+
 
 class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""
@@ -35,17 +38,30 @@ class RunDir:
         self._lock = FileLock(str(self.path / ".lock"))
         try:
             self._lock.acquire(timeout=0)
+        except OSError as error:
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         except Timeout:
             holder = _read_or(self.path / ".holder", "another process")
             raise RunDirError(
                 f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
             ) from None
         (self.path / ".holder").write_text(f"process {os.getpid()}")
-        if self.ledger.exists() and not resume:
+        if not resume and not self._has_run():
+            taken = [name for name in OWN_NAMES if (self.path / name).exists()]
+            if taken:
+                self.close()
+                raise RunDirError(
+                    f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory"
+                )
+        if self._has_run() and not resume:
             self.close()
             raise RunDirError(
                 f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
             )
+
+    def _has_run(self) -> bool:
+        """A start that failed leaves an empty ledger, which is no run."""
+        return self.ledger.exists() and self.ledger.stat().st_size > 0
 
     @property
     def ledger(self) -> Path:
@@ -91,7 +107,7 @@ class RunDir:
         found = [
             Checkpoint(step=int(folder.name.removeprefix("step_")), folder=folder)
             for folder in (self.path / "checkpoints").glob("step_*")
-            if folder.is_dir()
+            if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
         ]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 

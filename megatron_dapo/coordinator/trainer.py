@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import socket
 import sys
 from pathlib import Path
@@ -46,9 +47,12 @@ class TrainerRank:
 
     def endpoint(self, host: str) -> str:
         """A free port on this process's host, for the ranks to meet."""
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+        # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
+        for port in random.SystemRandom().sample(range(20000, 32768), 100):
+            with socket.socket() as free:
+                if free.connect_ex((host, port)) != 0:
+                    return f"tcp://{host}:{port}"
+        raise TrainerError(f"no free port between 20000 and 32767 on {host} for the trainer's ranks to meet")
 
     def pid(self) -> int:
         return os.getpid()

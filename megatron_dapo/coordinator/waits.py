@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,8 +56,23 @@ class Waits:
                 if not deadline.expired():  # the part's own time-out, not this wait's
                     raise
                 table = "\n".join(f"  {line}" for line in self.lines())
-                raise Stalled(f"{what}: {owner} gave no answer within {deadline_s:g} s; open waits:\n{table}") from None
+                stacks = "\n".join(f"  {line}" for line in _stacks())
+                raise Stalled(
+                    f"{what}: {owner} gave no answer within {deadline_s:g} s; open waits:\n{table}\n"
+                    f"where tasks stand:\n{stacks}"
+                ) from None
 
     def lines(self) -> list[str]:
         """Open waits, oldest first."""
         return [wait.line() for wait in sorted(self._open.values(), key=lambda wait: wait.since)]
+
+
+def _stacks() -> list[str]:
+    """Where each task of this process waits, equal places counted once."""
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks():
+        frames = task.get_stack()
+        if frames:
+            code = frames[-1].f_code
+            places[f"{code.co_qualname} ({code.co_filename}:{frames[-1].f_lineno})"] += 1
+    return [f"{count} x {place}" for place, count in places.most_common(10)]

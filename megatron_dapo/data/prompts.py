@@ -78,7 +78,7 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer, *, 
                 raise
             broken += 1
             continue
-        text, ids = render(raw, config.template, tokenizer)
+        text, ids = _render_row(raw, config, tokenizer, place)
         if config.deduplicate and text in seen:
             duplicates += 1
             continue
@@ -109,6 +109,18 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer, *, 
     )
 
 
+def _render_row(
+    raw: str | list[dict[str, str]], config: DataConfig, tokenizer: Tokenizer, place: str
+) -> tuple[str, np.ndarray]:
+    try:
+        return render(raw, config.template, tokenizer)
+    except Exception as error:  # a chat template is a program of the model's author and may raise anything
+        raise DataError(
+            f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
+            "set data.template to plain or to a text that holds {prompt}"
+        ) from error
+
+
 def render(raw: str | list[dict[str, str]], template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text that the server gets and its ids, int32 [P]. A chat list goes through the chat template always."""
     if template == "chat" or isinstance(raw, list):
@@ -129,10 +141,13 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet
 
         at = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                at += 1
-                yield f"{path}: row {at}", row
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                for row in batch.to_pylist():
+                    at += 1
+                    yield f"{path}: row {at}", row
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
     elif path.suffix in (".jsonl", ".json"):
         with path.open("rb") as lines:
             for at, line in enumerate(lines, start=1):

@@ -132,7 +132,10 @@ def _serve(pipe: Connection) -> None:
     """The worker's life: one function after the other until the parent is gone."""
     import torch
 
+    from megatron_dapo.actor.device import prepare
+
     torch.set_num_threads(1)
+    prepare("cpu")  # before a test's function imports anything of Megatron
     while True:
         try:
             message = pipe.recv_bytes()

@@ -34,8 +34,11 @@ class StandIn:
         self.start_fails = False
         self.corrupt: str | None = None
         """Name of a tensor whose checksum is reported wrong."""
+        self.newer_checker = False
+        """Answers /weights_checker in the shape of 0.5.23."""
         self.refuse_updates = False
         self.die_on_update = False
+        self.slow_updates = 0.0
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
         self.groups: list[str] = []
@@ -182,6 +185,7 @@ class StandIn:
             self.die_on_update = False
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self.die()))
             await asyncio.sleep(1)
+        await asyncio.sleep(self.slow_updates)
         if self.refuse_updates:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         assert self.paused
@@ -191,8 +195,11 @@ class StandIn:
 
     async def _checksums(self, request: web.Request) -> web.Response:
         assert self.loaded is not None
-        checksums = dict(expected_checksums(self.loaded, INFO)[0])
+        checksums = {}
+        with suppress(ValueError):  # a real server has checksums of every model
+            checksums = dict(expected_checksums(self.loaded, INFO)[0])
         if self.corrupt is not None:
             checksums[self.corrupt] = "0" * 16
-        ranks = [{"parallelism_info": {"tp_rank": 0}, "checksums": checksums}]
+        rank = {"tp_rank": 0}
+        ranks = [{"parallelism_info": [rank] if self.newer_checker else rank, "checksums": checksums}]
         return web.json_response({"success": True, "ranks": ranks})

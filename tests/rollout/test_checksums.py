@@ -101,6 +101,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         expected_checksums(tmp_path, ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2))
     with pytest.raises(ValueError, match="int8"):
         expected_checksums(tmp_path, ServerInfo(version="x", device="cpu", dtype="int8", tensor_parallel=1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight, which is in none"):
+        expected_checksums(tmp_path, CPU)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MambaForCausalLM"))
     with pytest.raises(ValueError, match="MambaForCausalLM"):

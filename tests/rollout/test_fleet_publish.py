@@ -1,6 +1,7 @@
 """New weights for a fleet of stand-ins: versions, restarts, wrong tensors, servers that die in between."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,49 @@ def test_a_server_that_dies_in_a_publish_gets_the_weights_later(folders: list[Pa
             servers[0].die_on_update = True
             await fleet.publish(folders[1], 2)
             assert set((await fleet.generate(request())).weight_versions) == {2}
+
+    run(test)
+
+
+def test_checksums_of_a_newer_server_are_understood(folders: list[Path]) -> None:
+    async def test() -> None:
+        server = StandIn()
+        server.newer_checker = True
+        async with fleet_of(server) as fleet:
+            assert (await fleet.publish(folders[0], 1)).servers[0].tensors == 11
+
+    run(test)
+
+
+def test_a_model_without_known_checksums_does_not_serve_unverified(folders: list[Path], tmp_path: Path) -> None:
+    async def test() -> None:
+        strange = shutil.copytree(folders[0], tmp_path / "strange")
+        config = strange / "config.json"
+        config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MambaForCausalLM"))
+        server, reports = StandIn(), list[str]()
+        async with fleet_of(server, reports=reports, fleet_deadline_s=0.5) as fleet:
+            with pytest.raises(ValueError, match="MambaForCausalLM"):
+                await fleet.publish(strange, 1)
+            with pytest.raises(FleetLost):
+                await fleet.generate(request())
+        assert any("did not come back" in line and "MambaForCausalLM" in line for line in reports)
+        assert server.prompts == []
+
+    run(test)
+
+
+def test_a_publish_that_is_cancelled_leaves_no_server_paused(folders: list[Path]) -> None:
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server) as fleet:
+            server.slow_updates = 0.3
+            task = asyncio.ensure_future(fleet.publish(folders[0], 1))
+            await until(lambda: server.paused)
+            task.cancel()
+            server.slow_updates = 0.0
+            assert set((await fleet.generate(request())).weight_versions) == {1}
+            assert server.starts == 2
+            assert not server.paused
 
     run(test)
 
