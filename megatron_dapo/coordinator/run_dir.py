@@ -38,13 +38,13 @@ class RunDir:
         self._lock = FileLock(str(self.path / ".lock"))
         try:
             self._lock.acquire(timeout=0)
-        except OSError as error:
-            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         except Timeout:
             holder = _read_or(self.path / ".holder", "another process")
             raise RunDirError(
                 f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
             ) from None
+        except OSError as error:
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         (self.path / ".holder").write_text(f"process {os.getpid()}")
         if not resume and not self._has_run():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]

@@ -1,0 +1,67 @@
+"""The run directory: one writer, nothing of somebody else's, complete checkpoints, the same run at a resume."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.config import dump_config, load_config
+from megatron_dapo.coordinator.resume import check_resume
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
+
+
+def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
+    first = RunDir(tmp_path / "run", resume=False)
+    with pytest.raises(RunDirError, match="a live run holds it"):
+        RunDir(tmp_path / "run", resume=True)
+    first.close()
+    RunDir(tmp_path / "run", resume=True).close()
+
+
+def test_an_empty_ledger_is_no_run_and_a_filled_one_is(tmp_path):
+    (tmp_path / "ledger.jsonl").touch()
+    RunDir(tmp_path, resume=False).close()
+    (tmp_path / "ledger.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirError, match=r"run\.resume=true"):
+        RunDir(tmp_path, resume=False)
+    RunDir(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["model", "weights", "checkpoints"])
+def test_a_directory_with_somebody_elses_files_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunDirError, match=f"holds {name} but no run"):
+        RunDir(tmp_path, resume=False)
+
+
+def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (1, 2, 3):
+        aside = run_dir.checkpoint_aside(step)
+        (aside / "file").write_text(str(step))
+        assert run_dir.latest_checkpoint() is None or run_dir.latest_checkpoint().step == step - 1
+        run_dir.publish_checkpoint(aside, step, keep=2)
+    (run_dir.path / "checkpoints" / "step_9.bak").mkdir()
+    run_dir.checkpoint_aside(10)
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 3]
+    assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_3"
+    run_dir.close()
+
+
+def test_a_resume_with_another_seed_or_other_prompts_is_refused(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"run: {{dir: {tmp_path / 'run'}, rollout_steps: 1}}\nmodel: {{path: m, context_length: 30000}}\n"
+        "data: {path: p}\nevaluation: {path: e}\n"
+    )
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    run_dir.write_text("config.yaml", dump_config(load_config(file)))
+    run_dir.write_json("manifest.json", {"data": {"train": {"sha256": "abc"}}})
+    same, other = (SimpleNamespace(prompts=SimpleNamespace(content_hash=name)) for name in ("abc", "def"))
+    check_resume(load_config(file, ["run.rollout_steps=9"]), same, run_dir)
+    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0"):
+        check_resume(load_config(file, ["run.seed=1"]), same, run_dir)
+    with pytest.raises(RunDirError, match="trained twice or never"):
+        check_resume(load_config(file), other, run_dir)
+    run_dir.close()
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())
