@@ -118,9 +118,10 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
     made = ask.respond(model, tokenizer, prompts, temperature=0.0, forbidden_start="Answer:")
     blurted = sum(answer.startswith("Answer:") for answer in free) / len(free)
     assert 0.4 < blurted < 0.85
-    assert share_right(free) < 0.45
+    assert share_right(free) < 0.4
     assert not any(answer.startswith("Answer:") for answer in made)
-    assert share_right(made) > 0.55
+    assert share_right(made) > 0.3
+    assert share_right(made) > share_right(free) + 0.1
 
 
 def test_ask_prints_a_response() -> None:

@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -120,7 +121,42 @@ def _stand_in_for_torch() -> ModuleType:
             "Event": _NoStream,
         },
     )
-    return _Stand(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    distributed = _Stand(torch.distributed, _sends_that_are_kept())
+    return _Stand(
+        torch, {"cuda": cuda, "distributed": distributed, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}}
+    )
+
+
+KEPT_SENDS = 16
+"""More than a pipeline rank has under way at once."""
+
+
+def _sends_that_are_kept() -> dict[str, Any]:
+    """Single point-to-point calls whose handle and tensor live on for a while.
+
+    Overlapped schedules drop both as soon as the next stage is computed. CUDA streams keep the memory; gloo's own
+    thread would still read it, and was seen to crash.
+    """
+    kept: deque[tuple[Any, ...]] = deque(maxlen=KEPT_SENDS)
+
+    def keeping(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def kept_call(*args: Any, **kwargs: Any) -> Any:
+            work = call(*args, **kwargs)
+            kept.append((work, args, kwargs))
+            return work
+
+        return kept_call
+
+    def operation(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A batch of operations accepts torch's own functions only, and waits for all of them.
+        return torch.distributed.P2POp(getattr(op, "__wrapped__", op), *args, **kwargs)
+
+    return {
+        "isend": keeping(torch.distributed.isend),
+        "irecv": keeping(torch.distributed.irecv),
+        "P2POp": operation,
+    }
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
