@@ -17,7 +17,7 @@ class RunConfig:
     """The run ends after this many rollout steps (each: fill a batch, then `mini-batches` optimizer steps)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the prompt order, of every response's sampling seed and of the mini-batch shuffle."""
+    """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response."""
 
     resume: bool = False
     """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint
