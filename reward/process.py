@@ -51,6 +51,7 @@ class WorkerProcess:
                 stderr=self._log,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
+                start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
             )
 
     @property

@@ -13,7 +13,8 @@ class ServerSpec:
     """What a server needs besides section `rollout`.
 
     A 32B model on four GPUs of a node: ServerSpec(model_path=Path("/models/Qwen2.5-32B"), device="cuda",
-    dtype="bfloat16", context_length=22528, seed=1, log_path=Path("runs/a/server0.log"), gpus=(0, 1, 2, 3))
+    dtype="bfloat16", context_length=22528, seed=1, log_path=Path("runs/a/server0.log"),
+    gpus=("0", "1", "2", "3"))
     """
 
     model_path: Path
@@ -29,8 +30,9 @@ class ServerSpec:
     """Everything that the server prints is appended here."""
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
-    gpus: tuple[int, ...] = ()
-    """GPUs of this machine that the server sees, as many as `rollout.tensor_parallel`; empty: all."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
+    `rollout.tensor_parallel`; empty: all."""
 
 
 def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list[str]:

@@ -27,7 +27,7 @@ class RolloutConfig:
     tensor_parallel: PositiveInt = 1
     """GPUs (CPU: processes) of one server."""
 
-    urls: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own."""
 
     host: str = "127.0.0.1"

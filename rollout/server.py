@@ -139,7 +139,7 @@ class LocalServer:
         # A checkout that is not installed must be importable in the child too.
         package = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.spec.gpus))} if self.spec.gpus else {}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
         return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | gpus
 
 

@@ -1,7 +1,6 @@
 """Runs the command line as a user does, and finds what it left behind."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -51,8 +50,18 @@ class Running:
             assert time.monotonic() < deadline, f"no {text!r} within {timeout_s} s:\n{self._log.read_text()}"
             time.sleep(0.1)
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """To the command; with `group` to every process of its group, as a terminal's Ctrl-C."""
+        if group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    def kill_one(self, name: str) -> None:
+        """SIGKILL to one process whose title or command line begins with `name`."""
+        found = [process for process in self.marked() if " ".join(_command(process)).startswith(name)]
+        assert found, f"no process {name!r}"
+        found[0].kill()
 
     def finish(self, timeout_s: float) -> Finished:
         """Wait for the end; on a time-out everything is killed and the test fails."""

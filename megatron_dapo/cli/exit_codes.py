@@ -16,6 +16,38 @@ class ExitCode(IntEnum):
     FLEET = 5
     """The rollout servers could not be started or were lost."""
     TRAINER = 6
-    """A trainer rank could not be started or was lost."""
+    """Ray or a trainer rank could not be started, or was lost too often."""
+    CONTINUE = 75
+    """Stopped by a signal, with everything saved: the same command with `run.resume=true` goes on."""
     INTERRUPTED = 130
-    """Ended by a signal."""
+    """Ended at once by a second signal; `run.resume=true` goes on from the last checkpoint."""
+
+
+OF_ERRORS = {
+    "megatron_dapo.config.base.ConfigError": ExitCode.CONFIG,
+    "megatron_dapo.data.prompts.DataError": ExitCode.CONFIG,
+    "megatron_dapo.data.tokenizer.TokenizerError": ExitCode.CONFIG,
+    "megatron_dapo.data.ledger.LedgerError": ExitCode.CONFIG,
+    "megatron_dapo.monitor.writer.MetricsError": ExitCode.CONFIG,
+    "megatron_dapo.coordinator.run_dir.RunDirError": ExitCode.CONFIG,
+    "megatron_dapo.coordinator.trainer.PlacementError": ExitCode.CONFIG,
+    "reward.messages.VerifierError": ExitCode.CONFIG,
+    "reward.lanes.PoolError": ExitCode.FAILED,
+    "megatron_dapo.coordinator.step_metrics.MismatchStop": ExitCode.DIVERGED,
+    "megatron_dapo.coordinator.trainer.Diverged": ExitCode.DIVERGED,
+    "megatron_dapo.coordinator.waits.Stalled": ExitCode.STALLED,
+    "megatron_dapo.coordinator.waits.StopRequested": ExitCode.CONTINUE,
+    "rollout.errors.RolloutError": ExitCode.FLEET,
+    "megatron_dapo.coordinator.generator.EngineAborted": ExitCode.FLEET,
+    "megatron_dapo.coordinator.cluster.ClusterError": ExitCode.TRAINER,
+    "megatron_dapo.coordinator.trainer.TrainerError": ExitCode.TRAINER,
+    "megatron_dapo.coordinator.sampler.OversamplingLimit": ExitCode.FAILED,
+    "builtins.OSError": ExitCode.FAILED,
+}
+"""Errors that explain themselves. By name: their modules are imported only by what raises them."""
+
+
+def exit_code_of(error: BaseException) -> ExitCode | None:
+    """The code of an error, or of the nearest of its base classes; None: a fault of ours, worth a traceback."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    return next((OF_ERRORS[name] for name in names if name in OF_ERRORS), None)

@@ -8,38 +8,54 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
+from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.monitor.console import Console
 
 
 def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     """Run it. Every known fault is one message and an exit code; a traceback means a fault of ours."""
     prepare_environment()
-    from megatron_dapo.monitor.console import Console
-
     console = Console()
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
         console.error(str(error))
         return ExitCode.CONFIG
-    from megatron_dapo.coordinator.run import run_blocking
-
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    again = _resume_command(path, overrides)
     try:
-        run_blocking(config, console)
+        _run(config, console)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.error(
-            f"interrupted; continue with: megatron-dapo train {shlex.join([str(path), *overrides])} run.resume=true"
-        )
+        console.error(f"interrupted; what was not saved is lost; continue with: {again}")
         return ExitCode.INTERRUPTED
     except Exception as error:
         code = exit_code_of(error)
         if code is None:
             raise
-        console.error(f"{type(error).__name__}: {error}")
+        if code is ExitCode.CONTINUE:
+            console.note(f"stopped; continue with: {again}")
+        else:
+            console.error(f"{type(error).__name__}: {error}")
         return code
     return ExitCode.FINISHED
+
+
+def _resume_command(path: Path, overrides: Sequence[str]) -> str:
+    kept = [override for override in overrides if override.split("=")[0] not in ("run.resume", "run.resume_step")]
+    return f"megatron-dapo train {shlex.join([str(path), *kept, 'run.resume=true'])}"
+
+
+def _run(config: Config, console: Console) -> None:
+    # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
+    from megatron_dapo.coordinator.inputs import read_inputs
+
+    inputs = read_inputs(config)
+    console.note(f"prompts: {inputs.prompts.summary()}")
+    console.note(f"held-out problems: {inputs.heldout.summary()}")
+    from megatron_dapo.coordinator.supervise import run_blocking
+
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    run_blocking(config, inputs, console)
 
 
 def prepare_environment() -> None:
@@ -53,26 +69,3 @@ def prepare_environment() -> None:
         # Another user of this machine reaches the same loopback ports: only who knows the token may talk to our Ray.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def exit_code_of(error: Exception) -> ExitCode | None:
-    """The exit code of a fault that has an explanation of its own; None for any other."""
-    from megatron_dapo.coordinator.generator import EngineAborted
-    from megatron_dapo.coordinator.run_dir import RunDirError
-    from megatron_dapo.coordinator.sampler import OversamplingLimit
-    from megatron_dapo.coordinator.step_metrics import MismatchStop
-    from megatron_dapo.coordinator.trainer import Diverged, PlacementError, TrainerError
-    from megatron_dapo.coordinator.waits import Stalled
-    from megatron_dapo.data.prompts import DataError
-    from megatron_dapo.data.tokenizer import TokenizerError
-    from rollout.errors import RolloutError
-
-    table: list[tuple[tuple[type[Exception], ...], ExitCode]] = [
-        ((ConfigError, DataError, TokenizerError, RunDirError, PlacementError), ExitCode.CONFIG),
-        ((MismatchStop, Diverged), ExitCode.DIVERGED),
-        ((Stalled,), ExitCode.STALLED),
-        ((RolloutError, EngineAborted), ExitCode.FLEET),
-        ((TrainerError,), ExitCode.TRAINER),
-        ((OversamplingLimit,), ExitCode.FAILED),
-    ]
-    return next((code for kinds, code in table if isinstance(error, kinds)), None)

@@ -73,5 +73,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
     if rollout.port and rollout.port + rollout.servers - 1 > 65535:
         yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
+    if config.run.resume_step is not None and not config.run.resume:
+        yield f"run.resume_step = {config.run.resume_step}: says where a resume starts; set run.resume=true too"
     if config.monitor.mismatch_stop < config.monitor.mismatch_warn:
         yield "monitor.mismatch_stop: below monitor.mismatch_warn, so the warning would never be seen; raise it"

@@ -23,6 +23,14 @@ class RunConfig:
     """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint
     stands."""
 
+    resume_step: PositiveInt | None = None
+    """With `resume`: continue from the checkpoint after this rollout step instead of the newest one, which may be
+    damaged. Later checkpoints are kept as `checkpoints/set_aside.*`."""
+
+    max_restarts: NonNegativeInt = 3
+    """When a trainer process is lost the run starts again from its newest checkpoint by itself, at most this many times
+    without a new checkpoint in between."""
+
     checkpoint_every: NonNegativeInt = 10
     """Rollout steps between checkpoints; 0 writes only the last one."""
 

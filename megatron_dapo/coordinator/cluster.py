@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,16 @@ import ray
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
+
+
+CONNECT_DEADLINE_S = 10.0
+
+LONGEST_PARENT = 24
+"""Characters; Ray adds about 80 of its own to the folder that it is given."""
+
+
+class ClusterError(RuntimeError):
+    """Ray could not be started or joined. The message says where and what to do."""
 
 
 class Cluster:
@@ -20,22 +31,32 @@ class Cluster:
 
         Args:
             processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
+
+        Raises:
+            ClusterError: with Ray's own words.
         """
         self._folder: Path | None = None
         # ray.init takes SIGTERM for itself; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self._connect(processes=processes, use_gpu=use_gpu)
+        except ClusterError:
+            raise
+        except (RuntimeError, OSError, ValueError, AssertionError) as error:  # what ray.init raises
+            self.close()
+            raise ClusterError(f"Ray could not be {'joined' if self._folder is None else 'started'}: {error}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)
 
     def _connect(self, *, processes: int, use_gpu: bool) -> None:
         address = os.environ.get("RAY_ADDRESS")
         if address:
+            _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return
-        # Unix sockets lie below this folder: its path must be short.
-        self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-"))
+        # Unix sockets lie below this folder, and their paths may have no more than 107 bytes.
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=parent))
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
@@ -57,3 +78,20 @@ class Cluster:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _check_reachable(address: str) -> None:
+    """ClusterError unless something listens there: ray.init would try for ever.
+
+    Only for HOST:PORT; other forms (`auto`, `ray://...`) are Ray's to look up.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_DEADLINE_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"RAY_ADDRESS = {address}: nothing answers there ({error}); start Ray's head, or unset RAY_ADDRESS for a "
+            "cluster of this run's own"
+        ) from None

@@ -1,5 +1,7 @@
 """Which servers a run uses, and on which GPUs: the trainer takes the first ones, the servers those after them."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config import Config
@@ -8,12 +10,23 @@ from rollout.command import ServerSpec
 from rollout.server import Engine, LocalServer, RemoteServer
 
 
-def make_engines(config: Config, logs: Path, *, gpus: int) -> list[Engine]:
+def visible_gpus(count: int) -> tuple[str, ...]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES knows them.
+
+    Args:
+        count: `torch.cuda.device_count()`.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in named.split(",")] if named is not None else [str(at) for at in range(count)]
+    return tuple(names[:count])
+
+
+def make_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The servers of `rollout.urls`, or `rollout.servers` of this machine's own, not yet started.
 
     Args:
         logs: folder of the servers' logs.
-        gpus: GPUs of this machine; 0 for a run on the CPU.
+        gpus: `visible_gpus`; none for a run on the CPU.
 
     Raises:
         PlacementError: trainer and servers need more GPUs than there are.
@@ -40,13 +53,13 @@ def make_engines(config: Config, logs: Path, *, gpus: int) -> list[Engine]:
     ]
 
 
-def _gpu_places(config: Config, gpus: int) -> list[tuple[int, ...]]:
+def _gpu_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
     trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
-    if gpus == trainer == each == servers == 1:
-        return [(0,)]  # one GPU for both: rollout.memory_fraction says how much of it the server takes
-    if trainer + servers * each > gpus:
+    if len(gpus) == trainer == each == servers == 1:
+        return [(gpus[0],)]  # one GPU for both: rollout.memory_fraction says how much of it the server takes
+    if trainer + servers * each > len(gpus):
         raise PlacementError(
             f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} more; "
-            f"this machine has {gpus}; lower one of them or name running servers in rollout.urls"
+            f"this machine offers {len(gpus)}; lower one of them or name running servers in rollout.urls"
         )
-    return [tuple(range(trainer + at * each, trainer + (at + 1) * each)) for at in range(servers)]
+    return [tuple(gpus[trainer + at * each : trainer + (at + 1) * each]) for at in range(servers)]

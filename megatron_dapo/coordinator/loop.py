@@ -3,68 +3,86 @@
 prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
-from megatron_dapo.coordinator.checkpoint import write_checkpoint
+from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.algorithm.importance import Correction
+from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
+from megatron_dapo.coordinator.checkpoint import keep_what_stands, publish_checkpoint, save_checkpoint
+from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.log_prob_stream import LogProbStream
 from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.phases import Phases
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
-from megatron_dapo.coordinator.step_metrics import StepRecord, check_mismatch, step_metrics, write_samples
+from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
+from megatron_dapo.coordinator.trainer import TrainerError
+from megatron_dapo.coordinator.waits import StopRequested
 from megatron_dapo.data.ledger import Event
 from megatron_dapo.monitor.health import new_alarms
 from megatron_dapo.monitor.writer import read_metrics
 
 
 async def train(parts: Parts, progress: Progress) -> Progress:
-    """Rollout steps until `run.rollout_steps` are done. Returns where the run then stands."""
+    """Rollout steps until `run.rollout_steps` are done. Returns where the run then stands.
+
+    A step that cannot be filled, or is asked to stop meanwhile, has changed no weights: what was reached before it is
+    kept in a checkpoint.
+    """
     run = parts.config.run
     while progress.rollout_step < run.rollout_steps:
-        progress, record = await rollout_step(parts, progress)
-        parts.writer.write(step_metrics(record, parts.config))
-        for alarm in new_alarms(read_metrics(parts.run_dir.path)):
-            parts.console.note(f"alarm: {alarm}")
-        write_samples(record, parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses)
+        phases = Phases()
+        try:
+            filled = await fill_batch(parts, progress, phases)
+        except TrainerError:
+            raise  # nobody is left who could save
+        except Exception:
+            await keep_what_stands(parts, progress)
+            raise
+        progress, record = await learn(parts, progress, filled, phases)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
     return progress
 
 
-async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, StepRecord]:
-    """One batch of N groups, all its optimizer steps, and the servers on the new weights."""
-    config, step, phases = parts.config, progress.rollout_step + 1, Phases()
-    deadline = config.run.step_deadline_s
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilledBatch:
+    """N groups, and the trainer's log-probs of their tokens before any update."""
 
+    admission: Admission
+    arrays: StepArrays
+    old: LogProbs
+    gap: Gap
+
+
+async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> FilledBatch:
+    """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
+    config, step = parts.config, progress.rollout_step + 1
     async with LogProbStream(parts.services.trainer, groups=config.algorithm.prompts_per_step) as stream:
         with phases.measure("rollout"):
             filling = parts.sampler.fill(step, progress.weight_version, stream.add)
-            admission = await parts.services.waits.wait_for("batch of groups", "rollout servers", deadline, filling)
+            admission = await parts.services.waits.wait_for(
+                "batch of groups", "rollout servers", config.run.step_deadline_s, filling, stoppable=True
+            )
         phases.move("rollout", "reward", parts.generator.take_reward_seconds())
         with phases.measure("logprob"):
             old = await stream.finish()
     if admission.limit_reached:
         parts.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
-
     arrays = step_arrays(admission.kept, config)
-    reference = None
-    if config.algorithm.kl.coefficient > 0:
-        with phases.measure("logprob"):
-            reference = await parts.services.trainer.log_probs(arrays.responses, reference=True)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
-    correction = step_correction(arrays, old, config)
+    return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
 
-    with phases.measure("update"):
-        batches = mini_batches(
-            arrays, old, reference, correction, config, step, hidden_size=parts.inputs.model.hidden_size
-        )
-        updates = await parts.services.trainer.update(batches, parts.objective)
 
+async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: Phases) -> tuple[Progress, StepRecord]:
+    """All optimizer steps of one batch, the servers on the new weights, and the step's records and checkpoint."""
+    config, step = parts.config, progress.rollout_step + 1
+    updates, correction = await _update(parts, filled, step, phases)
     version = progress.weight_version + 1
     with phases.measure("weight_sync"):
         await publish_weights(parts, version)
-    close_step(parts, admission, step, progress.weight_version)
+    close_step(parts, filled.admission, step, progress.weight_version)
     progress = replace(
         progress,
         rollout_step=step,
@@ -72,26 +90,55 @@ async def rollout_step(parts: Parts, progress: Progress) -> tuple[Progress, Step
         weight_version=version,
         sampler=parts.sampler.state,
     )
-
+    last = step == config.run.rollout_steps
     evaluation = {}
-    if config.evaluation.every and step % config.evaluation.every == 0 and step < config.run.rollout_steps:
-        with phases.measure("evaluation"):
+    if config.evaluation.every and step % config.evaluation.every == 0 and not last:
+        # A stop request ends it without an evaluation: saving this step comes first, and the next wait stops again.
+        with phases.measure("evaluation"), suppress(StopRequested):
             evaluation = await evaluate(parts, f"step{step}")
-    if step == config.run.rollout_steps or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
+    saved = None
+    if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
         with phases.measure("checkpoint"):
-            await write_checkpoint(parts, progress)
+            saved = await save_checkpoint(parts, progress)
     record = StepRecord(
         progress=progress,
-        admission=admission,
-        arrays=arrays,
-        old=old,
-        gap=gap,
+        admission=filled.admission,
+        arrays=filled.arrays,
+        old=filled.old,
+        gap=filled.gap,
         correction=correction,
         updates=tuple(updates),
         evaluation=evaluation,
         seconds=phases.seconds(),
     )
+    write_records(parts, record)
+    if saved:  # last: whatever a kill leaves undone before this line is done again, with its records
+        publish_checkpoint(parts, saved)
     return progress, record
+
+
+async def _update(
+    parts: Parts, filled: FilledBatch, step: int, phases: Phases
+) -> tuple[list[UpdateMetrics], Correction | None]:
+    config, arrays, trainer = parts.config, filled.arrays, parts.services.trainer
+    reference = None
+    if config.algorithm.kl.coefficient > 0:
+        with phases.measure("logprob"):
+            reference = await trainer.log_probs(arrays.responses, reference=True)
+    correction = step_correction(arrays, filled.old, config)
+    with phases.measure("update"):
+        batches = mini_batches(
+            arrays, filled.old, reference, correction, config, step, hidden_size=parts.inputs.model.hidden_size
+        )
+        return await trainer.update(batches, parts.objective), correction
+
+
+def write_records(parts: Parts, record: StepRecord) -> None:
+    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
+    parts.writer.write(step_metrics(record, parts.config))
+    for alarm in new_alarms(read_metrics(parts.run_dir.path)):
+        parts.console.note(f"alarm: {alarm}")
+    write_samples(record, parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses)
 
 
 def close_step(parts: Parts, admission: Admission, step: int, version: int) -> None:
@@ -109,9 +156,9 @@ def close_step(parts: Parts, admission: Admission, step: int, version: int) -> N
     parts.services.ledger.commit()
 
 
-async def evaluate(parts: Parts, name: str) -> dict:
-    """Held-out answers with the weights that the servers hold now."""
+async def evaluate(parts: Parts, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
+    """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
     deadline = parts.config.run.step_deadline_s
     return await parts.services.waits.wait_for(
-        "held-out answers", "rollout servers", deadline, parts.evaluator.run(name)
+        "held-out answers", "rollout servers", deadline, parts.evaluator.run(name, forbid=forbid), stoppable=True
     )

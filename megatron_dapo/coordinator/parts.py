@@ -18,15 +18,15 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.coordinator.cluster import Cluster
-from megatron_dapo.coordinator.engines import make_engines
+from megatron_dapo.coordinator.engines import make_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.progress import Progress, ProgressError, load_progress
 from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.coordinator.trainer import Trainer
+from megatron_dapo.coordinator.trainer import Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
 from megatron_dapo.monitor.console import Console
@@ -67,7 +67,7 @@ class Parts:
 
 
 async def start_parts(
-    config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack
+    config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
 ) -> Parts:
     """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
 
@@ -75,13 +75,12 @@ async def start_parts(
         Whatever part failed to start, with its own explanation; the others are closed by `stack`.
     """
     began = time.monotonic()
-    waits = Waits()
     use_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
-    progress = _progress(config, run_dir)
     if config.run.resume:
         check_resume(config, inputs, run_dir)
+    progress = _progress(config, run_dir)
+    if config.run.resume:
         console.note(f"resuming after rollout step {progress.rollout_step}")
-    fresh = progress.rollout_step == 0
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
     if config.run.resume:
@@ -89,7 +88,7 @@ async def start_parts(
         ledger.commit()
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    engines = make_engines(config, run_dir.logs, gpus=torch.cuda.device_count() if use_gpu else 0)
+    engines = make_engines(config, run_dir.logs, gpus=visible_gpus(torch.cuda.device_count()) if use_gpu else ())
     fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note)
     stack.push_async_callback(fleet.close)
     cluster = Cluster(processes=config.actor.layout.world_size, use_gpu=use_gpu)
@@ -100,10 +99,8 @@ async def start_parts(
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", _manifest(config, inputs, described))
     console.note(_one_line(described))
-    if not fresh:
-        latest = run_dir.latest_checkpoint()
-        assert latest is not None
-        await trainer.load_checkpoint(latest.folder / "actor")
+    if progress.rollout_step:
+        await _load_trainer(trainer, run_dir)
     services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard)
     stack.callback(writer.close)
@@ -173,14 +170,38 @@ def _objective(algorithm: AlgorithmConfig) -> PolicyObjective:
 
 
 def _progress(config: Config, run_dir: RunDir) -> Progress:
+    if config.run.resume_step is not None:
+        run_dir.go_back_to(config.run.resume_step)
     latest = run_dir.latest_checkpoint() if config.run.resume else None
     if latest is not None:
-        return load_progress(latest.folder)
+        try:
+            return load_progress(latest.folder)
+        except ProgressError as error:
+            raise RunDirError(f"{error}; {_earlier(run_dir)}") from None
     sampling = config.algorithm.dynamic_sampling
     # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)
     state = SamplerState(cursor=0, pass_rate=rate, carried=())
     return Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)
+
+
+async def _load_trainer(trainer: Trainer, run_dir: RunDir) -> None:
+    latest = run_dir.latest_checkpoint()
+    assert latest is not None
+    try:
+        await trainer.load_checkpoint(latest.folder / "actor")
+    except TrainerLost:
+        raise
+    except TrainerError as error:
+        raise RunDirError(f"{error}\n{_earlier(run_dir)}") from None
+
+
+def _earlier(run_dir: RunDir) -> str:
+    """What to do when the newest checkpoint cannot be used."""
+    earlier = run_dir.checkpoints()[:-1]
+    if not earlier:
+        return f"there is no earlier checkpoint in {run_dir.path / 'checkpoints'}; begin anew in another run.dir"
+    return f"run.resume_step={earlier[-1].step} continues from the checkpoint before it"
 
 
 async def _start_together(config: Config, trainer: Trainer, fleet: RolloutFleet, waits: Waits) -> dict[str, Any]:

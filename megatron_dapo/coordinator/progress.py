@@ -1,8 +1,11 @@
 """What a checkpoint holds beside the trainer's own files: counters, pass rate and the carried groups, without
 pickle."""
 
+import hashlib
 import json
 import os
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +29,7 @@ class Progress:
 
 
 def save_progress(progress: Progress, folder: Path) -> None:
-    """Write `progress.json` and `carried.npz` into `folder`."""
+    """Write `progress.json` (a line of JSON and its SHA-256) and `carried.npz` (whose format has checksums)."""
     carried = progress.sampler.carried
     responses = [response for group in carried for response in group.responses]
     content = {
@@ -37,7 +40,8 @@ def save_progress(progress: Progress, folder: Path) -> None:
         "pass_rate": asdict(progress.sampler.pass_rate),
         "carried": [_group_json(group) for group in carried],
     }
-    (folder / "progress.json").write_text(json.dumps(content))
+    text = json.dumps(content)
+    (folder / "progress.json").write_text(f"{text}\n{_digest(text)}\n")
     empty = [np.zeros(0, np.int32)]
     np.savez(
         folder / "carried.npz",
@@ -53,18 +57,44 @@ def save_progress(progress: Progress, folder: Path) -> None:
             os.fsync(file.fileno())
 
 
+class ProgressError(RuntimeError):
+    """A file of a checkpoint that cannot be read. The message names it."""
+
+
 def load_progress(folder: Path) -> Progress:
-    """Read back what `save_progress` wrote, equal in every bit."""
-    content = json.loads((folder / "progress.json").read_text())
+    """Read back what `save_progress` wrote, equal in every bit.
+
+    Raises:
+        ProgressError: a file is missing or damaged.
+    """
+    try:
+        return _load_progress(folder)
+    # What the readers make of a damaged file: no zip, no JSON, a key that is not there, too few elements.
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ProgressError(
+            f"{folder}: progress.json or carried.npz is missing or damaged ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _load_progress(folder: Path) -> Progress:
+    text, digest = (folder / "progress.json").read_text().splitlines()
+    if digest != _digest(text):
+        raise ValueError("progress.json does not have its own checksum")
+    content = json.loads(text)
     with np.load(folder / "carried.npz", allow_pickle=False) as arrays:
         reader = _Reader({name: arrays[name] for name in arrays.files})
     carried = tuple(_group(entry, reader) for entry in content["carried"])
+    reader.check_finished()
     return Progress(
         rollout_step=content["rollout_step"],
         optimizer_step=content["optimizer_step"],
         weight_version=content["weight_version"],
         sampler=SamplerState(cursor=content["cursor"], pass_rate=PassRate(**content["pass_rate"]), carried=carried),
     )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _group_json(group: ScoredGroup) -> dict[str, object]:
@@ -99,6 +129,12 @@ class _Reader:
         at = self._at[name]
         self._at[name] = at + count
         return self._arrays[name][at : at + count]
+
+    def check_finished(self) -> None:
+        """ValueError unless every array was read exactly to its end."""
+        for name, at in self._at.items():
+            if at != len(self._arrays[name]):
+                raise ValueError(f"{name} has {len(self._arrays[name])} elements, progress.json names {at}")
 
 
 def _group(entry: dict, reader: _Reader) -> ScoredGroup:

@@ -1,4 +1,4 @@
-"""A whole run: check the inputs, start the parts, measure, train, measure again, export, sum up."""
+"""A whole run: start the parts, measure, train, measure again, export, sum up."""
 
 import asyncio
 import shlex
@@ -12,11 +12,12 @@ from typing import Any
 
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.evaluation import Answers
-from megatron_dapo.coordinator.inputs import Inputs, read_inputs
+from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
 from megatron_dapo.coordinator.parts import Parts, start_parts
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
 from megatron_dapo.monitor.writer import read_metrics
@@ -25,21 +26,28 @@ EXAMPLES = 3
 """Held-out problems shown with their answers before and after."""
 
 
-async def run(config: Config, console: Console) -> dict[str, Any]:
+async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.Future[None]") -> dict[str, Any]:
     """Run `config` to its end. Returns what `summary.json` holds.
 
     Everything that was started is closed on every way out: success, error, cancellation.
+
+    Args:
+        stop: done when the run is asked to stop.
+
+    Raises:
+        StopRequested: it was; what had been trained is in a checkpoint.
     """
     began = time.monotonic()
-    inputs = read_inputs(config)
-    console.note(f"prompts: {inputs.prompts.summary()}")
-    console.note(f"held-out problems: {inputs.heldout.summary()}")
     async with AsyncExitStack() as stack:
         run_dir = RunDir(config.run.dir, resume=config.run.resume)
         stack.callback(run_dir.close)
         console.note(f"run directory: {run_dir.path}")
         console.note("starting trainer and servers")
-        parts = await start_parts(config, inputs, run_dir, console, stack)
+        waits = Waits(stop)
+        starting = start_parts(config, inputs, run_dir, console, stack, waits)
+        # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
+        deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
+        parts = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
         await publish_weights(parts, parts.progress.weight_version)
         summary = await _measure_and_train(parts, began)
     run_dir.write_json("summary.json", summary)
@@ -103,9 +111,7 @@ async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
     if start is None:
         return None
     token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
-    deadline = parts.config.run.step_deadline_s
-    answering = parts.evaluator.run("baseline", forbid=token)
-    return _as_json(await parts.services.waits.wait_for("baseline answers", "rollout servers", deadline, answering))
+    return _as_json(await evaluate(parts, "baseline", forbid=token))
 
 
 def _as_json(answers: Mapping[str, Answers]) -> dict[str, Any]:
@@ -143,18 +149,3 @@ def ask_command(model: Path, prompt: str) -> str:
 def _short(path: Path) -> str:
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def run_blocking(config: Config, console: Console) -> dict[str, Any]:
-    """`run` with the signals that end a run wired to its cancellation."""
-    return asyncio.run(_with_signals(config, console))
-
-
-async def _with_signals(config: Config, console: Console) -> dict[str, Any]:
-    import signal
-
-    task = asyncio.ensure_future(run(config, console))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    return await task

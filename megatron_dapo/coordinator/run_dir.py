@@ -92,32 +92,79 @@ class RunDir:
         """Rename into place, point `latest` at it, remove all but the newest `keep`."""
         folder = self.path / "checkpoints" / f"step_{step}"
         if folder.exists():
-            shutil.rmtree(folder)
+            _remove(folder)
         os.replace(aside, folder)
+        self._point_latest_at(folder.name)
+        for old in self.checkpoints()[:-keep]:
+            _remove(old.folder)
+        return Checkpoint(step=step, folder=folder)
+
+    def _point_latest_at(self, name: str) -> None:
         latest = self.path / "checkpoints" / ".latest.tmp"
-        latest.write_text(folder.name + "\n")
+        latest.write_text(name + "\n")
         os.replace(latest, self.path / "checkpoints" / "latest")
         _sync_folder(self.path / "checkpoints")
-        for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old.folder)
-        return Checkpoint(step=step, folder=folder)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
-        found = [
-            Checkpoint(step=int(folder.name.removeprefix("step_")), folder=folder)
-            for folder in (self.path / "checkpoints").glob("step_*")
-            if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
-        ]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        return _checkpoints(self.path)
 
     def latest_checkpoint(self) -> Checkpoint | None:
         found = self.checkpoints()
         return found[-1] if found else None
 
+    def go_back_to(self, step: int) -> None:
+        """Make the checkpoint after rollout step `step` the newest; later ones are kept under another name.
+
+        Raises:
+            RunDirError: there is none; says which there are.
+        """
+        steps = [checkpoint.step for checkpoint in self.checkpoints()]
+        if step not in steps:
+            raise RunDirError(
+                f"run.resume_step = {step}: {self.path / 'checkpoints'} holds "
+                f"{', '.join(f'step {found}' for found in steps) or 'none'}"
+            )
+        for later in self.checkpoints():
+            if later.step > step:
+                os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
+        self._point_latest_at(f"step_{step}")
+
     def close(self) -> None:
         (self.path / ".holder").unlink(missing_ok=True)
         self._lock.release()
+
+
+def newest_step(path: Path) -> int:
+    """Rollout steps that the newest complete checkpoint of a run directory stands for; 0 without one."""
+    found = _checkpoints(path)
+    return found[-1].step if found else 0
+
+
+def _checkpoints(path: Path) -> list[Checkpoint]:
+    found = [
+        Checkpoint(step=int(folder.name.removeprefix("step_")), folder=folder)
+        for folder in (path / "checkpoints").glob("step_*")
+        if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint. Renamed first: a kill in between must not leave half a one under its name."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside)
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of path.2, path.3, ... that is not there."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def _read_or(path: Path, otherwise: str) -> str:

@@ -14,8 +14,8 @@ same batches. When the batch is full, what lies between cursor and next is finis
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
@@ -185,10 +185,20 @@ class DynamicSampler:
         )
         if not batch.kept:
             raise OversamplingLimit(
-                f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy"
+                f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
+                f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )
         if self._config.dynamic_sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
+
+
+def _verdicts(groups: Sequence[ScoredGroup]) -> str:
+    """How many were right, and by which rules or errors: "0 of 96 right; 90 x no answer found, 6 x timeout"."""
+    responses = [response for group in groups for response in group.responses]
+    reasons = Counter(response.verdict.error or response.verdict.rule for response in responses)
+    right = sum(group.correct for group in groups)
+    named = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(5))
+    return f"{right} of {len(responses)} right; {named}"
 
 
 @dataclass(kw_only=True)

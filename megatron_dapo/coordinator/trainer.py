@@ -19,9 +19,19 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.waits import Waits
 
+WATCH_INTERVAL_S = 1.0
+"""Between two looks at whether every rank still lives."""
+
+DEATH_SHOWS_S = 3.0
+"""After a rank's error, for the death of another one to become known."""
+
 
 class TrainerError(RuntimeError):
     """A trainer rank failed. The message holds the rank and its own error."""
+
+
+class TrainerLost(TrainerError):
+    """The process of a rank that had been started is gone; its work can be done again from the last checkpoint."""
 
 
 class Diverged(TrainerError):
@@ -88,6 +98,7 @@ class Trainer:
         self._use_gpu, self._host = use_gpu, host
         self._ranks: list[Any] = []
         self._group: Any = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, Any]:
         """Place and build all ranks. Returns rank 0's description.
@@ -122,7 +133,9 @@ class Trainer:
         ]
         rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote(self._host)])
         built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
-        return await self._ask("trainer build", deadline, built)
+        described = await self._ask("trainer build", deadline, built)
+        self._watch = asyncio.create_task(self._until_lost())
+        return described
 
     async def log_probs(self, responses: Responses, *, reference: bool = False) -> LogProbs:
         """Log-probs and entropies of every response token, at the rollout temperature, under the current weights.
@@ -149,6 +162,8 @@ class Trainer:
 
     async def close(self) -> None:
         """End every rank. Never raises: it is called on the way out."""
+        if self._watch is not None:
+            self._watch.cancel()
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
@@ -173,17 +188,51 @@ class Trainer:
             failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
             reasons = {rank: error for rank, error in failed.items() if error is not None}
             if reasons:
-                raise self._error(what, reasons)
+                # The loss of one rank shows first as an error of a rank that talked to it.
+                raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
             return answers[0].result()
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def _until_lost(self) -> None:
+        """Ends every wait of the run as soon as a rank is gone, also while the ranks have nothing to do.
+
+        A rank answers between two calls; one that is at work lets the question wait.
+        """
+        while True:
+            dead = await self._dead_ranks(None)
+            if dead:
+                self._waits.lose(self._error("trainer", dead))
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def _dead_ranks(self, timeout_s: float | None) -> dict[int, BaseException]:
+        """Ranks whose process is gone. Returns at the first one, when all have answered, or after `timeout_s`."""
+        answers = [asyncio.ensure_future(_reference(rank.pid.remote())) for rank in self._ranks]
+        try:
+            done, _ = await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
+            return {rank: error for rank, error in failed.items() if isinstance(error, ray.exceptions.RayActorError)}
         finally:
             for answer in answers:
                 answer.cancel()
 
     def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
         causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
-        lines = [f"  rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
-        kind = Diverged if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()) else TrainerError
+        lines = [f"  rank {rank}: {_in_words(cause)}" for rank, cause in causes.items()]
+        kind = TrainerError
+        if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()):
+            kind = Diverged
+        elif self._watch is not None and any(isinstance(e, ray.exceptions.RayActorError) for e in reasons.values()):
+            kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return f"its process ended: {' '.join(str(error).split())[:400]}"
+    return f"{type(error).__name__}: {error}"
 
 
 async def _reference(reference: Any) -> Any:

@@ -1,18 +1,26 @@
-"""Every wait has a name, an owner and a deadline (law 5)."""
+"""Every wait has a name, an owner and a deadline (law 5).
+
+Three more things end a wait before its answer: the deadline, the loss of a part without which no answer can come, and,
+for waits that may be given up, a request to stop.
+"""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Stalled(RuntimeError):
     """A deadline passed. The message says who waited for whom, and since when."""
+
+
+class StopRequested(Exception):
+    """Someone asked the run to stop, and nothing would be lost by stopping here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,39 +36,74 @@ class Wait:
         return f"{self.what}: waiting for {self.owner} for {time.monotonic() - self.since:.0f} of {self.deadline_s:g} s"
 
 
-@dataclass
 class Waits:
-    """The waits of this process that are under way."""
+    """The waits of this process that are under way. Belongs to the event loop that it is made in."""
 
-    _open: dict[int, Wait] = field(default_factory=dict)
-    _count: int = 0
+    def __init__(self, stop: "asyncio.Future[None] | None" = None) -> None:
+        """`stop`: done when the run is asked to stop; None: nobody can ask."""
+        self._open: dict[int, Wait] = {}
+        self._count = 0
+        self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._stop = stop or asyncio.get_running_loop().create_future()
+
+    def lose(self, error: Exception) -> None:
+        """A part is gone: every wait, open or later, ends with `error`."""
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.done()
 
     @contextmanager
-    def register(self, what: str, owner: str, deadline_s: float) -> Iterator[None]:
+    def register(self, what: str, owner: str, deadline_s: float) -> Iterator[Wait]:
         self._count += 1
         number = self._count
-        self._open[number] = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic())
+        wait = self._open[number] = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic())
         try:
-            yield
+            yield wait
         finally:
             del self._open[number]
 
-    async def wait_for(self, what: str, owner: str, deadline_s: float, answer: Awaitable[T]) -> T:
-        """The answer, or Stalled with every open wait of the process when `deadline_s` passes."""
-        with self.register(what, owner, deadline_s):
-            deadline = asyncio.timeout(deadline_s)
+    async def wait_for(
+        self, what: str, owner: str, deadline_s: float, answer: Awaitable[T], *, stoppable: bool = False
+    ) -> T:
+        """The answer. What asked for it is cancelled, and has ended, when anything else is raised.
+
+        Args:
+            stoppable: whether a stop request ends this wait.
+
+        Raises:
+            Stalled: `deadline_s` passed; with every open wait of the process.
+            StopRequested: as `stoppable` says.
+            Exception: the answer's own, or the one given to `lose`.
+        """
+        asked = asyncio.ensure_future(answer)
+        endings: list[asyncio.Future[Any]] = [asked, self._lost]
+        if stoppable:
+            endings.append(self._stop)
+        with self.register(what, owner, deadline_s) as wait:
             try:
-                async with deadline:
-                    return await answer
-            except TimeoutError:
-                if not deadline.expired():  # the part's own time-out, not this wait's
-                    raise
-                table = "\n".join(f"  {line}" for line in self.lines())
-                stacks = "\n".join(f"  {line}" for line in _stacks())
-                raise Stalled(
-                    f"{what}: {owner} gave no answer within {deadline_s:g} s; open waits:\n{table}\n"
-                    f"where tasks stand:\n{stacks}"
-                ) from None
+                await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    return asked.result()
+                if self._lost.done():
+                    raise self._lost.result()
+                if stoppable and self._stop.done():
+                    raise StopRequested
+                raise self._stalled(wait)
+            finally:
+                if not asked.done():
+                    asked.cancel()
+                    await asyncio.gather(asked, return_exceptions=True)
+
+    def _stalled(self, wait: Wait) -> Stalled:
+        table = "\n".join(f"  {line}" for line in self.lines())
+        stacks = "\n".join(f"  {line}" for line in _stacks())
+        return Stalled(
+            f"{wait.what}: {wait.owner} gave no answer within {wait.deadline_s:g} s; open waits:\n{table}\n"
+            f"where tasks stand:\n{stacks}"
+        )
 
     def lines(self) -> list[str]:
         """Open waits, oldest first."""

@@ -8,7 +8,7 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
                                       -> dispatched   its weights became too old: generated again
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
-that checkpoint, and `effective_events` gives what stands.
+that checkpoint, and what belongs to later steps than it, and `effective_events` gives what stands.
 """
 
 import json
@@ -104,7 +104,8 @@ def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             for at, earlier in enumerate(standing, start=1):
                 if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
                     keep = at
-            standing = standing[:keep]
+            # A run that stops in the middle of a step saves what stood before it, after events of that step.
+            standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
         else:
             standing.append(event)
     return standing

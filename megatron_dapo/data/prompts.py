@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -137,6 +138,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, row) of each row; a line that is no JSON comes as its DataError's text."""
     if not path.is_file():
         raise DataError(f"{path}: no such prompt file; set data.path (evaluation.path) to a .jsonl or .parquet file")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: this user may not read it; change its permissions or name another file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

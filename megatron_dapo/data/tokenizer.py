@@ -34,6 +34,8 @@ def load_text_tools(folder: str | Path) -> TextTools:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise TokenizerError(f"model.path = {folder}: no config.json there; give a folder in Hugging Face format")
+    if "vocab_size" not in _read_json(folder / "config.json"):
+        raise TokenizerError(f"{folder / 'config.json'}: names no vocab_size; give a folder in Hugging Face format")
     from transformers import AutoTokenizer
 
     try:
@@ -47,7 +49,7 @@ def load_text_tools(folder: str | Path) -> TextTools:
             f"model.path = {folder}: neither tokenizer nor generation_config.json names an end token (eos_token); "
             "without one every response runs to rollout.max_new_tokens"
         )
-    vocab_size = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+    vocab_size = int(_read_json(folder / "config.json")["vocab_size"])
     beyond = [stop for stop in stops if stop >= vocab_size]
     if beyond:
         raise TokenizerError(
@@ -76,6 +78,16 @@ def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        named = json.loads(generation.read_text()).get("eos_token_id")
+        named = _read_json(generation).get("eos_token_id")
         stops += named if isinstance(named, list) else [] if named is None else [int(named)]
     return tuple(dict.fromkeys(stops))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file}: expected a JSON object; get the file anew")
+    return content

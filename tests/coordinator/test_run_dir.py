@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dapo.config import dump_config, load_config
 from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError, newest_step
 
 
 def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
@@ -45,6 +45,22 @@ def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
     run_dir.checkpoint_aside(10)
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 3]
     assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_3"
+    run_dir.close()
+
+
+def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (2, 4, 6):
+        run_dir.publish_checkpoint(run_dir.checkpoint_aside(step), step, keep=3)
+    with pytest.raises(RunDirError, match=r"run\.resume_step = 3.*step 2, step 4, step 6"):
+        run_dir.go_back_to(3)
+    for again in ("set_aside.step_6", "set_aside.step_6.2"):
+        run_dir.go_back_to(4)
+        assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4]
+        assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_4"
+        assert (run_dir.path / "checkpoints" / again).is_dir()
+        run_dir.publish_checkpoint(run_dir.checkpoint_aside(6), 6, keep=3)
+    assert newest_step(run_dir.path) == 6
     run_dir.close()
 
 

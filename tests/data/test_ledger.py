@@ -51,6 +51,21 @@ def test_a_resume_voids_what_came_after_its_checkpoint(tmp_path):
     assert len(effective_events(events)) == 7
 
 
+def test_a_checkpoint_in_the_middle_of_a_step_voids_that_step():
+    """A run that is asked to stop while it fills step 2 saves what stood after step 1."""
+    events = [
+        {"event": "dispatched", "prompt": 0, "rollout_step": 1},
+        {"event": "finished", "prompt": 0, "rollout_step": 1},
+        {"event": "trained", "prompt": 0, "rollout_step": 1},
+        {"event": "dispatched", "prompt": 1, "rollout_step": 2},
+        {"event": "finished", "prompt": 1, "rollout_step": 2},
+        {"event": "checkpoint", "prompt": None, "rollout_step": 1},
+        {"event": "resumed", "prompt": None, "rollout_step": 1},
+        {"event": "dispatched", "prompt": 1, "rollout_step": 2},
+    ]
+    assert check_ledger(events) == {0: "trained", 1: "dispatched"}
+
+
 def test_a_resume_without_a_checkpoint_starts_over():
     events = [
         {"event": "dispatched", "prompt": 0, "rollout_step": 1},

@@ -3,6 +3,7 @@ batches."""
 
 import json
 import signal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ pytestmark = pytest.mark.timeout(600)
 def start(run_dir: Path, *overrides: str) -> Running:
     config = ROOT / "examples" / "quickstart" / "dapo.yaml"
     arguments = ["train", str(config), f"run.dir={run_dir}", *SMALL, *overrides]
-    return Running(*arguments, log=run_dir.parent / f"{run_dir.name}-{len(overrides)}.txt")
+    return Running(*arguments, log=run_dir.parent / f"{run_dir.name}-{uuid.uuid4().hex[:6]}.txt")
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +151,36 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, 
     assert resumed.code == ExitCode.FINISHED, resumed.output
     check_ledger(read_ledger(run_dir / "ledger.jsonl"))
 
-    def fates(folder):
-        events = effective_events(read_ledger(folder / "ledger.jsonl"))
-        return [(e["event"], e["prompt"], e["rollout_step"]) for e in events if e["event"] in ("trained", "filtered")]
+    assert fates(run_dir) == fates(whole)
+    assert weights(run_dir / "model") == weights(whole / "model")
 
+
+def fates(folder: Path) -> list[tuple]:
+    events = effective_events(read_ledger(folder / "ledger.jsonl"))
+    return [(e["event"], e["prompt"], e["rollout_step"]) for e in events if e["event"] in ("trained", "filtered")]
+
+
+def test_a_stop_saves_and_a_lost_rank_is_survived_bit_for_bit(whole, tmp_path):
+    """Ctrl-C in a step saves the steps before it; after the death of a trainer rank the run starts again by itself."""
+    run_dir = tmp_path / "run"
+    running = start(run_dir, "run.checkpoint_every=0")
+    running.wait_for("step 1/3", 240)
+    running.signal(signal.SIGINT, group=True)
+    stopped = running.finish(120)
+    assert stopped.code == ExitCode.CONTINUE, stopped.output
+    assert stopped.left_behind == ()
+    (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
+    assert checkpoint.name in ("step_1", "step_2")
+
+    running = start(run_dir, "run.checkpoint_every=0", "run.resume=true")
+    running.wait_for("resuming after rollout step", 240)
+    running.wait_for("trainer: rank 0", 240)
+    running.kill_one("ray::TrainerRank")
+    resumed = running.finish(300)
+    assert resumed.code == ExitCode.FINISHED, resumed.output
+    assert "starting again after rollout step" in resumed.output
+    assert resumed.left_behind == ()
+    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
     assert fates(run_dir) == fates(whole)
     assert weights(run_dir / "model") == weights(whole / "model")
 
@@ -164,6 +191,6 @@ def test_an_interrupt_ends_everything(tmp_path):
     running.wait_for("starting trainer and servers", 60)
     running.signal(signal.SIGINT)
     finished = running.finish(60)
-    assert finished.code == ExitCode.INTERRUPTED, finished.output
+    assert finished.code == ExitCode.CONTINUE, finished.output
     assert finished.left_behind == ()
     assert "run.resume=true" in finished.output

@@ -32,6 +32,9 @@ class StandIn:
         """Number of the /generate call -> HTTP status to answer with, if any."""
         self.hangs = False
         self.start_fails = False
+        self.may_start = asyncio.Event()
+        """Cleared by a test: a start waits for it."""
+        self.may_start.set()
         self.corrupt: str | None = None
         """Name of a tensor whose checksum is reported wrong."""
         self.newer_checker = False
@@ -61,6 +64,7 @@ class StandIn:
         self.starts += 1
         if self.start_fails:
             return
+        await self.may_start.wait()
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
         app = web.Application()

@@ -13,14 +13,13 @@ from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
 
-@pytest.mark.slow  # rests on a moment between two servers' answers, which a busy machine can miss
 def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path]) -> None:
     async def test() -> None:
         servers = [StandIn(seconds_a_token=0.1) for _ in range(2)]
         async with fleet_of(*servers, max_running_requests=4) as fleet:
             await fleet.publish(folders[0], 1)
             tasks = [asyncio.ensure_future(fleet.generate(request(f"r{i}", tokens=30))) for i in range(12)]
-            await asyncio.sleep(0.2)
+            await until(lambda: sum(len(server.running) for server in servers) == 8)
             report = await fleet.publish(folders[1], 2)
             assert (report.weight_version, report.interrupted, report.down) == (2, 8, ())
             assert [server.tensors for server in report.servers] == [11, 11]
@@ -69,14 +68,15 @@ def test_a_wrong_tensor_stops_the_publish_and_the_server(folders: list[Path]) ->
     run(test)
 
 
-@pytest.mark.slow  # rests on a moment between two servers' answers, which a busy machine can miss
 def test_a_server_that_dies_in_a_publish_gets_the_weights_later(folders: list[Path]) -> None:
     async def test() -> None:
         servers = [StandIn(), StandIn()]
         async with fleet_of(*servers) as fleet:
             servers[0].die_on_update = True
+            servers[0].may_start.clear()
             report = await fleet.publish(folders[0], 1)
             assert len(report.servers) == len(report.down) == 1
+            servers[0].may_start.set()
             await until(lambda: fleet.status()[0].state == "ready")
             assert [status.weight_version for status in fleet.status()] == [1, 1]
             assert servers[0].loaded == folders[0]

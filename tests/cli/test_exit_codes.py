@@ -1,0 +1,24 @@
+"""Exit codes: every error that has one exists, and the nearest class decides."""
+
+import importlib
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import OF_ERRORS, ExitCode, exit_code_of
+
+
+@pytest.mark.parametrize("name", OF_ERRORS)
+def test_every_named_error_exists(name):
+    module, _, kind = name.rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), kind), Exception)
+
+
+def test_the_nearest_class_decides():
+    from megatron_dapo.coordinator.trainer import Diverged, TrainerLost
+    from rollout.errors import FleetLost
+
+    assert exit_code_of(Diverged("x")) is ExitCode.DIVERGED
+    assert exit_code_of(TrainerLost("x")) is ExitCode.TRAINER
+    assert exit_code_of(FleetLost("x")) is ExitCode.FLEET
+    assert exit_code_of(PermissionError("x")) is ExitCode.FAILED
+    assert exit_code_of(KeyError("x")) is None, "a fault of ours keeps its traceback"

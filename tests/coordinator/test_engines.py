@@ -1,0 +1,42 @@
+"""Which GPUs the servers of a run get."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.coordinator.engines import make_engines, visible_gpus
+from megatron_dapo.coordinator.trainer import PlacementError
+from rollout.server import LocalServer, RemoteServer
+
+CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
+
+
+def places(tmp_path, gpus, *overrides):
+    engines = make_engines(load_config(CONFIG, overrides), tmp_path, gpus=gpus)
+    assert all(isinstance(engine, LocalServer) for engine in engines)
+    return [engine.spec.gpus for engine in engines if isinstance(engine, LocalServer)]
+
+
+def test_servers_take_the_gpus_behind_the_trainers(tmp_path):
+    gpus = ("0", "1", "2", "3", "4", "5")
+    assert places(tmp_path, gpus, "rollout.servers=2", "rollout.tensor_parallel=2") == [("2", "3"), ("4", "5")]
+
+
+def test_the_users_own_choice_of_gpus_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-8a")
+    assert visible_gpus(3) == ("4", "7", "GPU-8a")
+    assert places(tmp_path, visible_gpus(3)) == [("GPU-8a",)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(2) == ("0", "1")
+
+
+def test_too_few_gpus_are_refused_with_both_numbers(tmp_path):
+    with pytest.raises(PlacementError, match=r"actor\.layout needs 2 GPUs.* 1 more.* offers 2"):
+        places(tmp_path, ("0", "1"))
+
+
+def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
+    assert places(tmp_path, ()) == [()]
+    remote = make_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
+    assert [type(engine) for engine in remote] == [RemoteServer]
