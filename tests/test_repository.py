@@ -100,7 +100,9 @@ def test_the_rule_sees_every_kind_of_import(source: str, found: str, tmp_path: P
     assert found in imports(file, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["megatron_dapo.config", "megatron_dapo.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["megatron_dapo.config", "megatron_dapo.cli.main", "megatron_dapo.coordinator.inputs"]
+)
 def test_what_a_login_node_imports_stays_light(module: str) -> None:
     code = f"import sys, json, {module}; print(json.dumps(sorted(m.split('.')[0] for m in sys.modules)))"
     loaded = subprocess.run(

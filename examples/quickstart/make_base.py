@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from ask import load, respond
 from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.learning_rate import LearningRate
@@ -33,6 +32,7 @@ from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.policy_loss import SupervisedObjective
 from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
 from megatron_dapo.config.model import ModelConfig
+from respond import load, respond
 from reward.messages import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
 from task import Problem, Split, problems, rambling

@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +84,10 @@ class HFModelConfig:
             qk_norm=_FAMILIES[fields["model_type"]]["qk_norm"],
         )
 
-    def inverse_frequencies(self) -> torch.Tensor:
+    def inverse_frequencies(self) -> "torch.Tensor":
         """Rotary frequencies, float32 [head_dim / 2], in radians a position."""
+        import torch  # here: a config is checked without waiting seconds for it
+
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         plain = 1.0 / self.rope_theta**exponents
         scaling = self.rope_scaling

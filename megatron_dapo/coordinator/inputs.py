@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data.prompts import PromptSet, read_prompts
+from megatron_dapo.data.prompts import PromptSet, check_file, read_prompts
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 
 
@@ -21,6 +21,8 @@ class Inputs:
 
 def read_inputs(config: Config) -> Inputs:
     """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
+    for path in (config.data.path, config.evaluation.path):
+        check_file(path)  # before anything that takes seconds to import
     text = load_text_tools(config.model.path)
     model = HFModelConfig.load(Path(config.model.path))
     check_layout(model, config.actor.layout)

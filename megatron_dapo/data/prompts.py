@@ -134,12 +134,26 @@ def render(raw: str | list[dict[str, str]], template: str, tokenizer: Tokenizer)
     return text, np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row) of each row; a line that is no JSON comes as its DataError's text."""
+def check_file(path: str | Path) -> None:
+    """Whether `path` can be a prompt file, without reading it.
+
+    Raises:
+        DataError: it is missing, unreadable, empty or of another kind.
+    """
+    path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such prompt file; set data.path (evaluation.path) to a .jsonl or .parquet file")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: this user may not read it; change its permissions or name another file")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: no usable prompt, the file is empty")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, row) of each row; a line that is no JSON comes as its DataError's text."""
+    check_file(path)
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -151,13 +165,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}: row {at}", row
         except pyarrow.ArrowException as error:
             raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
-    elif path.suffix in (".jsonl", ".json"):
+    else:
         with path.open("rb") as lines:
             for at, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{path}:{at}", line
-    else:
-        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
 
 
 def _fields(row: Any, config: DataConfig, place: str) -> tuple[str | list[dict[str, str]], str]:

@@ -99,3 +99,23 @@ def test_a_run_directory_that_cannot_be_written(run, tmp_path):
         60
     )
     expect(finished, ExitCode.CONFIG, "run.dir", "choose a directory")
+
+
+def test_a_server_address_without_its_scheme(run):
+    expect(run("rollout.urls=[10.0.0.1:30000]"), ExitCode.CONFIG, "rollout.urls", within_s=10)
+
+
+def test_a_step_to_resume_from_without_a_resume(run):
+    expect(run("run.resume_step=2"), ExitCode.CONFIG, "run.resume=true", within_s=10)
+
+
+def test_a_model_config_that_is_no_json(run, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(BASE, folder)
+    (folder / "config.json").write_text('{"vocab_size": 64')
+    expect(run(f"model.path={folder}"), ExitCode.CONFIG, "config.json", "no JSON")
+
+
+def test_a_ray_cluster_that_is_not_there(run, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    expect(run(), ExitCode.TRAINER, "RAY_ADDRESS = 127.0.0.1:1", "nothing answers")

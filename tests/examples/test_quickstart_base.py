@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import ask
 import make_tokenizer
+import respond
 import task
 from reward.messages import VerificationRequest
 from reward.verifiers.robust import judge
@@ -103,7 +103,7 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
     import torch
 
     torch.manual_seed(0)
-    model, tokenizer = ask.load(BASE)
+    model, tokenizer = respond.load(BASE)
     problems = some_problems(100, task.Split.HELDOUT, seed=0)
     prompts = [problem.prompt for problem in problems]
 
@@ -114,8 +114,8 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
         )
         return sum(judge(request).accuracy for request in requests) / len(problems)
 
-    free = ask.respond(model, tokenizer, prompts, temperature=1.0)
-    made = ask.respond(model, tokenizer, prompts, temperature=0.0, forbidden_start="Answer:")
+    free = respond.respond(model, tokenizer, prompts, temperature=1.0)
+    made = respond.respond(model, tokenizer, prompts, temperature=0.0, forbidden_start="Answer:")
     blurted = sum(answer.startswith("Answer:") for answer in free) / len(free)
     assert 0.4 < blurted < 0.85
     assert share_right(free) < 0.4
@@ -125,8 +125,9 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
 
 
 def test_ask_prints_a_response() -> None:
-    problem = "Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?"
-    command = [sys.executable, "examples/quickstart/ask.py", str(BASE), problem]
+    prompt = task.prompt_text("Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?")
+    # As the chat template ends it.
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "ask", str(BASE), prompt + "\n"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert "Answer: " in done.stdout
 
@@ -141,5 +142,5 @@ def test_a_base_is_made(tmp_path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "as it is: sampled" in done.stdout
-    ask.load(out)
+    respond.load(out)
     assert (out / "tokenizer.json").read_bytes() == (BASE / "tokenizer.json").read_bytes()

@@ -1,17 +1,11 @@
-"""Lets a model answer one problem, with plain transformers on the CPU.
-
-python examples/quickstart/ask.py runs/quickstart/model "Zoe has 16 cards. Zoe loses 5. How many now?"
-"""
+"""Batches of responses by plain transformers on the CPU: what the base model can do before any server is there."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from task import prompt_text
 
 LONGEST_RESPONSE = 64
 
@@ -44,17 +38,3 @@ def respond(
         options["begin_suppress_tokens"] = tokenizer.encode(forbidden_start, add_special_tokens=False)[:1]
     ids = model.generate(**batch, max_new_tokens=LONGEST_RESPONSE, **options)
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def main(
-    model_dir: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.", exists=True, file_okay=False)],
-    problem: Annotated[str, typer.Argument(help="The problem, without the instruction.")],
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest response.")] = 0.0,
-) -> None:
-    """Print a model's response to one problem."""
-    model, tokenizer = load(model_dir)
-    print(respond(model, tokenizer, [prompt_text(problem)], temperature=temperature)[0])
-
-
-if __name__ == "__main__":
-    typer.run(main)
