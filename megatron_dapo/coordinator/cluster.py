@@ -6,8 +6,10 @@ import signal
 import socket
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import ray
+import torch
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
@@ -26,21 +28,26 @@ class ClusterError(RuntimeError):
 class Cluster:
     """Connection to Ray. A local cluster lives and dies with this process."""
 
-    def __init__(self, *, processes: int, use_gpu: bool) -> None:
+    use_gpu: bool
+    """Whether the run is on GPUs: those of this machine, or of the cluster that was joined."""
+
+    def __init__(self, *, processes: int, device: Literal["auto", "cpu", "cuda"]) -> None:
         """Start or join.
 
         Args:
             processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
+            device: `actor.device`.
 
         Raises:
-            ClusterError: with Ray's own words.
+            ClusterError: with Ray's own words, or why the device cannot be had.
         """
         self._folder: Path | None = None
         # ray.init takes SIGTERM for itself; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            self._connect(processes=processes, use_gpu=use_gpu)
+            self.use_gpu = self._connect(processes, device)
         except ClusterError:
+            self.close()
             raise
         except (RuntimeError, OSError, ValueError, AssertionError) as error:  # what ray.init raises
             self.close()
@@ -48,12 +55,19 @@ class Cluster:
         finally:
             signal.signal(signal.SIGTERM, handler)
 
-    def _connect(self, *, processes: int, use_gpu: bool) -> None:
+    @property
+    def joined(self) -> bool:
+        """Whether the cluster is somebody else's, perhaps of several nodes."""
+        return self._folder is None
+
+    def _connect(self, processes: int, device: Literal["auto", "cpu", "cuda"]) -> bool:
+        """Returns `use_gpu`."""
         address = os.environ.get("RAY_ADDRESS")
         if address:
             _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            return
+            return _decide(device, ray.cluster_resources().get("GPU", 0) > 0, f"the cluster at {address}")
+        use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
         # Unix sockets lie below this folder, and their paths may have no more than 107 bytes.
         parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=parent))
@@ -68,16 +82,18 @@ class Cluster:
             _temp_dir=str(self._folder),
             _node_ip_address="127.0.0.1",
         )
-
-    @property
-    def host(self) -> str:
-        """Address of this node inside the cluster."""
-        return ray.util.get_node_ip_address()
+        return use_gpu
 
     def close(self) -> None:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _decide(device: Literal["auto", "cpu", "cuda"], has_gpu: bool, where: str) -> bool:
+    if device == "cuda" and not has_gpu:
+        raise ClusterError(f"actor.device = cuda: {where} has no GPU; set actor.device=auto")
+    return has_gpu and device != "cpu"
 
 
 def _check_reachable(address: str) -> None:

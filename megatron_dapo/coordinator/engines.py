@@ -1,11 +1,12 @@
-"""Which servers a run uses, and on which GPUs: the trainer takes the first ones, the servers those after them."""
+"""Which servers a run uses: those that it is told of, this machine's, or those that Ray places on a cluster."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.trainer import PlacementError
+from megatron_dapo.coordinator.placement import Placement, PlacementError
+from megatron_dapo.coordinator.ray_server import RayServer
 from rollout.command import ServerSpec
 from rollout.server import Engine, LocalServer, RemoteServer
 
@@ -21,8 +22,10 @@ def visible_gpus(count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def make_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
+def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The servers of `rollout.urls`, or `rollout.servers` of this machine's own, not yet started.
+
+    On this machine the trainer takes the first GPUs, the servers those after them.
 
     Args:
         logs: folder of the servers' logs.
@@ -31,26 +34,34 @@ def make_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Eng
     Raises:
         PlacementError: trainer and servers need more GPUs than there are.
     """
-    rollout = config.rollout
-    if rollout.urls:
-        return [RemoteServer(url) for url in rollout.urls]
-    places = _gpu_places(config, gpus) if gpus else [()] * rollout.servers
+    if config.rollout.urls:
+        return [RemoteServer(url) for url in config.rollout.urls]
+    places = _gpu_places(config, gpus) if gpus else [()] * config.rollout.servers
     return [
-        LocalServer(
-            rollout,
-            ServerSpec(
-                model_path=Path(config.model.path),
-                device="cuda" if gpus else "cpu",
-                dtype=config.model.dtype,
-                context_length=config.model.context_length,
-                seed=config.run.seed,
-                log_path=logs / f"server{index}.log",
-                index=index,
-                gpus=place,
-            ),
-        )
+        LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
         for index, place in enumerate(places)
     ]
+
+
+def placed_engines(config: Config, logs: Path, placement: Placement, *, on_gpu: bool) -> list[Engine]:
+    """A server in each of the placement's places for servers; Ray says which GPUs it sees."""
+    return [
+        RayServer(config.rollout, _spec(config, logs, index, on_gpu=on_gpu), placement, bundle)
+        for index, bundle in enumerate(placement.servers)
+    ]
+
+
+def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
+    return ServerSpec(
+        model_path=Path(config.model.path).resolve(),
+        device="cuda" if on_gpu else "cpu",
+        dtype=config.model.dtype,
+        context_length=config.model.context_length,
+        seed=config.run.seed,
+        log_path=logs / f"server{index}.log",
+        index=index,
+        gpus=gpus,
+    )
 
 
 def _gpu_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:

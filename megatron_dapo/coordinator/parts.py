@@ -18,10 +18,11 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.coordinator.cluster import Cluster
-from megatron_dapo.coordinator.engines import make_engines, visible_gpus
+from megatron_dapo.coordinator.engines import own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.inputs import Inputs
+from megatron_dapo.coordinator.placement import Placement, place
 from megatron_dapo.coordinator.progress import Progress, ProgressError, load_progress
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
@@ -75,7 +76,6 @@ async def start_parts(
         Whatever part failed to start, with its own explanation; the others are closed by `stack`.
     """
     began = time.monotonic()
-    use_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
     if config.run.resume:
         check_resume(config, inputs, run_dir)
     progress = _progress(config, run_dir)
@@ -88,14 +88,20 @@ async def start_parts(
         ledger.commit()
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    engines = make_engines(config, run_dir.logs, gpus=visible_gpus(torch.cuda.device_count()) if use_gpu else ())
+    cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
+    stack.callback(cluster.close)
+    by_ray = cluster.joined and not config.rollout.urls
+    placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
+    if by_ray:
+        engines = placed_engines(config, run_dir.logs, placement, on_gpu=cluster.use_gpu)
+    else:
+        gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu else ()
+        engines = own_engines(config, run_dir.logs, gpus=gpus)
     fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note)
     stack.push_async_callback(fleet.close)
-    cluster = Cluster(processes=config.actor.layout.world_size, use_gpu=use_gpu)
-    stack.callback(cluster.close)
-    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=use_gpu, host=cluster.host)
+    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
     stack.push_async_callback(trainer.close)
-    described = await _start_together(config, trainer, fleet, waits)
+    described = await _start_together(config, trainer, placement, fleet, waits)
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", _manifest(config, inputs, described))
     console.note(_one_line(described))
@@ -204,10 +210,12 @@ def _earlier(run_dir: RunDir) -> str:
     return f"run.resume_step={earlier[-1].step} continues from the checkpoint before it"
 
 
-async def _start_together(config: Config, trainer: Trainer, fleet: RolloutFleet, waits: Waits) -> dict[str, Any]:
+async def _start_together(
+    config: Config, trainer: Trainer, placement: Placement, fleet: RolloutFleet, waits: Waits
+) -> dict[str, Any]:
     """Both at once; the first failure ends the other."""
     deadline = config.run.start_deadline_s
-    building = asyncio.ensure_future(trainer.start())
+    building = asyncio.ensure_future(trainer.start(placement))
     # The fleet has the same deadline and the better explanation: it gets the first word.
     starting = waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
     serving = asyncio.ensure_future(starting)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
+from megatron_dapo.coordinator.placement import Placement
 from megatron_dapo.coordinator.waits import Waits
 
 WATCH_INTERVAL_S = 1.0
@@ -38,10 +37,6 @@ class Diverged(TrainerError):
     """The loss or the gradient is not a finite number any more."""
 
 
-class PlacementError(RuntimeError):
-    """The trainer does not fit on the cluster. The message says what it needs and what there is."""
-
-
 class TrainerRank:
     """Body of one Ray actor. Everything it prints goes to its own log file."""
 
@@ -55,8 +50,9 @@ class TrainerRank:
         os.close(file)
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
-    def endpoint(self, host: str) -> str:
-        """A free port on this process's host, for the ranks to meet."""
+    def endpoint(self) -> str:
+        """A free port on this process's node, for the ranks to meet."""
+        host = ray.util.get_node_ip_address()
         # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
         for port in random.SystemRandom().sample(range(20000, 32768), 100):
             with socket.socket() as free:
@@ -91,47 +87,27 @@ class TrainerRank:
 class Trainer:
     """All ranks of the actor. Every call goes to every rank; the answer is rank 0's."""
 
-    def __init__(
-        self, config: Config, model: HFModelConfig, run_dir: Path, waits: Waits, *, use_gpu: bool, host: str
-    ) -> None:
+    def __init__(self, config: Config, model: HFModelConfig, run_dir: Path, waits: Waits, *, use_gpu: bool) -> None:
         self._config, self._model, self._run_dir, self._waits = config, model, run_dir, waits
-        self._use_gpu, self._host = use_gpu, host
+        self._use_gpu = use_gpu
         self._ranks: list[Any] = []
-        self._group: Any = None
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self) -> dict[str, Any]:
-        """Place and build all ranks. Returns rank 0's description.
+    async def start(self, placement: Placement) -> dict[str, Any]:
+        """Build all ranks in their places. Returns rank 0's description.
 
         Raises:
-            PlacementError: the cluster has not enough CPUs or GPUs.
             TrainerError: a rank failed to build.
         """
-        world = self._config.actor.layout.world_size
         deadline = self._config.run.start_deadline_s
-        need = {"CPU": 1.0, "GPU": 1.0} if self._use_gpu else {"CPU": 1.0}
-        have = ray.cluster_resources()
-        for kind, amount in need.items():
-            if have.get(kind, 0) < amount * world:
-                layout = self._config.actor.layout
-                sizes = f"{layout.tensor} TP x {layout.pipeline} PP x {layout.context} CP x {layout.data} DP"
-                raise PlacementError(
-                    f"actor.layout asks for {world} processes ({sizes}), each with one {kind}; the cluster has "
-                    f"{have.get(kind, 0):g} {kind}s"
-                )
-        self._group = placement_group([need] * world, strategy="PACK")
-        await self._waits.wait_for("trainer placement", "Ray", deadline, _reference(self._group.ready()))
         remote = ray.remote(TrainerRank)
         self._ranks = [
-            remote.options(
-                num_cpus=need["CPU"],
-                num_gpus=need.get("GPU", 0),
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
-            ).remote(rank, str(self._run_dir / "logs" / f"trainer-rank{rank}.log"), self._config.actor.threads)
-            for rank in range(world)
+            remote.options(num_cpus=1, num_gpus=int(self._use_gpu), max_restarts=0, **placement.at(bundle)).remote(
+                rank, str(self._run_dir / "logs" / f"trainer-rank{rank}.log"), self._config.actor.threads
+            )
+            for rank, bundle in enumerate(placement.trainer)
         ]
-        rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote(self._host)])
+        rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote()])
         built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
         described = await self._ask("trainer build", deadline, built)
         self._watch = asyncio.create_task(self._until_lost())
@@ -167,9 +143,6 @@ class Trainer:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
 
     async def _everyone(self, method: str, *arguments: Any) -> Any:
         shared = [ray.put(argument) for argument in arguments]

@@ -15,5 +15,5 @@ def test_an_address_where_nothing_answers_is_named_at_once(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}"):
-        Cluster(processes=1, use_gpu=False)
+        Cluster(processes=1, device="auto")
     assert time.monotonic() - began < 15

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator.engines import make_engines, visible_gpus
-from megatron_dapo.coordinator.trainer import PlacementError
+from megatron_dapo.coordinator.engines import own_engines, visible_gpus
+from megatron_dapo.coordinator.placement import PlacementError
 from rollout.server import LocalServer, RemoteServer
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
 def places(tmp_path, gpus, *overrides):
-    engines = make_engines(load_config(CONFIG, overrides), tmp_path, gpus=gpus)
+    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=gpus)
     assert all(isinstance(engine, LocalServer) for engine in engines)
     return [engine.spec.gpus for engine in engines if isinstance(engine, LocalServer)]
 
@@ -38,5 +38,5 @@ def test_too_few_gpus_are_refused_with_both_numbers(tmp_path):
 
 def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
     assert places(tmp_path, ()) == [()]
-    remote = make_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
+    remote = own_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
     assert [type(engine) for engine in remote] == [RemoteServer]

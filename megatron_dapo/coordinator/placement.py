@@ -1,0 +1,139 @@
+"""Where trainer ranks and servers stand on a Ray cluster: one placement group for all, checked before anything loads.
+
+A tensor-parallel group of the trainer is one bundle, and so is a server: a bundle never spans two nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_dapo.config import Config
+from megatron_dapo.coordinator.waits import Waits
+
+
+class PlacementError(RuntimeError):
+    """Trainer and servers do not fit on the cluster. The message says what they need and what there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """What one node must offer at once."""
+
+    what: str
+    cpus: int
+    gpus: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray asks for them."""
+        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What a node of the cluster has."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The places of one run, all held."""
+
+    group: PlacementGroup
+    trainer: tuple[int, ...]
+    """Bundle of each trainer rank."""
+    servers: tuple[int, ...]
+    """Bundle of each server that Ray starts; none where the coordinator's machine starts them itself."""
+
+    def at(self, bundle: int) -> dict[str, Any]:
+        """Ray's options for an actor in a bundle."""
+        return {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        }
+
+
+def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
+    """The trainer's tensor-parallel groups, then the servers."""
+    layout, each = config.actor.layout, config.rollout.tensor_parallel
+    size = layout.tensor
+    trainer = Bundle(what=f"trainer (TP group of {size})", cpus=size, gpus=size if use_gpu else 0)
+    server = Bundle(what=f"server (TP {each})", cpus=1 if use_gpu else each, gpus=each if use_gpu else 0)
+    return [trainer] * (layout.world_size // size) + [server] * servers
+
+
+def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+    """Raise PlacementError unless the bundles fit on the nodes, the largest first on the node with the least room."""
+    room = {node.name: [node.gpus, node.cpus] for node in nodes}
+    for bundle in sorted(bundles, key=lambda bundle: (bundle.gpus, bundle.cpus), reverse=True):
+        fitting = [name for name, (gpus, cpus) in room.items() if gpus >= bundle.gpus and cpus >= bundle.cpus]
+        if not fitting:
+            raise PlacementError(_explain(bundle, bundles, nodes))
+        tightest = min(fitting, key=lambda name: tuple(room[name]))
+        room[tightest][0] -= bundle.gpus
+        room[tightest][1] -= bundle.cpus
+
+
+async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) -> Placement:
+    """Reserve the places of every rank and of `servers` servers.
+
+    Raises:
+        PlacementError: they do not fit, whatever the order.
+        Stalled: they would fit, but somebody else holds the places.
+    """
+    bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
+    check_fit(bundles, cluster_nodes())
+    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    await waits.wait_for("placement", "Ray", config.run.start_deadline_s, _reference(group.ready()))
+    size = config.actor.layout.tensor
+    groups = range(config.actor.layout.world_size // size)
+    # Neighbouring ranks talk most: groups on one node get neighbouring numbers.
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    ordered = sorted(groups, key=lambda bundle: (node_of[bundle], bundle))
+    return Placement(
+        group=group,
+        trainer=tuple(bundle for bundle in ordered for _ in range(size)),
+        servers=tuple(range(len(groups), len(bundles))),
+    )
+
+
+def cluster_nodes() -> list[Node]:
+    """The living nodes of the cluster that this process has joined."""
+    return [
+        Node(
+            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
+    kinds = dict.fromkeys(bundles)
+    asked = [f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind.cpus, kind.gpus)} on one node" for kind in kinds]
+    there = [f"  {node.name}: {_amounts(node.cpus, node.gpus)}" for node in nodes]
+    return "\n".join(
+        [
+            f"no node has room for a {first.what}. Asked for by actor.layout and rollout:",
+            *asked,
+            "The cluster has:",
+            *there,
+            "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes.",
+        ]
+    )
+
+
+def _amounts(cpus: float, gpus: float) -> str:
+    return f"{gpus:g} GPUs, {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
+
+
+async def _reference(reference: Any) -> Any:
+    return await reference

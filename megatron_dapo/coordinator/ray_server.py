@@ -1,0 +1,131 @@
+"""A server on whatever node of the Ray cluster has its place: an actor there starts and watches the process."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_dapo.coordinator.placement import Placement
+from rollout.command import ServerSpec
+from rollout.config import RolloutConfig
+from rollout.errors import ServerStartError
+from rollout.server import LocalServer, tail
+
+LOOK_INTERVAL_S = 1.0
+ANSWER_DEADLINE_S = 60.0
+"""For the actor to start, restart or end its process: it does nothing else."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServerHost:
+    """Body of the Ray actor: one server process, which ends with the actor."""
+
+    def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
+        if config.host in LOOPBACK:  # the coordinator may be on another node
+            config = replace(config, host=ray.util.get_node_ip_address())
+        self._server = LocalServer(config, spec)
+
+    async def start(self) -> str:
+        """The server's URL once its process has been started."""
+        await self._server.start()
+        return self._server.url
+
+    async def restart(self) -> str:
+        await self._server.restart()
+        return self._server.url
+
+    async def alive(self) -> bool:
+        return self._server.alive()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+class RayServer:
+    """Engine (rollout.server): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
+
+    def __init__(self, config: RolloutConfig, spec: ServerSpec, placement: Placement, bundle: int) -> None:
+        self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
+        self._host: Any = None
+        self._url = f"http://server{spec.index}.not-started"
+        self._alive = False
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self) -> None:
+        gpus = self._config.tensor_parallel if self._spec.device == "cuda" else 0
+        cpus = 1 if gpus else self._config.tensor_parallel
+        remote = ray.remote(ServerHost)
+        self._host = remote.options(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=0, **self._placement.at(self._bundle)
+        ).remote(self._config, self._spec)
+        self._url = await self._ask(self._host.start.remote())
+        self._alive = True
+        self._watch = asyncio.create_task(self._look())
+
+    def alive(self) -> bool:
+        return self._alive
+
+    def log_tail(self) -> str:
+        """The run directory is on a file system that all nodes see."""
+        return tail(Path(self._spec.log_path))
+
+    async def restart(self) -> None:
+        self._stop_looking()
+        try:
+            self._url = await self._ask(self._host.restart.remote())
+        except ServerStartError:  # the actor or its node is gone
+            self.kill()
+            await self.start()
+            return
+        self._alive = True
+        self._watch = asyncio.create_task(self._look())
+
+    def kill(self) -> None:
+        """The kernel ends the server when its actor ends."""
+        self._stop_looking()
+        self._alive = False
+        if self._host is not None:
+            ray.kill(self._host)
+            self._host = None
+
+    async def close(self) -> None:
+        self._stop_looking()
+        if self._host is not None:
+            with suppress(ServerStartError):  # it is gone already
+                await self._ask(self._host.close.remote())
+        self.kill()
+
+    async def _look(self) -> None:
+        while self._alive:
+            try:
+                self._alive = await self._host.alive.remote()
+            except ray.exceptions.RayError:
+                self._alive = False
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _stop_looking(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def _ask(self, reference: Any) -> Any:
+        """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                return await _reference(reference)
+        except TimeoutError:
+            raise ServerStartError(f"server {self._spec.index}: its Ray actor gave no answer") from None
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise ServerStartError(f"server {self._spec.index}: {cause}") from None
+
+
+async def _reference(reference: Any) -> Any:
+    return await reference

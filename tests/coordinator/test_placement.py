@@ -1,0 +1,43 @@
+"""Whether a run fits on a cluster, and what it says when not."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.coordinator.placement import Node, PlacementError, check_fit, needed_bundles
+
+CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
+
+
+def bundles(*overrides, servers):
+    return needed_bundles(load_config(CONFIG, overrides), use_gpu=True, servers=servers)
+
+
+def nodes(*gpus):
+    return [Node(name=f"n{at}", cpus=64.0, gpus=float(count)) for at, count in enumerate(gpus)]
+
+
+def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
+    found = bundles("actor.layout.tensor=2", "actor.layout.data=3", "rollout.tensor_parallel=4", servers=2)
+    assert [bundle.gpus for bundle in found] == [2, 2, 2, 4, 4]
+    assert found[0].resources == {"CPU": 2.0, "GPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fits"), [((8, 8), True), ((8, 6), True), ((8, 5), False), ((3, 3, 3, 3), False), ((4, 4, 2, 2, 2), True)]
+)
+def test_bundles_fit_only_where_none_is_split(gpus, fits):
+    asked = bundles("actor.layout.tensor=2", "actor.layout.data=3", "rollout.tensor_parallel=4", servers=2)
+    if fits:
+        check_fit(asked, nodes(*gpus))
+        return
+    with pytest.raises(PlacementError):
+        check_fit(asked, nodes(*gpus))
+
+
+def test_the_error_says_what_is_asked_for_and_what_there_is():
+    with pytest.raises(PlacementError) as caught:
+        check_fit(bundles("actor.layout.tensor=2", servers=2), nodes(2, 1))
+    for part in ("1 x trainer (TP group of 2): 2 GPUs", "2 x server (TP 1): 1 GPUs", "n0: 2 GPUs", "n1: 1 GPUs"):
+        assert part in str(caught.value)
