@@ -138,7 +138,8 @@ def write_records(parts: Parts, record: StepRecord) -> None:
     parts.writer.write(step_metrics(record, parts.config))
     for alarm in new_alarms(read_metrics(parts.run_dir.path)):
         parts.console.note(f"alarm: {alarm}")
-    write_samples(record, parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses)
+    samples, count = parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses
+    write_samples(record, parts.inputs.prompts.prompts, samples, count)
 
 
 def close_step(parts: Parts, admission: Admission, step: int, version: int) -> None:

@@ -1,7 +1,6 @@
 """One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from megatron_dapo.coordinator.batch import StepArrays
 from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.messages import Admission, ScoredGroup
 from megatron_dapo.coordinator.progress import Progress
+from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.monitor.console import Console
-
-REFLECTION = re.compile(r"\b(wait|re-?check|re-?examine|double-check|let me verify|mistake|on second thought)\b", re.I)
-"""Words of responses that reflect or go back (section 4.3 of the paper shows such responses appear in training)."""
+from megatron_dapo.monitor.wording import wording_metrics
 
 
 class MismatchStop(RuntimeError):
@@ -128,7 +126,7 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     return metrics
 
 
-def write_samples(record: StepRecord, path: Path, count: int) -> None:
+def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
     """Append the first responses of the step's first groups as text, for a person to read."""
     groups = record.admission.generated or record.admission.kept
     with path.open("a", encoding="utf-8") as file:
@@ -137,6 +135,8 @@ def write_samples(record: StepRecord, path: Path, count: int) -> None:
             line = {
                 "rollout_step": record.progress.rollout_step,
                 "prompt": group.position,
+                "prompt_text": prompts[group.prompt_index].text,
+                "answer": prompts[group.prompt_index].answer,
                 "response": response.text,
                 "accuracy": response.accuracy,
                 "extracted": response.verdict.extracted,
@@ -158,8 +158,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "response_length/max": float(lengths.max()),
         "verdict_errors": sum(response.verdict.error is not None for response in responses),
         "truncated_fraction": float(np.mean([response.truncated for response in responses])),
-        "reflection_rate": float(np.mean([bool(REFLECTION.search(response.text)) for response in responses])),
-    }
+    } | wording_metrics([response.text for response in responses], [response.accuracy for response in responses])
 
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:

@@ -68,6 +68,14 @@ _RESPONSES = (
         Reduce.MEAN,
         'Responses with words that look back, such as "wait"; they appear in training (case study).',
     ),
+    _metric("reflection_accuracy", "share", Reduce.RATIO, "Right answers among the responses with such words."),
+    _metric(
+        "backtracking_rate",
+        "share",
+        Reduce.MEAN,
+        'Responses with words that give up what was written, such as "start over".',
+    ),
+    _metric("backtracking_accuracy", "share", Reduce.RATIO, "Right answers among the responses with such words."),
     _metric(
         "entropy", "nats", Reduce.MEAN, "Entropy of the next-token distribution over the batch's tokens.", "2b, 7c"
     ),
