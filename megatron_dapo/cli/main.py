@@ -46,6 +46,18 @@ def ask(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="A second one, drawn over it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; RUN/report.html if not given.")] = None,
+) -> None:
+    """Write a run, finished or not, as one HTML file that needs no network."""
+    from megatron_dapo.cli.report import report_command
+
+    raise typer.Exit(report_command([run] if other is None else [run, other], out))
+
+
+@app.command()
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.reference import reference_page

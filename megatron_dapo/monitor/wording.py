@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 REFLECTION = re.compile(
-    r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b", re.I
+    r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b",
+    re.I,
 )
 """The response looks at what it wrote."""
 

@@ -1,4 +1,4 @@
-"""Reflecting and backtracking words, and their correlation with success, against a correlation over single responses."""
+"""Reflecting and backtracking words, and their correlation with success, against numpy's own."""
 
 import numpy as np
 import pytest
