@@ -46,6 +46,17 @@ def ask(
 
 
 @app.command()
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or `paper`.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or `paper`.")] = "paper",
+) -> None:
+    """Say in which keys two configs differ, and in which they leave the paper's settings."""
+    from megatron_dapo.cli.diff import diff_command
+
+    raise typer.Exit(diff_command(one, other))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="A second one, drawn over it.")] = None,

@@ -25,12 +25,13 @@ def limits_of(setting: Any) -> HealthLimits:
     Args:
         setting: config key -> value or None.
     """
+    warn, stop = setting("monitor.mismatch_warn"), setting("monitor.mismatch_stop")
     limits = HealthLimits()
-    for name in ("mismatch_warn", "mismatch_stop"):
-        value = setting(f"monitor.{name}")
-        if isinstance(value, int | float):
-            limits = replace(limits, **{name: float(value)})
-    return limits
+    return replace(
+        limits,
+        mismatch_warn=warn if isinstance(warn, int | float) else limits.mismatch_warn,
+        mismatch_stop=stop if isinstance(stop, int | float) else limits.mismatch_stop,
+    )
 
 
 def alarm_spells(lines: Sequence[Mapping[str, Any]], limits: HealthLimits) -> list[Spell]:

@@ -268,7 +268,8 @@ WORDING = Section(
     key="wording",
     title="Reflection and backtracking",
     lead="Responses that look back (“wait”, “let me verify”) or turn back (“start over”); section 4.3 reports that "
-    "they appear in training. The correlation says whether, within a rollout step, such responses are right more often.",
+    "they appear in training. The correlation says whether, within a rollout step, such responses are right "
+    "more often.",
     charts=(
         Chart(
             key="wording_rate",
