@@ -1,0 +1,59 @@
+"""The recipes say what they claim: the paper's algorithm, the number of GPUs in their name, weights that fit."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import Config, load_config
+from megatron_dapo.config.compare import departures, flatten_config
+
+FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
+RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
+GPUS = {"h100_32": 32, "h100_128": 128, "qwen2.5_7b_8gpu": 8, "qwen2.5_1.5b_1gpu": 1}
+PARAMETERS = {"Qwen2.5-32B": 32.8e9, "Qwen2.5-7B": 7.6e9, "Qwen2.5-1.5B": 1.5e9}
+
+
+def left(config: Config) -> dict:
+    return {departure.stated.key: departure.value for departure in departures(flatten_config(config))}
+
+
+def test_every_recipe_is_known_here():
+    assert set(RECIPES) == {"paper", "verl", *GPUS}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_loads_strictly_without_model_or_data(name):
+    config = load_config(RECIPES[name])
+    assert not Path(config.model.path).exists()
+    assert config.algorithm.mini_batches_per_step == 16, "section 4.1"
+    assert config.model.context_length == config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    assert config.data.deduplicate
+
+
+@pytest.mark.parametrize("name", ["paper", "h100_32", "h100_128"])
+def test_the_papers_recipes_leave_it_nowhere(name):
+    assert left(load_config(RECIPES[name])) == {}
+
+
+def test_the_reproduction_leaves_it_where_it_said():
+    config = load_config(RECIPES["verl"])
+    assert left(config) == {"algorithm.clip.dual": 10.0, "actor.optimizer.warmup_rollout_steps": 10.0}
+    assert config.algorithm.dynamic_sampling.max_oversampling == 3 * 10, "ten batches of three times the prompts"
+    assert config.reward.verifier == "exact"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_it_takes_the_gpus_of_its_name(name):
+    config = load_config(RECIPES[name])
+    trainer = config.actor.layout.world_size
+    servers = (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tensor_parallel
+    assert GPUS[name] == (1 if GPUS[name] == trainer == servers == 1 else trainer + servers)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_weights_gradients_and_optimizer_leave_room_on_80_gb(name):
+    config = load_config(RECIPES[name])
+    layout = config.actor.layout
+    split = layout.tensor * layout.pipeline
+    each = PARAMETERS[Path(config.model.path).name] * (6 / split + 12 / (split * layout.data * layout.context))
+    assert each < 45e9
