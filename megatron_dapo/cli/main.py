@@ -46,6 +46,14 @@ def ask(
 
 
 @app.command()
+def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
+    from megatron_dapo.cli.status import status_command
+
+    raise typer.Exit(status_command(run))
+
+
+@app.command()
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="Config file, or `paper`.")],
     other: Annotated[str, typer.Argument(metavar="B", help="Config file, or `paper`.")] = "paper",

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.evaluation import Answers
+from megatron_dapo.coordinator.heartbeat import heartbeat
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
 from megatron_dapo.coordinator.parts import Parts, start_parts
@@ -44,6 +45,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         console.note(f"run directory: {run_dir.path}")
         console.note("starting trainer and servers")
         waits = Waits(stop)
+        await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
         starting = start_parts(config, inputs, run_dir, console, stack, waits)
         # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60

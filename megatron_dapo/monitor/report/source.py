@@ -67,8 +67,11 @@ class Run:
         return at
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
     """All that is readable in the run directory `path`.
+
+    Args:
+        needs_files: whether a folder without any of RUN_FILES is refused; a run that is starting has none yet.
 
     Raises:
         ReportError: no such folder, or none of a run's files is in it.
@@ -77,7 +80,7 @@ def read_run(path: str | Path) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder; give a run directory (`run.dir` of its config)")
-    if not any((folder / name).exists() for name in RUN_FILES):
+    if needs_files and not any((folder / name).exists() for name in RUN_FILES):
         raise ReportError(f"{folder}: no run directory, it holds none of {', '.join(RUN_FILES)}")
     notes: list[str] = []
     summary = _mapping(folder / "summary.json", notes)

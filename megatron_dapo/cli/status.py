@@ -1,0 +1,89 @@
+"""`megatron-dapo status`: where a run is, what it waits for, what went wrong, what looks wrong."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.coordinator.run_dir import newest_step
+from megatron_dapo.monitor.console import duration, step_line
+from megatron_dapo.monitor.health import check_health
+from megatron_dapo.monitor.report.alarms import limits_of
+from megatron_dapo.monitor.report.source import ReportError, Run, read_run
+from megatron_dapo.monitor.status import FILE, Heartbeat, liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.writer import MetricsError
+
+RECENT = 5
+"""Rollout steps whose mean duration predicts the time left."""
+
+
+def status_command(folder: Path) -> ExitCode:
+    """Print it. A dead run is no error of this command; a folder that holds no run is."""
+    beat = read_heartbeat(folder)
+    try:
+        run = read_run(folder, needs_files=beat is None)
+    except (ReportError, MetricsError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIG
+    state = liveness(beat, lock_holder(folder), finished=run.finished)
+    screen = Console(highlight=False, soft_wrap=True)
+    _print(screen, "run", [str(folder.resolve())])
+    _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
+    _print(screen, "progress", _progress(run, beat))
+    if beat is not None and beat.waits:
+        age = duration(max(0.0, time.time() - beat.written))
+        _print(screen, "waits", [*beat.waits, f"(as of {age} ago, oldest first)"])
+    elif state.alive:
+        _print(screen, "waits", ["for nothing: the coordinator computes" if beat else f"not known: no {FILE}"])
+    _print(screen, "last error", _error(beat))
+    for note in run.notes:
+        _print(screen, "note", [note])
+    alarms = check_health(run.lines, limits_of(run.setting))
+    if not alarms:
+        _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
+    for alarm in alarms:
+        text = [f"{alarm.message}.", alarm.reason, f"Turn first: {alarm.key}"]
+        _print(screen, "alarm", [alarm.name, *text], "yellow")
+    return ExitCode.FINISHED
+
+
+def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:
+    for number, line in enumerate(lines):
+        screen.print(Text(f"{label if number == 0 else '':<12}") + Text(line, style if number == 0 else ""))
+
+
+def _progress(run: Run, beat: Heartbeat | None) -> list[str]:
+    planned = beat.rollout_steps if beat else run.planned
+    checkpoint = newest_step(run.path)
+    kept = f"newest checkpoint after rollout step {checkpoint}" if checkpoint else "no checkpoint yet"
+    if not run.lines:
+        return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]
+    newest = run.lines[-1]
+    recent = [line["timing/step"] for line in run.lines[-RECENT:] if line.get("timing/step")]
+    wanted = {"accuracy/mean", "truncated_fraction", "response_length/mean", "entropy", "timing/step"}
+    text = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
+    if not all(newest.get(name) is not None for name in wanted):
+        return [f"{text}; {kept}"]
+    figures = {
+        "accuracy": newest["accuracy/mean"],
+        "truncated": newest["truncated_fraction"],
+        "length": newest["response_length/mean"],
+        "entropy": newest["entropy"],
+        "seconds": newest["timing/step"],
+    }
+    total = max(planned or 0, run.steps)
+    left = (total - run.steps) * sum(recent) / len(recent)
+    return [f"{text}; {kept}", step_line(figures, done=run.steps, total=total, seconds_left=left)]
+
+
+def _error(beat: Heartbeat | None) -> list[str]:
+    if beat is None:
+        return [f"not known: no {FILE}"]
+    if beat.error is None:
+        return ["none"]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.error_at or 0))
+    before = " (before this start)" if (beat.error_at or 0) < beat.started else ""
+    return [f"{when}{before}", *beat.error.splitlines()]
