@@ -34,6 +34,7 @@ class Unit(StrEnum):
     NUMBER = "number"
     SHARE = "share"
     COUNT = "count"
+    SECONDS = "seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,8 @@ def spoken(value: float, unit: Unit) -> str:
     """A value as text: `12.5%`, `4 680`, `0.314`, `1.2e-06`."""
     if unit is Unit.SHARE:
         return f"{100 * value:.1f}%" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"
+    if unit is Unit.SECONDS:
+        return f"{value:.1f} s"
     if unit is Unit.COUNT and abs(value) < 100 and value != int(value):
         return f"{value:.1f}"
     if unit is Unit.COUNT or abs(value) >= 1000:

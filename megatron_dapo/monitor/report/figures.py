@@ -301,7 +301,7 @@ TIME = Section(
         Chart(
             key="phases",
             title="Seconds a rollout step",
-            unit=Unit.NUMBER,
+            unit=Unit.SECONDS,
             series=tuple(_metric(f"timing/{phase}", phase.replace("_", " ")) for phase in PHASES),
             note="Stacked in the order of the step.",
             stack=True,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from megatron_dapo.config.compare import Departure, flatten, shown
 from megatron_dapo.monitor.console import duration
@@ -13,6 +13,7 @@ from megatron_dapo.monitor.report import tables
 from megatron_dapo.monitor.report.alarms import Spell, alarm_spells, limits_of
 from megatron_dapo.monitor.report.charts import count, draw_sections, has_paper_ranges, share, total
 from megatron_dapo.monitor.report.source import Run
+from megatron_dapo.monitor.status import read_heartbeat
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -61,7 +62,7 @@ def report_page(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["shown"] = shown
+    environment.filters |= {"shown": shown, "breakable": _breakable}
     return environment.get_template("report.html.j2").render(
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         title=" and ".join(run.name for run in runs),
@@ -84,7 +85,7 @@ def _view(run: Run, number: int) -> RunView:
         colour=number,
         state=_state(run),
         complete=run.finished,
-        notes=run.notes,
+        notes=[*run.notes, *_last_error(run)],
         spells=alarm_spells(run.lines, limits_of(run.setting)),
         held_out=tables.held_out(run),
         prompts=tables.parts(run.fates.prompts, "prompts") if run.fates else [],
@@ -99,6 +100,17 @@ def _view(run: Run, number: int) -> RunView:
         examples=tables.examples(run),
         provenance=tables.provenance(run),
     )
+
+
+def _breakable(key: str) -> Markup:
+    """A config key that may be broken after its dots, on a narrow screen."""
+    return Markup(str(escape(key)).replace(".", ".<wbr>"))
+
+
+def _last_error(run: Run) -> list[str]:
+    """Why an unfinished run ended, if it said so."""
+    beat = read_heartbeat(run.path)
+    return [f"Last error: {beat.error}"] if beat and beat.error and not run.finished else []
 
 
 def _state(run: Run) -> str:

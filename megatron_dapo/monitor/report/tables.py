@@ -7,6 +7,7 @@ from typing import Any
 from megatron_dapo.config.compare import Departure, Difference, departures, differences, flatten
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.report.charts import count, share, total
+from megatron_dapo.monitor.report.fates import AGAIN, ALL_RIGHT, ALL_WRONG, TRAINED, UNFINISHED, WAITING
 from megatron_dapo.monitor.report.figures import PHASES
 from megatron_dapo.monitor.report.source import Run
 from megatron_dapo.monitor.statistics import Accuracy, difference
@@ -16,6 +17,8 @@ WAYS = ("sampled", "greedy")
 STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
 SAMPLES = 4
 """Right and wrong responses shown of each run: the newest."""
+FATE_COLOURS = {TRAINED: 0, ALL_WRONG: 1, ALL_RIGHT: 2, WAITING: 3, UNFINISHED: 4, AGAIN: 4}
+"""The page's series colours; those of the chart of groups, where both have the fate."""
 LONGEST = 4000
 """Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
 
@@ -110,9 +113,9 @@ def parts(counts: Mapping[str, int], unit: str) -> list[Part]:
             label=label,
             text=f"{count(number)} {unit}, {share(number / whole)}",
             percent=100 * number / whole,
-            colour=at,
+            colour=FATE_COLOURS[label],
         )
-        for at, (label, number) in enumerate(counts.items())
+        for label, number in counts.items()
         if number
     ]
 
@@ -156,7 +159,7 @@ def wording_rows(run: Run) -> list[tuple[str, str, str, str]]:
                 name,
                 share(rate),
                 share(right / hits) if hits else "never seen",
-                "none to be had" if found is None else f"{found:+.2f}",
+                "–" if found is None else f"{found:+.2f}",
             )
         )
     return rows

@@ -17,7 +17,7 @@ SECTIONS = {
     "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "wording", "time", "fates", "config",
     "samples", "provenance",
 }  # fmt: skip
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "wbr"}
 
 
 class Page(HTMLParser):
@@ -139,6 +139,13 @@ def test_a_run_under_way_shows_what_there_is(tmp_path):
     text = page_of(write_run(tmp_path / "run", finished=False, steps=1)).text
     assert "1 of 12 rollout steps" in text
     assert "so far only before" in text
+
+
+def test_the_error_that_ended_a_run_is_shown(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False, steps=3)
+    usual = {"pid": 1, "host": "h", "started": 1.0, "written": 2.0, "rollout_steps": 12, "waits": [], "error_at": 2.0}
+    write_lines(folder / "status.json", [{**usual, "state": "failed", "error": "Stalled: <no answer>"}])
+    assert "Last error: Stalled: <no answer>" in page_of(folder).text
 
 
 @pytest.mark.parametrize("name", ["summary.json", "ledger.jsonl", "manifest.json", "config.yaml", "samples.jsonl"])
