@@ -194,10 +194,10 @@ CLIP = Section(
         ),
         Chart(
             key="clip_prob",
-            title="Probability of tokens clipped from above",
+            title="Tokens clipped from above",
             unit=Unit.NUMBER,
             series=(_metric("clip_high_prob", "clipped from above"), _metric("mean_prob", "all tokens")),
-            note="Before the update; low values are the paper's point.",
+            note="Their probability before the update; low is the paper's point.",
             figure="3a",
             to_one=True,
         ),

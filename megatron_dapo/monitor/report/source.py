@@ -90,7 +90,7 @@ def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
         for part in ("before", "baseline")
     }
     lines = read_metrics(folder)
-    if not (folder / FILE).exists():
+    if needs_files and not (folder / FILE).exists():
         notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
     return Run(
         path=folder,
