@@ -1,7 +1,7 @@
 """The page: everything computed elsewhere, put into the template with every text escaped."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -54,6 +54,8 @@ class RunView:
 
 def report_page(runs: Sequence[Run]) -> str:
     """HTML of one run, or of two on the same axes. No script, no request: the page's own policy forbids both."""
+    if len({run.name for run in runs}) < len(runs):  # folders of one name, as two clones of a repository have them
+        runs = [replace(run, name=str(run.path)) for run in runs]
     views = [_view(run, number) for number, run in enumerate(runs)]
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),

@@ -123,6 +123,13 @@ def test_two_runs_share_the_axes_and_differ_by_name(tmp_path):
     assert re.search(r"algorithm\.clip\.high\s*0\.25\s*0\.3\s", re.sub(r"\s+", " ", page.text))
 
 
+def test_two_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    one, other = write_run(tmp_path / "a" / "quickstart"), write_run(tmp_path / "b" / "quickstart")
+    text = page_of(one, other).text
+    assert f"{one}: mean" in text
+    assert f"{other}: mean" in text
+
+
 def test_a_curve_goes_where_its_metric_goes(tmp_path):
     folder = write_run(tmp_path / "run")
     write_lines(folder / "metrics.jsonl", [{"rollout_step": s, "optimizer_step": s, "entropy": s} for s in (1, 2, 3)])
