@@ -46,7 +46,7 @@ def test_the_reproduction_leaves_it_where_it_said():
 def test_it_takes_the_gpus_of_its_name(name):
     config = load_config(RECIPES[name])
     trainer = config.actor.layout.world_size
-    servers = (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tensor_parallel
+    servers = config.rollout.servers * config.rollout.tensor_parallel
     assert GPUS[name] == (1 if GPUS[name] == trainer == servers == 1 else trainer + servers)
 
 
