@@ -31,7 +31,8 @@ class RolloutConfig:
     """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own."""
 
     host: str = "127.0.0.1"
-    """Address that started servers listen on. On a joined Ray cluster loopback means each node's own cluster address."""
+    """Address that started servers listen on. On a Ray cluster that was joined, loopback means each node's own address
+    in the cluster."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first started server, the next ones follow; 0 takes free ones."""

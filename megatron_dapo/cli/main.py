@@ -77,6 +77,39 @@ def report(
 
 
 @app.command()
+def slurm(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write the script here; printed otherwise.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: a run on CPUs.")] = 8,
+    cpus_per_node: Annotated[int, typer.Option(min=1)] = 64,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Otherwise as few as the run fits on.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of one job; the run goes on in the next one.")] = "24:00:00",
+    warn: Annotated[int, typer.Option(min=1, help="Seconds before the limit at which the run saves.")] = 600,
+    sbatch: Annotated[list[str] | None, typer.Option(help="More options of sbatch: --sbatch=--partition=h100")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for enroot/pyxis.")] = None,
+    mounts: Annotated[str | None, typer.Option(help="Mounts of the container: FROM:TO,...")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help='Shell line before the run: "module load cuda"')] = None,
+) -> None:
+    """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
+    from megatron_dapo.cli.slurm import slurm_command
+    from megatron_dapo.slurm.script import SlurmOptions
+
+    options = SlurmOptions(
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus_per_node,
+        nodes=nodes,
+        time=time,
+        warn_s=warn,
+        sbatch=tuple(sbatch or ()),
+        container=container,
+        mounts=mounts,
+        setup=tuple(setup or ()),
+    )
+    raise typer.Exit(slurm_command(config, overrides or [], options, out))
+
+
+@app.command()
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.reference import reference_page

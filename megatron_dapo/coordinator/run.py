@@ -23,6 +23,11 @@ from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
 from megatron_dapo.monitor.writer import read_metrics
 
+STOP_FILE = "stop"
+"""File in the run directory whose appearance stops the run, like a signal."""
+
+STOP_FILE_INTERVAL_S = 1.0
+
 EXAMPLES = 3
 """Held-out problems shown with their answers before and after."""
 
@@ -43,6 +48,8 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         run_dir = RunDir(config.run.dir, resume=config.run.resume)
         stack.callback(run_dir.close)
         console.note(f"run directory: {run_dir.path}")
+        watching = asyncio.create_task(stop_on_file(run_dir.path / STOP_FILE, stop, console))
+        stack.callback(watching.cancel)
         console.note("starting trainer and servers")
         waits = Waits(stop)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
@@ -114,6 +121,19 @@ async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
         return None
     token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
     return _as_json(await evaluate(parts, "baseline", forbid=token))
+
+
+async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:
+    """Ask the run to stop when `file` appears: a batch script reaches a run in a container by no other way.
+
+    One that is left from an earlier run is removed.
+    """
+    file.unlink(missing_ok=True)
+    while not file.exists():
+        await asyncio.sleep(STOP_FILE_INTERVAL_S)
+    if not stop.done():
+        console.note(f"{file} is there: stopping; what was trained is saved first")
+        stop.set_result(None)
 
 
 def _as_json(answers: Mapping[str, Answers]) -> dict[str, Any]:

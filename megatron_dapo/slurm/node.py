@@ -1,0 +1,223 @@
+"""What the batch script starts on every node: `python -m megatron_dapo.slurm.node --run-dir DIR -- train ...`.
+
+The first node starts Ray's head, writes its address below the run directory, waits until every node has joined, runs
+`megatron-dapo ARGUMENTS` and says when it is done. The others join at that address and leave when it is done.
+Everything that is waited for has a deadline and a name.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOK_S = 0.5
+LEAVE_S = 20.0
+"""For Ray to end its processes."""
+
+STALLED = 4
+LOST = 6
+"""Exit codes, as megatron_dapo.cli.exit_codes has them."""
+
+
+class NodeError(RuntimeError):
+    """The nodes did not come together. The message says who is missing and where to look."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """This node's part in the job."""
+
+    rank: int
+    nodes: int
+    folder: Path
+    """Where the nodes of this attempt meet: address, token, end, Ray's output."""
+    deadline_s: float
+    cpus: int
+    gpus: int
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of(cls, run_dir: Path, deadline_s: float, environment: Mapping[str, str]) -> "Job":
+        """From the variables that Slurm gives every task.
+
+        Raises:
+            NodeError: one of them is missing: not started by srun.
+        """
+        try:
+            attempt = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+            rank, nodes = int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
+        except KeyError as error:
+            raise NodeError(f"{error.args[0]} is not set: start this through srun, as the batch script does") from None
+        folder = run_dir / "slurm" / attempt
+        return cls(
+            rank=rank,
+            nodes=nodes,
+            folder=folder,
+            deadline_s=deadline_s,
+            cpus=int(environment.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1)),
+            gpus=int(environment.get("SLURM_GPUS_ON_NODE", 0)),
+            environment={
+                **environment,
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
+        )
+
+
+def main() -> int:
+    """The node's life; its exit code is the run's on the first node."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--start-deadline", type=float, required=True, help="seconds for all nodes to join")
+    parser.add_argument("arguments", nargs="+", help="of megatron-dapo")
+    options = parser.parse_args()
+    try:
+        job = Job.of(options.run_dir.resolve(), options.start_deadline, os.environ)
+        return lead(job, options.arguments) if job.rank == 0 else follow(job)
+    except NodeError as error:
+        print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
+        return STALLED
+
+
+def lead(job: Job, arguments: list[str]) -> int:
+    """Ray's head and the run."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    _write_private(job.folder / "token", secrets.token_hex(32))
+    port = _free_port()
+    ray = _start_ray(job, "--head", f"--port={port}", "--include-dashboard=false")
+    try:
+        address = _until(lambda: _head_address(job, port), job.deadline_s, ray, "Ray's head", job)
+        _write_private(job.folder / "address", address)
+        _until(lambda: _all_joined(job, address), job.deadline_s, ray, f"{job.nodes} nodes to join", job)
+        print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
+        command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
+        return subprocess.run(command, env={**job.environment, "RAY_ADDRESS": address}, check=False).returncode
+    finally:
+        (job.folder / "done").touch()
+        _end(ray)
+
+
+def follow(job: Job) -> int:
+    """Join, and leave when the run is done."""
+    place = job.folder / "address"
+    address = _until(lambda: place.read_text() if place.exists() else None, job.deadline_s, None, "the head node", job)
+    ray = _start_ray(job, f"--address={address}")
+    try:
+        while not (job.folder / "done").exists():
+            if ray.poll() is not None:
+                print(f"node {job.rank}: Ray ended with code {ray.returncode}: {_output(job)}", file=sys.stderr)
+                return LOST
+            time.sleep(LOOK_S)
+        return 0
+    finally:
+        _end(ray)
+
+
+def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
+    """`ray start` in the foreground, its output below the job's folder."""
+    limits = [f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}", "--disable-usage-stats"]
+    # Fixed ports of Ray's own would meet those of another job on a shared node.
+    limits += ["--dashboard-agent-listen-port=0", "--block"]
+    with _output(job).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
+            env=dict(job.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _output(job: Job) -> Path:
+    return job.folder / f"ray-{job.rank}.log"
+
+
+def _until(
+    condition: Callable[[], str | None], deadline_s: float, ray: subprocess.Popen[bytes] | None, what: str, job: Job
+) -> str:
+    deadline = time.monotonic() + deadline_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        if ray is not None and ray.poll() is not None:
+            raise NodeError(f"Ray ended with code {ray.returncode} while {what} was awaited; see {_output(job)}")
+        if time.monotonic() > deadline:
+            raise NodeError(f"waited {deadline_s:g} s for {what}{_missing(job)}; see {job.folder}")
+        time.sleep(LOOK_S)
+
+
+def _missing(job: Job) -> str:
+    joined = job.folder / "joined.json"
+    return f"; joined so far: {', '.join(json.loads(joined.read_text()))}" if joined.exists() else ""
+
+
+def _head_address(job: Job, port: int) -> str | None:
+    """HOST:PORT once the head listens, on the address that Ray itself has chosen for this node."""
+    from ray.util import get_node_ip_address
+
+    host = get_node_ip_address()
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return f"{host}:{port}" if probe.connect_ex((host, port)) == 0 else None
+
+
+def _all_joined(job: Job, address: str) -> str | None:
+    """In a process of its own: Ray reads its token when it is imported, and a driver that ends leaves nothing."""
+    code = (
+        "import json, sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR');"
+        "print(json.dumps([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']]))"
+    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", code, address],
+            env=dict(job.environment),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    lines = asked.stdout.strip().splitlines()
+    if asked.returncode != 0 or not lines:
+        return None
+    (job.folder / "joined.json").write_text(lines[-1])
+    return lines[-1] if len(json.loads(lines[-1])) >= job.nodes else None
+
+
+def _end(ray: subprocess.Popen[bytes]) -> None:
+    """`ray start --block` ends its processes when it is told to end."""
+    ray.send_signal(signal.SIGTERM)
+    try:
+        ray.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        ray.kill()
+        ray.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, and readable by its owner only."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The batch script of a run, from its config and a few facts about the cluster."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import jinja2
+
+from megatron_dapo.config import Config, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What the config cannot know."""
+
+    gpus_per_node: int
+    """0: a run on CPUs."""
+    cpus_per_node: int
+    time: str
+    """Time limit of one job, as Slurm writes it."""
+    warn_s: int
+    """Seconds before it at which the run is told to save."""
+    nodes: int | None = None
+    """None: as few as trainer and servers fit on."""
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch: "--partition=h100"."""
+    container: str | None = None
+    """Image for enroot/pyxis; None: the environment of this Python, seen by all nodes."""
+    mounts: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines before the run starts: "module load cuda"."""
+
+
+def nodes_needed(config: Config, options: SlurmOptions) -> int:
+    """Fewest nodes that hold the trainer's tensor-parallel groups and the servers, none of which spans two nodes.
+
+    Raises:
+        ConfigError: one of them is larger than a node.
+    """
+    layout, rollout = config.actor.layout, config.rollout
+    servers = 0 if rollout.urls else rollout.servers
+    size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
+    pieces = [layout.tensor] * (layout.world_size // layout.tensor) + [rollout.tensor_parallel] * servers
+    if max(pieces) > size:
+        raise ConfigError(
+            f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
+            f"tensor-parallel group stands on one node, and a node has {size} {kind}; lower it"
+        )
+    room: list[int] = []
+    for piece in sorted(pieces, reverse=True):
+        at = next((at for at, free in enumerate(room) if free >= piece), None)
+        if at is None:
+            room.append(size)
+            at = -1
+        room[at] -= piece
+    return len(room)
+
+
+def batch_script(config_file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions) -> str:
+    """The script's text. The run always resumes: a fresh run directory starts at its beginning.
+
+    Raises:
+        ConfigError: the run does not fit on `options.nodes` nodes.
+    """
+    nodes = nodes_needed(config, options)
+    if options.nodes is not None and options.nodes < nodes:
+        raise ConfigError(f"--nodes {options.nodes}: trainer and servers need at least {nodes} nodes of this size")
+    kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
+    run_dir = Path(config.run.dir).resolve()
+    train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
+    srun = []
+    if options.container:
+        srun.append(f"--container-image={shlex.quote(options.container)}")
+        mounts = options.mounts or f"{Path.cwd()}:{Path.cwd()},{run_dir}:{run_dir}"
+        srun.append(f"--container-mounts={shlex.quote(mounts)}")
+        srun.append(f"--container-workdir={shlex.quote(str(Path.cwd()))}")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("run.sbatch.j2").render(
+        config=config_file.name,
+        name=run_dir.name,
+        nodes=options.nodes or nodes,
+        cpus=options.cpus_per_node,
+        gpus=options.gpus_per_node,
+        time=options.time,
+        warn_s=options.warn_s,
+        run_dir=shlex.quote(str(run_dir)),
+        cwd=shlex.quote(str(Path.cwd())),
+        sbatch=options.sbatch,
+        setup=options.setup,
+        srun=srun,
+        python="python" if options.container else shlex.quote(sys.executable),
+        start_deadline_s=ceil(config.run.start_deadline_s),
+        train=shlex.join(train),
+    )
