@@ -1,5 +1,6 @@
 """Section `reward`: which rule judges a response and how long it may take."""
 
+from dataclasses import field
 from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -15,18 +16,45 @@ def _known_verifier(name: str) -> str:
     return name
 
 
+VerifierName = Annotated[str, AfterValidator(_known_verifier)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RemoteConfig:
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
+    """Service that judges the samples of verifier `remote`: POST, JSON in and out (`reward/remote.py`)."""
+
+    batch: Annotated[int, Field(gt=0)] = 64
+    """Responses of one request, at most."""
+
+    connections: Annotated[int, Field(gt=0)] = 8
+    """Requests of one call that are under way at the same time."""
+
+    attempt_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that the service may take to answer one request."""
+
+    deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds until a batch without an answer, tried again and again, stops the run. Below `run.step_deadline_s`, so
+    that the message says what is wrong."""
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
-    verifier: Annotated[str, AfterValidator(_known_verifier)] = "robust"
+    verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
-    reproduction. `choice`, `json`: for other tasks. Or `module:function` (takes a VerificationRequest)."""
+    reproduction. `choice`, `json`, `code`, `remote`: for other tasks. Or `module:function` (takes a
+    VerificationRequest)."""
+
+    by_source: dict[str, VerifierName] = field(default_factory=dict)
+    """Verifier of each source whose rows name none themselves, as {gsm8k: robust, contests: code}; other sources have
+    `verifier`."""
 
     workers: Annotated[int, Field(gt=0)] = 2
     """Processes for verdicts that cost microseconds: `robust` but for its algebra, `exact`, `choice`."""
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
     """Further processes, started when first needed and at a lower priority, for verdicts that may take long and are
-    judged one by one: symbolic equality, `json`, verifiers of your own."""
+    judged one by one: symbolic equality, `json`, `code`, verifiers of your own."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Wall-clock limit of one verdict, imports and queues not counted; past it the process is killed and the verdict
@@ -34,3 +62,5 @@ class RewardConfig:
 
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""
+
+    remote: RemoteConfig = RemoteConfig()

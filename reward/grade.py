@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, TextIO
 
 from pydantic import ValidationError
 
-from reward.config import RewardConfig
+from reward.check import check_verifiers
+from reward.config import RemoteConfig, RewardConfig
 from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import PoolError, RewardPool
 from reward.registry import VERIFIERS, find
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for symbolic equality"
     )
     parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="seconds a verdict may take")
+    parser.add_argument("--remote-url", help="service that judges the lines of verifier remote")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
 
 
@@ -67,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             algebra_workers=arguments.algebra_workers,
             timeout_s=arguments.timeout,
             memory_mb=arguments.memory_mb,
+            remote=RemoteConfig(url=arguments.remote_url),
         )
+        check_verifiers({arguments.verifier: "--verifier"}, config)
         return _grade_file(arguments.file, arguments.output, config)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough

@@ -37,13 +37,19 @@ class Verdict:
     """The answer the response states, None if it states none. At most `EXTRACTED_LIMIT` characters."""
 
     rule: str
-    """Which rule decided, see `Rule`; other verifiers may name their own. Empty when `error` is set."""
+    """Which rule decided, see `Rule`; other verifiers may name their own. When `error` is set: `Rule.UNJUDGED` or
+    empty."""
 
     seconds: float
     """Time spent on this response alone, waiting in queues not counted."""
 
     error: str | None = None
     """None, or why there is no verdict: "timeout", "memory", "worker died (signal 11)", ... Then accuracy is False."""
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether the fault is not the response's: nobody could have had a verdict, so nothing may be learnt here."""
+        return self.error is not None and self.rule == Rule.UNJUDGED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +111,10 @@ class Rule(StrEnum):
     """Wrong: an expression copied out of the question, not worked out."""
     UNREADABLE = "unreadable"
     """Wrong: differs from the ground truth, and is nothing that could be compared with it (prose, or too long)."""
+    UNJUDGED = "unjudged"
+    """No verdict, whatever the response: unusable ground truth, a verifier that cannot be loaded, a service away."""
 
 
 class VerifierError(ValueError):
-    """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth."""
+    """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth. A verifier of
+    your own may raise it too: its verdict is then `unjudged`, and a run stops instead of learning from it."""

@@ -12,14 +12,15 @@ A worker past the limit is killed and replaced.
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward.config import RewardConfig
 from reward.lanes import Job, Kind, Lane, Lanes, PoolCounters, PoolError, Work
 from reward.messages import Verdict, VerificationRequest
 from reward.process import START_LIMIT_S, WorkerProcess, WorkerStartError
-from reward.registry import find
+from reward.registry import Entry, find
+from reward.remote import RemoteVerifier
 
 SLOW_AFTER_S = 0.5
 """A dear verdict that takes more CPU goes on at the lowest priority: most of them take hundredths of a second. CPU and
@@ -59,6 +60,22 @@ class RewardPool:
             PoolError: the pool is closed, its workers do not start, or nothing has moved for much too long.
         """
         entries = {name: find(name) for name in {request.verifier for request in requests}}
+        local = [request for request in requests if not entries[request.verifier].remote]
+        if len(local) == len(requests):
+            return await self._verify_here(requests, entries)
+        distant = [request for request in requests if entries[request.verifier].remote]
+        service = asyncio.ensure_future(RemoteVerifier(self._config.remote).verify(distant))
+        try:
+            here = iter(await self._verify_here(local, entries))
+            there = iter(await service)
+        finally:
+            service.cancel()
+        return [next(there if entries[request.verifier].remote else here) for request in requests]
+
+    async def _verify_here(
+        self, requests: Sequence[VerificationRequest], entries: Mapping[str, Entry]
+    ) -> list[Verdict]:
+        """`verify` by the pool's own processes."""
         if not requests:
             return []
         loop = asyncio.get_running_loop()

@@ -23,6 +23,12 @@ _ONE_THREAD = {
 _LOG_TAIL = 2000
 
 
+def worker_environment() -> dict[str, str]:
+    """Environment of a process that finds the same modules as this one and computes in one thread."""
+    paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
+    return os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
 class WorkerStartError(RuntimeError):
     """A worker did not come up; the message holds what it wrote to its standard error."""
 
@@ -36,8 +42,6 @@ class WorkerProcess:
         It dies with the thread that calls this.
         """
         ours, theirs = socket.socketpair()
-        paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
-        environment = os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._channel = Channel(ours)
         self.works_done = 0
@@ -50,7 +54,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(),),
-                env=environment,
+                env=worker_environment(),
                 start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
             )
 

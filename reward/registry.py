@@ -1,4 +1,4 @@
-"""The table of verifiers: name -> where it is, whether it is cheap. One outside the table is `module:function`."""
+"""The table of verifiers: name -> where it is and how it is run. One outside the table is `module:function`."""
 
 import importlib
 from dataclasses import dataclass
@@ -9,17 +9,23 @@ from reward.messages import Verifier, VerifierError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """Where a verifier lives. A cheap one takes linear time on any text and may share a batch with others."""
+    """Where a verifier lives and what it asks of its surroundings."""
 
     path: str
-    cheap: bool
+    cheap: bool = False
+    """It takes linear time on any text and may share a batch with others."""
+    math: bool = False
+    """Its ground truth is an answer that `exact` and `robust` can both compare."""
+    remote: bool = False
+    """A service judges: `path` names none of our functions."""
 
 
 VERIFIERS: dict[str, Entry] = {
-    "robust": Entry(path="reward.verifiers.robust:judge", cheap=True),
-    "exact": Entry(path="reward.verifiers.exact:judge", cheap=True),
+    "robust": Entry(path="reward.verifiers.robust:judge", cheap=True, math=True),
+    "exact": Entry(path="reward.verifiers.exact:judge", cheap=True, math=True),
     "choice": Entry(path="reward.verifiers.choice:judge", cheap=True),
-    "json": Entry(path="reward.verifiers.json_answer:judge", cheap=False),
+    "json": Entry(path="reward.verifiers.json_answer:judge"),
+    "remote": Entry(path="", remote=True),
 }
 
 
@@ -34,7 +40,7 @@ def find(name: str) -> Entry:
         return entry
     module, colon, function = name.partition(":")
     if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return Entry(path=name, cheap=False)
+        return Entry(path=name)
     near = get_close_matches(name.lower(), VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(VERIFIERS)}, or 'module:function'"
     raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}")
@@ -46,8 +52,10 @@ def load(name: str) -> Verifier:
     Raises:
         VerifierError: unknown name, a module that cannot be imported, no such function in it.
     """
-    path = find(name).path
-    module_name, _, function_name = path.partition(":")
+    entry = find(name)
+    if entry.remote:
+        raise VerifierError(f"verifier {name!r} is a service, which no process of the pool can be")
+    module_name, _, function_name = entry.path.partition(":")
     try:
         function = vars(importlib.import_module(module_name)).get(function_name)
     except Exception as error:  # a user's module may fail in any way, and the pool must go on

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reward.messages import Deferred, Judgement, VerificationRequest, Verifier, VerifierError
+from reward.messages import Deferred, Judgement, Rule, VerificationRequest, Verifier, VerifierError
 from reward.registry import load
 from reward.wire import Channel
 
@@ -85,7 +85,7 @@ def _timed(judge: Callable[[], Judgement | Deferred | bool], name: str) -> list[
     except MemoryError:
         return [False, None, "", time.perf_counter() - start, "memory"]
     except VerifierError as error:
-        return [False, None, "", time.perf_counter() - start, str(error)[:_ERROR_LIMIT]]
+        return [False, None, Rule.UNJUDGED.value, time.perf_counter() - start, str(error)[:_ERROR_LIMIT]]
     except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
         return [False, None, "", time.perf_counter() - start, f"{type(error).__name__}: {error}"[:_ERROR_LIMIT]]
     seconds = time.perf_counter() - start
@@ -104,7 +104,7 @@ def _serve_single(channel: Channel, row: Row, verifiers: dict[str, Verifier], me
             verifiers[row[0]] = load(row[0])
         except VerifierError as error:
             channel.send_reply("started")
-            channel.send_reply([False, None, "", 0.0, str(error)[:_ERROR_LIMIT]])
+            channel.send_reply([False, None, Rule.UNJUDGED.value, 0.0, str(error)[:_ERROR_LIMIT]])
             return
         _limit_memory(memory_mb)
     channel.send_reply("started")

@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
 
 OF_ERRORS = {
     "megatron_dapo.config.base.ConfigError": ExitCode.CONFIG,
-    "megatron_dapo.data.prompts.DataError": ExitCode.CONFIG,
+    "megatron_dapo.data.rows.DataError": ExitCode.CONFIG,
     "megatron_dapo.data.tokenizer.TokenizerError": ExitCode.CONFIG,
     "megatron_dapo.data.ledger.LedgerError": ExitCode.CONFIG,
     "megatron_dapo.monitor.writer.MetricsError": ExitCode.CONFIG,
@@ -39,6 +39,7 @@ OF_ERRORS = {
     "megatron_dapo.coordinator.waits.StopRequested": ExitCode.CONTINUE,
     "rollout.errors.RolloutError": ExitCode.FLEET,
     "megatron_dapo.coordinator.generator.EngineAborted": ExitCode.FLEET,
+    "megatron_dapo.coordinator.generator.Unjudged": ExitCode.FAILED,
     "megatron_dapo.coordinator.cluster.ClusterError": ExitCode.TRAINER,
     "megatron_dapo.coordinator.trainer.TrainerError": ExitCode.TRAINER,
     "megatron_dapo.coordinator.sampler.OversamplingLimit": ExitCode.FAILED,

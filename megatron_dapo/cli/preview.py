@@ -6,7 +6,9 @@ from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.data.prompts import DataError, prompt_at, read_prompts
+from megatron_dapo.coordinator.inputs import read_problems
+from megatron_dapo.data.order import PromptOrder
+from megatron_dapo.data.rows import DataError
 from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
 
 
@@ -15,15 +17,17 @@ def preview_command(path: Path, overrides: Sequence[str], count: int) -> ExitCod
     try:
         config = load_config(path, overrides)
         text = load_text_tools(config.model.path)
-        prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
+        prompts, _ = read_problems(config, text)
     except (ConfigError, DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
-    print(f"{config.data.path}: {prompts.summary()}")
+    print(f"prompts: {prompts.summary()}")
     print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {config.rollout.max_new_tokens} tokens")
+    order = PromptOrder(prompts.spans, config.run.seed)
     for position in range(count):
-        prompt = prompts.prompts[prompt_at(position, len(prompts.prompts), config.run.seed)]
-        print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens, answer {prompt.answer!r}")
+        prompt = prompts.prompts[order.index_at(position)]
+        print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens")
+        print(f"source {prompt.source}, verifier {prompt.verifier}, answer {prompt.answer!r}")
         print(prompt.text)
         print(f"token ids: {prompt.ids.tolist()}")
     return ExitCode.FINISHED

@@ -5,19 +5,63 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, PositiveInt
+from megatron_dapo.config.base import STRICT, PositiveFloat, PositiveInt, Text
+from reward.config import VerifierName
+
+Schema = Literal["columns", "dapo", "gsm8k"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig:
-    path: str
+class ColumnsConfig:
+    prompt_key: Text | None = None
+    """Column of the prompt: a text, or a chat list of {role, content}. Dots reach into objects. None: the schema's."""
+
+    answer_key: Text | None = None
+    """Column of the ground truth. None: the schema's."""
+
+    answer_after: Text | None = None
+    """The ground truth is what follows the last such mark in the column, as `####` in GSM8K; a row without the mark is
+    broken. None: the schema's."""
+
+    source_key: Text | None = None
+    """Column that names the row's source, which `reward.by_source` reads. None: the schema's, or else the source is the
+    file's name without its ending."""
+
+    verifier_key: Text | None = None
+    """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
+    or one of your own that the config names too: a data file shall not choose code to run. None: no such column."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SourceConfig(ColumnsConfig):
+    path: Text
     """Prompt file: JSON lines (.jsonl) or parquet (.parquet)."""
 
-    prompt_key: str = "prompt"
-    """Column of the prompt: a text, or a chat list of {role, content}. Dots reach into objects."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts drawn from this file, against the other weights. A file is gone through whole, shuffled,
+    before one of its prompts comes again."""
 
-    answer_key: str = "answer"
-    """Column of the ground truth; `reward_model.ground_truth` in the DAPO-Math-17k schema."""
+    name: Text | None = None
+    """Source of the rows that name none. None: the file's name without its ending."""
+
+    verifier: VerifierName | None = None
+    """Verifier of the rows that name none. None: `reward.by_source`, then `reward.verifier`."""
+
+    schema: Schema | None = None
+    """As `data.schema`. None: this file is read as section `data` says, but for the keys given here."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig(ColumnsConfig):
+    path: Text | None = None
+    """Prompt file: JSON lines (.jsonl) or parquet (.parquet). None: `mixture`."""
+
+    mixture: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
+    """Several prompt files instead of `path`: a list of {path, weight, name, verifier, schema, and the keys above}."""
+
+    schema: Schema = "columns"
+    """Which columns hold what, for each key that is none. `columns`: `prompt`, `answer`. `dapo`: `prompt`,
+    `reward_model.ground_truth`, source in `data_source`. `gsm8k`: `question`, and in `answer` what follows `####`."""
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] | Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's chat template. `plain`: the prompt as it is. Else a text that holds `{prompt}`."""
@@ -29,8 +73,8 @@ class DataConfig:
     """A prompt over `max_prompt_tokens`: `stop` names it and ends; `drop` leaves it out and counts it."""
 
     broken_rows: Literal["stop", "skip"] = "stop"
-    """A row that is no JSON, lacks a key or has an empty answer: `stop` names file and line and ends; `skip` counts
-    it."""
+    """A row that is no JSON, lacks a key, or has a ground truth that is empty or that its verifier cannot use: `stop`
+    names file and line and ends; `skip` counts it."""
 
     deduplicate: bool = True
-    """Keep one row a prompt text (AIME 2024 ships each of its 30 problems 32 times)."""
+    """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""

@@ -3,12 +3,16 @@
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
+from megatron_dapo.config.data import ColumnsConfig, Schema
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvaluationConfig:
+class EvaluationConfig(ColumnsConfig):
     path: str
-    """File of held-out problems, read with the keys and the template of section `data`."""
+    """File of held-out problems, put into the template of section `data`."""
+
+    schema: Schema | None = None
+    """As `data.schema`. None: the file is read as section `data` says, but for the keys given here."""
 
     every: NonNegativeInt = 0
     """Rollout steps between evaluations; 0: only before the first and after the last step."""

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -90,6 +90,10 @@ def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, li
         lines[where] = place
         if isinstance(value, yaml.MappingNode):
             _collect_lines(value, where, file, lines)
+        elif isinstance(value, yaml.SequenceNode):
+            for number, item in enumerate(value.value):
+                if isinstance(item, yaml.MappingNode):
+                    _collect_lines(item, (*where, str(number)), file, lines)
 
 
 def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
@@ -141,5 +145,15 @@ def _keys(path: tuple[str, ...]) -> list[str]:
     """Valid keys below the section `path`."""
     section: Any = Config
     for part in path:
-        section = {field.name: field.type for field in dataclasses.fields(section)}[part]
+        if part.isdigit():  # of a list of sections
+            section = next(item for item in _members(section) if dataclasses.is_dataclass(item))
+        else:
+            section = {field.name: field.type for field in dataclasses.fields(section)}[part]
     return [field.name for field in dataclasses.fields(section)]
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """All types that an annotation is made of."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _members(argument)

@@ -40,11 +40,25 @@ def _section(name: str, section: Any) -> str:
         if dataclasses.is_dataclass(field.type):
             below.append((f"{name}.{field.name}", field.type))
             continue
-        default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
+        item = _item(field.type)
+        if item is not None:
+            below.append((f"{name}.{field.name}.N", item))
+        default = f"`{_default(field.default)}`"
+        if field.default is dataclasses.MISSING:
+            factory: Any = field.default_factory
+            default = "required" if factory is dataclasses.MISSING else f"`{_default(factory())}`"
         lines.append(f"| `{name}.{field.name}` | {_type(field.type)} | {default} | {meanings[field.name]} |")
     if len(lines) == 4:  # only sections below this one
         lines = lines[:2]
     return "\n".join([*lines, ""]) + "".join("\n" + _section(*child) for child in below)
+
+
+def _item(annotation: Any) -> Any:
+    """The section that a list consists of, None for anything else."""
+    if get_origin(annotation) is Annotated:
+        return _item(get_args(annotation)[0])
+    items = get_args(annotation) if get_origin(annotation) is tuple else ()
+    return items[0] if items and dataclasses.is_dataclass(items[0]) else None
 
 
 def _default(value: Any) -> str:
@@ -54,6 +68,8 @@ def _default(value: Any) -> str:
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, tuple):
         return str(list(value))
+    if isinstance(value, dict):
+        return str(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -68,13 +84,20 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(option) for option in arguments)
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return f"{_type(arguments[0])} to {_type(arguments[1])}"
+    if dataclasses.is_dataclass(annotation):
+        return "section"
     return "none" if annotation is type(None) else annotation.__name__
 
 
 def _attribute_docstrings(section: Any) -> dict[str, str]:
-    """Texts under the fields, one line each."""
+    """Texts under the fields, one line each; those of the classes that it inherits from first."""
+    texts: dict[str, str] = {}
+    for above in section.__bases__:
+        if dataclasses.is_dataclass(above):
+            texts |= _attribute_docstrings(above)
     body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
-    texts = {}
     for statement, after in pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)

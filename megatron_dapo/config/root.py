@@ -65,6 +65,15 @@ def contradictions(config: Config) -> Iterator[str]:
             f"model.context_length = {config.model.context_length}: below data.max_prompt_tokens + "
             f"rollout.max_new_tokens = {config.data.max_prompt_tokens + rollout.max_new_tokens}; raise it or lower them"
         )
+    if (config.data.path is None) == (not config.data.mixture):
+        both = "both are" if config.data.mixture else "neither is"
+        yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
+    remote = config.reward.remote
+    if remote.url is not None and remote.deadline_s >= config.run.step_deadline_s:
+        yield (
+            f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = "
+            f"{config.run.step_deadline_s:g}, else a service that is away looks like a stall"
+        )
     if layout.sequence_parallel and layout.tensor == 1:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:

@@ -6,10 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dapo.config.evaluation import EvaluationConfig
-from megatron_dapo.coordinator.generator import Decoder, Fleet, Pool, all_or_none, response_seed
+from megatron_dapo.coordinator.generator import (
+    Decoder,
+    Fleet,
+    Pool,
+    all_or_none,
+    judged,
+    response_seed,
+    verification_request,
+)
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.monitor.statistics import Accuracy, clustered_accuracy
-from reward.messages import VerificationRequest
 from rollout.messages import Generation, GenerationRequest, SamplingParams
 
 FORBIDDEN = -1e9
@@ -39,12 +46,11 @@ class Evaluator:
         decoder: Decoder,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        verifier: str,
         seed: int,
     ) -> None:
         self._config, self._fleet, self._pool, self._decoder = config, fleet, pool, decoder
         self._prompts, self._sampling = prompts, sampling
-        self._verifier, self._seed = verifier, seed
+        self._seed = seed
 
     async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """`sampled` and (if configured) `greedy` answers.
@@ -68,17 +74,8 @@ class Evaluator:
         ]
         responses = await all_or_none(tasks)
         texts = [self._decoder.decode(ids.tolist(), skip_special_tokens=True) for ids in responses]
-        verdicts = await self._pool.verify(
-            [
-                VerificationRequest(
-                    response=text,
-                    ground_truth=self._prompts[number // samples].answer,
-                    prompt=self._prompts[number // samples].text,
-                    verifier=self._verifier,
-                )
-                for number, text in enumerate(texts)
-            ]
-        )
+        requests = [verification_request(self._prompts[at // samples], text) for at, text in enumerate(texts)]
+        verdicts = await judged(self._pool, requests, f"held-out problems ({name})")
         correct = [verdict.accuracy for verdict in verdicts]
         return Answers(
             accuracy=clustered_accuracy(np.array(correct).reshape(len(self._prompts), samples)),

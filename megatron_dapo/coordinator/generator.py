@@ -11,7 +11,9 @@ import torch
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
-from megatron_dapo.data.prompts import Prompt, prompt_at
+from megatron_dapo.data.order import PromptOrder
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from reward.disagreement import other_accuracy
 from reward.messages import Verdict, VerificationRequest
 from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -40,6 +42,28 @@ class EngineAborted(RuntimeError):
     """A server ended a response without finishing it, again and again."""
 
 
+class Unjudged(RuntimeError):
+    """A response could not be judged, by no fault of its own. Counted as wrong it would teach the actor noise."""
+
+
+def verification_request(prompt: Prompt, text: str) -> VerificationRequest:
+    """What the pool is asked of one response."""
+    return VerificationRequest(response=text, ground_truth=prompt.answer, prompt=prompt.text, verifier=prompt.verifier)
+
+
+async def judged(pool: Pool, requests: Sequence[VerificationRequest], place: str) -> list[Verdict]:
+    """The verdicts, in order. One that is missing for a reason within the response (a time-out, say) counts as wrong.
+
+    Raises:
+        Unjudged: one is missing for a reason that lies elsewhere.
+    """
+    verdicts = await pool.verify(requests)
+    for request, verdict in zip(requests, verdicts, strict=True):
+        if verdict.unjudged:
+            raise Unjudged(f"{place}: no verdict by {request.verifier!r}: {verdict.error}")
+    return verdicts
+
+
 def response_seed(seed: int, position: int, sample: int) -> int:
     """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the
     group."""
@@ -56,21 +80,21 @@ class GroupGenerator:
         fleet: Fleet,
         pool: Pool,
         decoder: Decoder,
-        prompts: Sequence[Prompt],
+        prompts: PromptSet,
         sampling: SamplingParams,
         group_size: int,
         overlong: OverlongConfig,
-        verifier: str,
         seed: int,
     ) -> None:
         self._fleet, self._pool, self._decoder = fleet, pool, decoder
-        self._prompts, self._sampling, self._group_size = prompts, sampling, group_size
-        self._overlong, self._verifier, self._seed = overlong, verifier, seed
+        self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
+        self._sampling, self._group_size = sampling, group_size
+        self._overlong, self._seed = overlong, seed
         self._clock = RewardClock()
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the shuffled order, judged."""
-        index = prompt_at(position, len(self._prompts), self._seed)
+        index = self._order.index_at(position)
         prompt = self._prompts[index]
         with self._clock.writing():
             generations = await all_or_none(
@@ -108,14 +132,9 @@ class GroupGenerator:
 
     async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
         texts = [self._decoder.decode(g.token_ids.tolist(), skip_special_tokens=True) for g in generations]
-        verdicts = await self._pool.verify(
-            [
-                VerificationRequest(
-                    response=text, ground_truth=prompt.answer, prompt=prompt.text, verifier=self._verifier
-                )
-                for text in texts
-            ]
-        )
+        requests = [verification_request(prompt, text) for text in texts]
+        verdicts = await judged(self._pool, requests, prompt.place)
+        others = [other_accuracy(request) for request in requests]
         accuracy = torch.tensor([verdict.accuracy for verdict in verdicts])
         raw = raw_reward(accuracy, dtype=torch.float64).tolist()
         shaped = shaped_rewards(
@@ -135,6 +154,7 @@ class GroupGenerator:
                 accuracy=verdict.accuracy,
                 reward_raw=raw[at],
                 reward_shaped=shaped[at],
+                other_accuracy=others[at],
             )
             for at, (generation, text, verdict) in enumerate(zip(generations, texts, verdicts, strict=True))
         )

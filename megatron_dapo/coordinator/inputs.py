@@ -5,8 +5,13 @@ from pathlib import Path
 
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data.prompts import PromptSet, check_file, read_prompts
+from megatron_dapo.data.columns import heldout_files, training_files
+from megatron_dapo.data.prompts import PromptSet, read_prompts
+from megatron_dapo.data.rows import check_file
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
+from megatron_dapo.data.verifiers import VerifierChoice
+from reward.check import check_verifiers
+from reward.messages import VerifierError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +26,8 @@ class Inputs:
 
 def read_inputs(config: Config) -> Inputs:
     """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
-    for path in (config.data.path, config.evaluation.path):
-        check_file(path)  # before anything that takes seconds to import
+    for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
+        check_file(file.path, file.setting)  # before anything that takes seconds to import
     text = load_text_tools(config.model.path)
     model = HFModelConfig.load(Path(config.model.path))
     check_layout(model, config.actor.layout)
@@ -31,6 +36,31 @@ def read_inputs(config: Config) -> Inputs:
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
             f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
         )
-    prompts = read_prompts(config.data.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(config.evaluation.path, config.data, text.tokenizer, vocab_size=text.vocab_size)
+    prompts, heldout = read_problems(config, text)
     return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
+
+
+def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet]:
+    """The prompts to train on and the held-out ones, each with a verifier that can be run here and can use its ground
+    truth.
+
+    Raises:
+        DataError: a file, a row or a ground truth that cannot be used.
+        ConfigError: a verifier that cannot be run, a source in `reward.by_source` that no prompt has.
+    """
+    training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
+    choice = VerifierChoice(config.reward, (*training, *held))
+    prompts = read_prompts(training, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    if unread := choice.unread_sources():
+        raise ConfigError(unread)
+    places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
+    places |= {file.verifier: f"{file.setting}.verifier" for file in training if file.verifier is not None}
+    places |= {config.reward.verifier: "reward.verifier"}
+    for prompt in (*prompts.prompts, *heldout.prompts):
+        places.setdefault(prompt.verifier, prompt.place)
+    try:
+        check_verifiers(places, config.reward)
+    except VerifierError as error:
+        raise ConfigError(str(error)) from None
+    return prompts, heldout

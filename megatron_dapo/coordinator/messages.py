@@ -22,6 +22,13 @@ class ScoredResponse:
     """Eq. 7: +1.0 or -1.0."""
     reward_shaped: float
     """reward_raw plus the length penalty (eq. 13): what eq. 9 reads."""
+    other_accuracy: bool | None = None
+    """For mathematics, what the other rule says: `exact` of what `robust` judged, or the reverse. Only watched."""
+
+    @property
+    def rules_disagree(self) -> bool:
+        """Whether `exact` and `robust` were both asked and differ."""
+        return self.other_accuracy is not None and self.other_accuracy is not self.accuracy
 
     @property
     def truncated(self) -> bool:

@@ -141,11 +141,10 @@ def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGener
         fleet=services.fleet,
         pool=services.pool,
         decoder=inputs.text.tokenizer,
-        prompts=inputs.prompts.prompts,
+        prompts=inputs.prompts,
         sampling=_sampling(config, inputs),
         group_size=config.algorithm.group_size,
         overlong=config.algorithm.overlong,
-        verifier=config.reward.verifier,
         seed=config.run.seed,
     )
 
@@ -158,7 +157,6 @@ def _evaluator(config: Config, inputs: Inputs, services: Services) -> Evaluator:
         decoder=inputs.text.tokenizer,
         prompts=inputs.heldout.prompts[: config.evaluation.limit or None],
         sampling=_sampling(config, inputs),
-        verifier=config.reward.verifier,
         seed=config.run.seed,
     )
 
@@ -243,7 +241,7 @@ def _manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[s
         },
         "data": {
             "train": {
-                "path": config.data.path,
+                "path": config.data.path or [source.path for source in config.data.mixture],
                 "sha256": inputs.prompts.content_hash,
                 "rows": inputs.prompts.summary(),
             },

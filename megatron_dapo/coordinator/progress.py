@@ -112,6 +112,7 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
                 "verdict": asdict(response.verdict),
                 "reward_raw": response.reward_raw,
                 "reward_shaped": response.reward_shaped,
+                "other_accuracy": response.other_accuracy,
             }
             for response in group.responses
         ],
@@ -162,4 +163,5 @@ def _response(entry: dict, reader: _Reader) -> ScoredResponse:
         accuracy=verdict.accuracy,
         reward_raw=entry["reward_raw"],
         reward_shaped=entry["reward_shaped"],
+        other_accuracy=entry["other_accuracy"],
     )

@@ -30,6 +30,6 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
             )
     if json.loads(manifest.read_text())["data"]["train"]["sha256"] != inputs.prompts.content_hash:
         raise RunDirError(
-            f"data.path = {config.data.path}: its prompts are not those that the run in {run_dir.path} was begun with; "
+            f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "
             "their order would differ, and prompts be trained twice or never"
         )

@@ -114,6 +114,7 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         "tokens_per_second/train": trained / max(seconds["update"], 1e-9),
     }
     metrics |= _response_metrics(generated)
+    metrics |= _disagreement(generated)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= _update_metrics(record.updates)
     if record.correction is not None:
@@ -127,19 +128,29 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
 
 
 def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
-    """Append the first responses of the step's first groups as text, for a person to read."""
+    """Append, for a person and for tools/audit_rewards.py to read: the first responses of the step's first groups, and
+    as many of the others as `count` allows again on which the rules for mathematics disagree."""
     groups = record.admission.generated or record.admission.kept
+    first = [(group, group.responses[0]) for group in groups[:count]]
+    others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
+    disputed = [(group, response) for group, response in others if response.rules_disagree]
     with path.open("a", encoding="utf-8") as file:
-        for group in groups[:count]:
-            response = group.responses[0]
+        for group, response in (*first, *disputed[:count]):
+            prompt = prompts[group.prompt_index]
             line = {
                 "rollout_step": record.progress.rollout_step,
                 "prompt": group.position,
-                "prompt_text": prompts[group.prompt_index].text,
-                "answer": prompts[group.prompt_index].answer,
+                "place": prompt.place,
+                "source": prompt.source,
+                "prompt_text": prompt.text,
+                "answer": prompt.answer,
+                "verifier": prompt.verifier,
                 "response": response.text,
                 "accuracy": response.accuracy,
                 "extracted": response.verdict.extracted,
+                "rule": response.verdict.rule,
+                "error": response.verdict.error,
+                "other_accuracy": response.other_accuracy,
                 "reward_shaped": response.reward_shaped,
                 "finish_reason": response.generation.finish_reason,
             }
@@ -159,6 +170,12 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "verdict_errors": sum(response.verdict.error is not None for response in responses),
         "truncated_fraction": float(np.mean([response.truncated for response in responses])),
     } | wording_metrics([response.text for response in responses], [response.accuracy for response in responses])
+
+
+def _disagreement(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Nothing where no response was judged by a rule for mathematics."""
+    both = [response for response in _responses(groups) if response.other_accuracy is not None]
+    return {"verdict_disagreement": sum(each.rules_disagree for each in both) / len(both)} if both else {}
 
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:

@@ -61,6 +61,12 @@ _RESPONSES = (
     _metric(
         "verdict_errors", "responses", Reduce.SUM, "Responses without a verdict (time-out, memory, unusable answer)."
     ),
+    _metric(
+        "verdict_disagreement",
+        "share",
+        Reduce.RATIO,
+        "Responses to mathematics on which the rules `exact` and `robust` differ, among those that both could judge.",
+    ),
     _metric("truncated_fraction", "share", Reduce.MEAN, "Responses cut off at `rollout.max_new_tokens`."),
     _metric(
         "reflection_rate",

@@ -7,6 +7,7 @@ Not cheap: a schema may hold regular expressions, so each verdict has the wall-c
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from reward.messages import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
@@ -29,11 +30,12 @@ def judge(request: VerificationRequest) -> Judgement:
         VerifierError: the ground truth has another form, or its schema is none.
     """
     wanted = _wanted(request.ground_truth)
+    validator = _validator(wanted["schema"]) if "schema" in wanted else None
     value, text = last_json(request.response)
     if value is _ABSENT:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     extracted = text[:EXTRACTED_LIMIT]
-    if "schema" in wanted and not _valid(value, wanted["schema"]):
+    if validator is not None and not _valid(value, validator):
         return Judgement(accuracy=False, extracted=extracted, rule=RULE_SCHEMA)
     if "equals" in wanted:
         return Judgement(accuracy=same(value, wanted["equals"]), extracted=extracted, rule=RULE_EQUALS)
@@ -47,17 +49,47 @@ def _wanted(ground_truth: str) -> dict[str, Any]:
     return wanted
 
 
-def _valid(value: Any, schema: Any) -> bool:
+def _validator(schema: Any) -> Any:
+    """A validator of the schema that fetches nothing: a reference must stay within the schema."""
     import jsonschema  # only this verifier needs it
+    import referencing
 
     try:
-        validator = jsonschema.validators.validator_for(schema)
-        validator.check_schema(schema)
+        kind = jsonschema.validators.validator_for(schema)
+        kind.check_schema(schema)
     except (jsonschema.SchemaError, TypeError, AttributeError) as error:
         raise VerifierError(
             f"verifier json: the schema of the ground truth is not valid: {str(error)[:120]}"
         ) from error
-    return validator(schema).is_valid(value)
+    for reference in _references(schema):
+        if not reference.startswith("#"):
+            raise VerifierError(
+                f"verifier json: the schema refers to {reference[:80]!r}, outside itself, and nothing is fetched; "
+                "put it below $defs"
+            )
+    return kind(schema, registry=referencing.Registry())
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Every `$ref` and `$dynamicRef` of the schema."""
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            if key in ("$ref", "$dynamicRef") and isinstance(value, str):
+                yield value
+            else:
+                yield from _references(value)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)
+
+
+def _valid(value: Any, validator: Any) -> bool:
+    import referencing.exceptions
+
+    try:
+        return validator.is_valid(value)
+    except referencing.exceptions.Unresolvable as error:
+        raise VerifierError(f"verifier json: the schema refers to what it does not hold: {str(error)[:120]}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -63,6 +63,10 @@ def test_a_tokenizer_without_an_end_token(run, tmp_path):
     expect(run(f"model.path={folder}"), ExitCode.CONFIG, str(folder), "end token")
 
 
+def test_a_verifier_that_cannot_be_imported(run):
+    expect(run("reward.verifier=nomod:fn"), ExitCode.CONFIG, "reward.verifier = nomod:fn", "No module named 'nomod'")
+
+
 def test_an_unknown_key(run):
     expect(run("actor.layout.tensr=2"), ExitCode.CONFIG, "did you mean actor.layout.tensor?", within_s=10)
 

@@ -53,6 +53,31 @@ def test_what_is_dumped_loads_to_the_same_config(file, tmp_path):
     assert load_config(again) == config
 
 
+def test_a_mixture_of_prompt_files(file, tmp_path):
+    path = file("reward: {by_source: {gsm8k: exact}}\n")
+    files = "data: {mixture: [{path: a.jsonl, weight: 2.0}, {path: g.jsonl, schema: gsm8k, verifier: json}]}"
+    path.write_text(path.read_text().replace("data: {path: train.jsonl}", files))
+    config = load_config(path)
+    assert [(source.path, source.weight, source.verifier) for source in config.data.mixture] == [
+        ("a.jsonl", 2.0, None),
+        ("g.jsonl", 1.0, "json"),
+    ]
+    assert config.reward.by_source == {"gsm8k": "exact"}
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+    path.write_text(path.read_text().replace("schema: gsm8k", "weigth: 1.0"))
+    with pytest.raises(ConfigError, match=r"config.yaml:3: data.mixture.1.weigth: .*data.mixture.1.weight\?"):
+        load_config(path)
+
+
+def test_one_prompt_file_or_a_mixture_not_both(file):
+    with pytest.raises(ConfigError, match=r"data\.path and data\.mixture: both are given"):
+        load_config(file(), ["data.mixture=[{path: a.jsonl}]"])
+    with pytest.raises(ConfigError, match=r"data\.path and data\.mixture: neither is given"):
+        load_config(file(), ["data.path=null"])
+
+
 def test_overrides_replace_values_of_the_file(file):
     config = load_config(file("actor: {optimizer: {lr: 1e-4}}\n"), ["run.seed=7", "actor.optimizer.betas=[0.9, 0.98]"])
     assert config.run.seed == 7

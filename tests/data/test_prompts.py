@@ -5,8 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dapo.config.data import DataConfig
-from megatron_dapo.data.prompts import DataError, prompt_at, read_prompts
+from megatron_dapo.config.data import DataConfig, SourceConfig
+from megatron_dapo.data.columns import training_files
+from megatron_dapo.data.prompts import read_prompts
+from megatron_dapo.data.rows import DataError
+from megatron_dapo.data.verifiers import VerifierChoice
+from reward.config import RewardConfig
 
 
 class Letters:
@@ -19,8 +23,12 @@ class Letters:
         return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
 
 
-def read(path, **options):
-    return read_prompts(path, DataConfig(path=str(path), **{"template": "plain"} | options), Letters(), vocab_size=100)
+def read(path, *, reward=None, mixture=(), **options):
+    options["mixture"] = tuple(SourceConfig(**source) for source in mixture)
+    config = DataConfig(path=str(path) if path else None, **{"template": "plain"} | options)
+    files = training_files(config)
+    choice = VerifierChoice(reward or RewardConfig(), files)
+    return read_prompts(files, config, choice, Letters(), vocab_size=100)
 
 
 def write(path, rows):
@@ -97,10 +105,123 @@ def test_a_long_prompt_stops_or_is_dropped(tmp_path):
     assert read(file, max_prompt_tokens=10, too_long="drop").too_long == 1
 
 
-def test_the_order_is_a_new_permutation_every_epoch_and_depends_on_the_seed():
-    first = [prompt_at(p, 50, 3) for p in range(50)]
-    second = [prompt_at(p, 50, 3) for p in range(50, 100)]
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
-    assert first == [prompt_at(p, 50, 3) for p in range(50)]
-    assert first != [prompt_at(p, 50, 4) for p in range(50)]
+def test_gsm8k_and_a_mapping_of_columns(tmp_path):
+    row = {"question": "2 + 3?", "answer": "2 #### is 5.\n#### 5 "}
+    (prompt,) = read(write(tmp_path / "g.jsonl", [row]), schema="gsm8k").prompts
+    assert (prompt.text, prompt.answer, prompt.source) == ("2 + 3?", "5", "g")
+    mapped = write(tmp_path / "m.jsonl", [{"q": {"text": "a"}, "a": "so: 7", "from": "exam"}])
+    keys = {"prompt_key": "q.text", "answer_key": "a", "answer_after": "so:", "source_key": "from"}
+    (prompt,) = read(mapped, **keys).prompts
+    assert (prompt.text, prompt.answer, prompt.source) == ("a", "7", "exam")
+
+
+@pytest.mark.parametrize("answer", ["5", "####", "#### ", 5])
+def test_a_gsm8k_row_without_an_answer_is_broken(tmp_path, answer):
+    file = write(tmp_path / "g.jsonl", [{"question": "a", "answer": answer}])
+    with pytest.raises(DataError, match=r"g\.jsonl:1: answer holds no answer after '####'"):
+        read(file, schema="gsm8k")
+
+
+def test_the_dapo_schema_by_name(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}, "data_source": "aime"}
+    (prompt,) = read(write(tmp_path / "d.jsonl", [row]), schema="dapo").prompts
+    assert (prompt.text, prompt.answer, prompt.source) == ("<user>q<assistant>", "1", "aime")
+
+
+def test_duplicates_that_contradict_each_other_are_counted(tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}]
+    got = read(write(tmp_path / "p.jsonl", rows))
+    assert (got.duplicates, got.contradictions) == (2, 1)
+    assert "2 duplicates (1 with another answer)" in got.summary()
+
+
+@pytest.mark.parametrize("answer", ["NaN", "Infinity", "1e999", "true", "{}", "[]"])
+def test_what_is_no_answer_is_broken(tmp_path, answer):
+    file = write(tmp_path / "p.jsonl", [f'{{"prompt": "a", "answer": {answer}}}\n'])
+    with pytest.raises(DataError, match=r"p\.jsonl:1: answer"):
+        read(file)
+
+
+def test_a_mixture_has_spans_and_one_hash(tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"prompt": p, "answer": "1"} for p in "xyz"])
+    b = write(tmp_path / "b.jsonl", [{"question": p, "answer": "#### 2"} for p in "zuv"])
+    mixture = [{"path": str(a), "weight": 3.0}, {"path": str(b), "schema": "gsm8k", "name": "gsm"}]
+    got = read(None, mixture=mixture)
+    assert [(s.name, s.start, s.count, s.weight) for s in got.spans] == [("a", 0, 3, 3.0), ("gsm", 3, 2, 1.0)]
+    assert [p.text for p in got.prompts] == list("xyzuv")
+    assert got.duplicates == 1
+    assert got.content_hash == read(None, mixture=mixture).content_hash
+    mixture[0]["weight"] = 2.0
+    assert got.content_hash != read(None, mixture=mixture).content_hash
+    with pytest.raises(DataError, match=r"b\.jsonl: no usable prompt \(3 rows read, 3 duplicates"):
+        read(None, mixture=[*mixture, mixture[1]])
+
+
+def test_each_sample_has_the_verifier_that_its_row_file_or_source_names(tmp_path):
+    rows = [
+        {"prompt": "a", "answer": "1", "by": "exact", "from": "exam"},
+        {"prompt": "b", "answer": "B", "by": None, "from": "quiz"},
+        {"prompt": "c", "answer": "1", "by": None, "from": "exam"},
+        {"prompt": "d", "answer": {"equals": [1]}, "by": "json", "from": "exam"},
+    ]
+    file = write(tmp_path / "p.jsonl", rows)
+    keys = {"verifier_key": "by", "source_key": "from"}
+    got = read(file, reward=RewardConfig(by_source={"quiz": "choice"}), **keys)
+    assert [p.verifier for p in got.prompts] == ["exact", "choice", "robust", "json"]
+    assert "judged: 1 by choice, 1 by exact, 1 by json, 1 by robust" in got.summary()
+    other = write(tmp_path / "q.jsonl", [{"prompt": "z", "answer": "B"}])
+    mixture = [{"path": str(file), **keys}, {"path": str(other), "verifier": "choice"}]
+    got = read(None, reward=RewardConfig(by_source={"quiz": "choice"}), mixture=mixture)
+    assert [p.verifier for p in got.prompts] == ["exact", "choice", "robust", "json", "choice"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"by": "robst"}, "did you mean 'robust'"),
+        ({"by": "os:system"}, "a data file may not choose code"),
+        ({"by": 3}, "expected a text"),
+        ({"by": "choice", "answer": "Paris"}, "not the letter"),
+        ({"by": "json", "answer": '{"schema": {"type": 7}}'}, "schema"),
+        ({"by": "robust", "answer": "$$"}, "holds no answer"),
+        ({"by": "robust", "answer": [1]}, "wants a text"),
+    ],
+)
+def test_a_verifier_or_a_truth_that_cannot_be_is_refused_with_file_and_line(tmp_path, row, expected):
+    file = write(
+        tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1", "by": None}, {"prompt": "b", "answer": "1"} | row]
+    )
+    with pytest.raises(DataError) as error:
+        read(file, verifier_key="by")
+    assert "p.jsonl:2" in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_skipping_broken_rows_does_not_skip_an_unknown_verifier(tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1", "by": "robst"}])
+    with pytest.raises(DataError, match="did you mean"):
+        read(file, verifier_key="by", broken_rows="skip")
+    bad = [{"prompt": "a", "answer": "1", "by": None}, {"prompt": "b", "answer": "x", "by": "choice"}]
+    assert (
+        read(
+            write(tmp_path / "q.jsonl", [*bad, {"prompt": "c", "answer": "one two", "by": "choice"}]),
+            verifier_key="by",
+            broken_rows="skip",
+        ).broken
+        == 1
+    )
+
+
+def test_code_that_the_config_names_may_be_named_by_a_row(tmp_path):
+    own = "tests.reward.hostile:judge"
+    file = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1", "by": own}])
+    got = read(file, verifier_key="by", reward=RewardConfig(by_source={"p": own}))
+    assert got.prompts[0].verifier == own
+
+
+def test_a_source_that_no_row_has_is_named(tmp_path):
+    file = write(tmp_path / "gsm8k.jsonl", [{"prompt": "a", "answer": "1"}])
+    config = DataConfig(path=str(file), template="plain")
+    choice = VerifierChoice(RewardConfig(by_source={"gsm8": "exact"}), training_files(config))
+    read_prompts(training_files(config), config, choice, Letters(), vocab_size=100)
+    assert "reward.by_source.gsm8: no prompt has this source; did you mean 'gsm8k'?" in choice.unread_sources()

@@ -12,8 +12,8 @@ from reward.verifiers import choice, json_answer
 
 
 def test_every_registered_verifier_loads():
-    for name in VERIFIERS:
-        assert callable(load(name))
+    for name, entry in VERIFIERS.items():
+        assert entry.remote or callable(load(name))
 
 
 @pytest.mark.parametrize(

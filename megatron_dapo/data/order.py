@@ -1,0 +1,76 @@
+"""The endless prompt order: which prompt stands at which position. Depends on the seed and the data alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio, odd: its multiples modulo 2^64 are spread as evenly as any sequence's."""
+
+_BLOCK = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The prompts of one file among all prompts, and its weight. Span(name="gsm8k", start=0, count=7473, weight=2)."""
+
+    name: str
+    start: int
+    count: int
+    weight: float
+
+
+def prompt_at(position: int, count: int, seed: int) -> int:
+    """Index of the prompt at `position` of the endless shuffled order of `count` prompts: epoch after epoch, each a
+    permutation of its own.
+
+    Depends on the seed and the number of prompts only, so that a resumed run sees the same order.
+    """
+    epoch, at = divmod(position, count)
+    return int(_permutation(count, seed, epoch, 0)[at])
+
+
+class PromptOrder:
+    """Order over several files: every file is gone through as by `prompt_at`, and each position goes to one of them.
+
+    The position decides by a low-discrepancy sequence, so that any stretch of positions, not only a long one, holds
+    the files nearly as the weights say: after p positions a file with share w has had w p of them, give or take a few.
+    """
+
+    def __init__(self, spans: Sequence[Span], seed: int) -> None:
+        self._spans, self._seed = tuple(spans), seed
+        shares = np.array([span.weight for span in spans], dtype=np.float64)
+        self._bounds = np.cumsum(shares / shares.sum())[:-1]
+        start = np.random.Generator(np.random.PCG64([seed, len(spans)])).integers(1 << 63)
+        self._start = np.uint64(start)
+        self._before: list[np.ndarray] = [np.zeros(len(spans), np.int64)]
+        """For each block begun: how often each file was drawn before it."""
+
+    def index_at(self, position: int) -> int:
+        """Index, among all prompts, of the prompt at `position`."""
+        if len(self._spans) == 1:
+            return self._spans[0].start + prompt_at(position, self._spans[0].count, self._seed)
+        block, offset = divmod(position, _BLOCK)
+        while len(self._before) <= block:
+            drawn = self._files(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self._spans)))
+        drawn = self._files(block)
+        file = int(drawn[offset])
+        times = int(self._before[block][file] + np.count_nonzero(drawn[:offset] == file))
+        span = self._spans[file]
+        epoch, at = divmod(times, span.count)
+        return span.start + int(_permutation(span.count, self._seed, epoch, file)[at])
+
+    def _files(self, block: int) -> np.ndarray:
+        """File of each position of a block, int64 [_BLOCK]."""
+        positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
+        even = (positions * np.uint64(_GOLDEN) + self._start).astype(np.float64) / 2.0**64
+        return np.searchsorted(self._bounds, even, side="right")
+
+
+@lru_cache(maxsize=64)
+def _permutation(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
+    words = [seed, epoch, file] if file else [seed, epoch]
+    return np.random.Generator(np.random.PCG64(words)).permutation(count)

@@ -1,0 +1,141 @@
+"""Prompt files -> rows: lines and records, and the columns of each."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.data.columns import Columns, PromptFile
+
+Chat = list[dict[str, str]]
+
+
+class DataError(ValueError):
+    """A prompt file that cannot be used. The message names the file, the line and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What a prompt file says of one problem. Row(prompt="1 + 1?", answer="2", source="gsm8k", verifier=None)."""
+
+    prompt: str | Chat
+    answer: str
+    """Ground truth; an object or a list of the file as JSON."""
+    structured: bool
+    """Whether the file holds an object or a list there."""
+    source: str
+    verifier: str | None
+    """Verifier that the row itself names."""
+
+
+def check_file(path: Path, setting: str) -> None:
+    """Whether `path`, which the key `setting` names, can be a prompt file, without reading it.
+
+    Raises:
+        DataError: it is missing, unreadable, empty or of another kind.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such prompt file; set {setting} to a .jsonl or .parquet file")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: this user may not read it; change its permissions or name another file")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: no usable prompt, the file is empty")
+
+
+def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each row; a line of JSON lines comes as its bytes.
+
+    Raises:
+        DataError: as `check_file`, or damaged.
+    """
+    check_file(path, setting)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        at = 0
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                for row in batch.to_pylist():
+                    at += 1
+                    yield f"{path}: row {at}", row
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
+    else:
+        with path.open("rb") as lines:
+            for at, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{at}", line
+
+
+def parse_row(record: Any, file: PromptFile, place: str) -> Row:
+    """The columns of one record.
+
+    Raises:
+        DataError: not JSON, a column that is missing, empty or of the wrong type.
+    """
+    columns = file.columns
+    if isinstance(record, bytes):
+        try:
+            record = json.loads(record)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: not valid JSON ({error}); mend it or set data.broken_rows=skip") from None
+    answer, structured = _answer(record, columns, place)
+    source = file.name
+    if columns.source_key is not None:
+        source = _text(record, columns.source_key, "source_key", place)
+    verifier = None
+    if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
+        verifier = _text(record, columns.verifier_key, "verifier_key", place)
+    prompt = _prompt(record, columns, place)
+    return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
+
+
+def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
+    prompt = _column(record, columns.prompt_key, "prompt_key", place)
+    if isinstance(prompt, list):
+        if not prompt or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in prompt):
+            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}")
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
+    return prompt
+
+
+def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
+    key = columns.answer_key
+    answer = _column(record, key, "answer_key", place)
+    if isinstance(answer, dict | list) and answer and columns.answer_after is None:
+        return json.dumps(answer, ensure_ascii=False), True
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not (number or isinstance(answer, str)) or not str(answer).strip():
+        raise DataError(f"{place}: {key} = {str(answer)[:80]!r}: expected a text or a number that is not empty")
+    if columns.answer_after is None:
+        return str(answer), False
+    _, mark, after = str(answer).rpartition(columns.answer_after)
+    if not mark or not after.strip():
+        raise DataError(f"{place}: {key} holds no answer after {columns.answer_after!r} (answer_after)")
+    return after.strip(), False
+
+
+def _text(record: Any, key: str, setting: str, place: str) -> str:
+    text = _column(record, key, setting, place)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{place}: {key} = {str(text)[:80]!r} ({setting}): expected a text that is not empty")
+    return text.strip()
+
+
+def _column(record: Any, key: str, setting: str, place: str) -> Any:
+    at = record
+    for part in key.split("."):
+        if not isinstance(at, dict) or part not in at:
+            known = sorted(at) if isinstance(at, dict) else []
+            near = get_close_matches(part, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'no columns'}"
+            raise DataError(f"{place}: no column {key!r} ({setting}); {hint}")
+        at = at[part]
+    return at

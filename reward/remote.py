@@ -1,0 +1,151 @@
+"""Verifier `remote`: a service judges, over HTTP, in batches, with retries and a deadline.
+
+    POST url   {"requests": [{"prompt": "...", "response": "...", "ground_truth": "..."}, ...]}
+    200        {"verdicts": [{"accuracy": true}, ...]}      in order; may hold "extracted" (text) and "rule" (text) too
+
+What may pass is tried again with growing pauses until `reward.remote.deadline_s`: no connection, no answer in time,
+status 408, 429 and 5xx, a body that is not this JSON. Any other status is final. A batch that stays without an answer
+has verdicts `unjudged`: a service that is away says nothing of the responses.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from reward.config import RemoteConfig
+from reward.messages import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
+
+if TYPE_CHECKING:
+    import aiohttp
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 15.0
+ANSWER_BYTES = 64 << 20
+"""Longest answer that is read."""
+
+RULE = "remote"
+"""The rule's name in `Verdict.rule` where the service gives none."""
+
+_RETRIED = frozenset({408, 425, 429})
+
+
+class _Refused(Exception):
+    """An attempt that a repetition may mend; the message says what happened."""
+
+
+class _Final(Exception):
+    """An attempt that no repetition mends."""
+
+
+class RemoteVerifier:
+    """Judges by a service. Keeps nothing between calls, so it may be used from several event loops."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        self._config = config
+
+    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
+        """One verdict for each request, in order; never an exception of the service's making."""
+        if self._config.url is None:
+            return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
+        import aiohttp  # only this verifier needs it
+
+        size = self._config.batch
+        batches = [requests[at : at + size] for at in range(0, len(requests), size)]
+        free = asyncio.Semaphore(self._config.connections)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._config.attempt_s)) as session:
+
+            async def one(batch: Sequence[VerificationRequest]) -> list[Verdict]:
+                async with free:
+                    return await self._judge(session, batch)
+
+            tasks = [asyncio.ensure_future(one(batch)) for batch in batches]
+            try:
+                judged = await asyncio.gather(*tasks)
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                raise
+        return [verdict for batch in judged for verdict in batch]
+
+    async def _judge(self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]) -> list[Verdict]:
+        began = time.monotonic()
+        pause, attempts = FIRST_PAUSE_S, 0
+        while True:
+            attempts += 1
+            try:
+                answers = await self._attempt(session, requests)
+            except (_Refused, _Final) as error:
+                spent = time.monotonic() - began
+                if isinstance(error, _Final) or spent + pause > self._config.deadline_s:
+                    reason = f"{self._config.url}: {error} ({attempts} attempts in {spent:.0f} s)"
+                    return [_unjudged(reason, spent / len(requests))] * len(requests)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                continue
+            seconds = (time.monotonic() - began) / len(requests)
+            return [
+                Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds)
+                for accuracy, extracted, rule in answers
+            ]
+
+    async def _attempt(
+        self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
+    ) -> list[tuple[bool, str | None, str]]:
+        import aiohttp
+
+        asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
+        assert self._config.url is not None, "verify has looked"
+        body = json.dumps({"requests": asked}).encode("ascii")  # lone surrogates of a response pass as JSON escapes
+        try:
+            async with session.post(
+                self._config.url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
+            ) as answer:
+                content = await _content(answer)
+                status = answer.status
+        except TimeoutError:
+            raise _Refused(f"no answer within {self._config.attempt_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Refused(f"{type(error).__name__}: {error}") from None
+        if status != 200:
+            kind = _Refused if status in _RETRIED or status >= 500 else _Final
+            raise kind(f"status {status}: {content[:200].decode('utf-8', 'replace')}")
+        return _verdicts(content, len(requests))
+
+
+def _unjudged(reason: str, seconds: float) -> Verdict:
+    return Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED.value, seconds=seconds, error=reason)
+
+
+async def _content(answer: "aiohttp.ClientResponse") -> bytes:
+    parts, size = [], 0
+    async for part in answer.content.iter_chunked(1 << 16):
+        size += len(part)
+        if size > ANSWER_BYTES:
+            raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:
+    """(accuracy, extracted, rule) of each verdict. A service that answers half of what it should answers nothing."""
+    try:
+        verdicts = json.loads(content)["verdicts"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _Refused(f'the answer is no JSON object with "verdicts": {content[:100]!r}') from None
+    if not isinstance(verdicts, list) or len(verdicts) != count:
+        found = len(verdicts) if isinstance(verdicts, list) else type(verdicts).__name__
+        raise _Refused(f'"verdicts" has {found} entries for {count} requests')
+    return [_verdict(verdict) for verdict in verdicts]
+
+
+def _verdict(verdict: Any) -> tuple[bool, str | None, str]:
+    if not isinstance(verdict, dict) or verdict.get("accuracy") not in (0, 1):  # True and 1.0 are equal to 1
+        raise _Refused(f'a verdict without an "accuracy" of true or false: {str(verdict)[:100]}')
+    extracted, rule = verdict.get("extracted"), verdict.get("rule")
+    if not (extracted is None or isinstance(extracted, str)) or not (rule is None or isinstance(rule, str)):
+        raise _Refused(f'a verdict whose "extracted" or "rule" is no text: {str(verdict)[:100]}')
+    return bool(verdict["accuracy"]), None if extracted is None else extracted[:EXTRACTED_LIMIT], rule or RULE

@@ -1,0 +1,59 @@
+"""The prompt order: a pure function of seed and data, with the weights kept on every stretch."""
+
+import numpy as np
+import pytest
+
+from megatron_dapo.data.order import PromptOrder, Span, prompt_at
+
+
+def spans(*sizes):
+    starts = np.cumsum([0, *[count for count, _ in sizes]])
+    return [
+        Span(name=str(at), start=int(starts[at]), count=count, weight=weight)
+        for at, (count, weight) in enumerate(sizes)
+    ]
+
+
+def test_the_order_is_a_new_permutation_every_epoch_and_depends_on_the_seed():
+    first = [prompt_at(p, 50, 3) for p in range(50)]
+    second = [prompt_at(p, 50, 3) for p in range(50, 100)]
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first == [prompt_at(p, 50, 3) for p in range(50)]
+    assert first != [prompt_at(p, 50, 4) for p in range(50)]
+
+
+def test_one_file_has_the_order_of_prompt_at():
+    order = PromptOrder(spans((50, 2.5)), 3)
+    assert [order.index_at(p) for p in range(120)] == [prompt_at(p, 50, 3) for p in range(120)]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
+def test_every_stretch_holds_the_files_as_the_weights_say(seed):
+    files = spans((40, 1.0), (1000, 5.0), (7, 2.0))
+    order = PromptOrder(files, seed)
+    indices = np.array([order.index_at(p) for p in range(20_000)])
+    owner = np.searchsorted([40, 1040], indices, side="right")
+    for start in range(0, 20_000, 512):
+        counts = np.bincount(owner[start : start + 512], minlength=3)
+        size = counts.sum()
+        assert np.abs(counts - size * np.array([1, 5, 2]) / 8).max() <= 5, (start, counts)
+
+
+def test_each_file_is_gone_through_whole_before_it_repeats():
+    order = PromptOrder(spans((40, 1.0), (90, 2.0)), 5)
+    indices = [order.index_at(p) for p in range(1000)]
+    for low, high in ((0, 40), (40, 130)):
+        own = [index for index in indices if low <= index < high]
+        size = high - low
+        for start in range(0, len(own) - size, size):
+            assert sorted(own[start : start + size]) == list(range(low, high))
+
+
+def test_a_position_has_its_prompt_whichever_was_asked_before():
+    files = spans((40, 1.0), (90, 2.0))
+    forward, far = PromptOrder(files, 5), PromptOrder(files, 5)
+    at = [0, 1, 16383, 16384, 40_000, 50_001]
+    backward = {p: far.index_at(p) for p in reversed(at)}
+    assert [forward.index_at(p) for p in at] == [backward[p] for p in at]
+    assert [PromptOrder(files, 6).index_at(p) for p in range(50)] != [forward.index_at(p) for p in range(50)]

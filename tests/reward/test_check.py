@@ -1,0 +1,67 @@
+"""What is refused before the first response is written."""
+
+import pytest
+
+from reward.check import check_ground_truth, check_verifiers
+from reward.config import RemoteConfig, RewardConfig
+from reward.messages import VerifierError
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nomod:fn", "import of nomod failed: ModuleNotFoundError"),
+        ("tests.reward.hostile:nothing", "no function nothing"),
+        ("robst", "did you mean 'robust'"),
+        ("remote", "reward.remote.url is not set"),
+        ("json", ""),
+        ("tests.reward.hostile:judge", ""),
+        ("robust", ""),
+    ],
+)
+def test_a_verifier_that_cannot_run_is_refused_with_who_names_it(name, reason):
+    names = {"choice": "reward.verifier", name: "train.jsonl:17"}
+    if not reason:
+        check_verifiers(names, RewardConfig())
+        return
+    with pytest.raises(VerifierError) as error:
+        check_verifiers(names, RewardConfig())
+    assert str(error.value).startswith("train.jsonl:17")
+    assert reason in str(error.value)
+
+
+def test_a_module_that_ends_its_process_is_a_reason(tmp_path, monkeypatch):
+    (tmp_path / "leaves_at_once.py").write_text("import sys\nprint('{}')\nsys.exit('bye')\n")
+    (tmp_path / "talks.py").write_text("print('hello')\ndef judge(request): return True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(VerifierError, match=r"(?s)reward\.verifier = leaves_at_once:f: .*exit code 1: .*bye"):
+        check_verifiers({"leaves_at_once:f": "reward.verifier"}, RewardConfig())
+    check_verifiers({"talks:judge": "reward.verifier"}, RewardConfig())
+
+
+def test_a_service_with_an_address_is_not_asked():
+    check_verifiers({"remote": "x"}, RewardConfig(remote=RemoteConfig(url="http://127.0.0.1:1/")))
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "good"),
+    [
+        ("robust", "42", True),
+        ("robust", "$$", False),
+        ("exact", "4" * 5000, False),
+        ("choice", "B", True),
+        ("choice", "Paris", False),
+        ("json", '{"equals": 1}', True),
+        ("json", '{"schema": {"type": 7}}', False),
+        ("json", '{"schema": {"$ref": "http://127.0.0.1:1/schema"}}', False),
+        ("json", "42", False),
+        ("remote", "", True),
+        ("tests.reward.hostile:die", "", True),
+    ],
+)
+def test_a_ground_truth_that_its_verifier_cannot_use(name, truth, good):
+    if good:
+        check_ground_truth(name, truth)
+        return
+    with pytest.raises(VerifierError):
+        check_ground_truth(name, truth)

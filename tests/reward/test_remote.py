@@ -1,0 +1,144 @@
+"""Verifier `remote` against a service of our own that misbehaves on purpose."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from reward.config import RemoteConfig, RewardConfig
+from reward.messages import Verdict, VerificationRequest
+from reward.pool import RewardPool
+
+Answer = tuple[int, bytes]
+
+
+def right(requests: list[dict[str, str]]) -> Answer:
+    verdicts = [{"accuracy": r["response"] == r["ground_truth"], "extracted": r["response"][:3]} for r in requests]
+    return 200, json.dumps({"verdicts": verdicts}).encode()
+
+
+@contextmanager
+def service(answer: Callable[[int, list[dict[str, str]]], Answer]) -> Iterator[tuple[str, list[int]]]:
+    """A server whose answer is a function of the number of the request; yields its URL and the batch sizes seen."""
+    sizes: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["requests"]
+            sizes.append(len(requests))
+            status, body = answer(len(sizes), requests)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/judge", sizes
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def ask(response: str, verifier: str = "remote") -> VerificationRequest:
+    return VerificationRequest(response=response, ground_truth="42", verifier=verifier)
+
+
+def judge(url: str | None, *requests: VerificationRequest, **options: float) -> list[Verdict]:
+    remote = RemoteConfig(url=url, **{"deadline_s": 20.0} | options)
+
+    async def verify() -> list[Verdict]:
+        pool = RewardPool(RewardConfig(workers=1, remote=remote))
+        try:
+            return await asyncio.wait_for(pool.verify(requests), 60)
+        finally:
+            pool.close()
+
+    return asyncio.run(verify())
+
+
+def test_batches_in_order_beside_verifiers_of_the_pool():
+    requests = [
+        ask("42"),
+        ask("Answer: 42", "robust"),
+        ask("41"),
+        ask("Answer: 41", "robust"),
+        ask("42"),
+        ask("\ud83d"),
+    ]
+    with service(lambda number, asked: right(asked)) as (url, sizes):
+        verdicts = judge(url, *requests, batch=2)
+    assert [verdict.accuracy for verdict in verdicts] == [True, True, False, False, True, False]
+    assert [verdict.rule for verdict in verdicts[:2]] == ["remote", "integer"]
+    assert verdicts[2].extracted == "41"
+    assert sizes == [2, 2]
+    assert not any(verdict.error for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (503, b"busy"),
+        (429, b""),
+        (200, b"not json"),
+        (200, b"[]"),
+        (200, b'{"verdicts": []}'),
+        (200, b'{"verdicts": [{"accuracy": 0.5}]}'),
+        (200, b'{"verdicts": [{"accuracy": NaN}]}'),
+        (200, b'{"verdicts": [{"accuracy": null}]}'),
+        (200, b'{"verdicts": [{"accuracy": true, "extracted": 7}]}'),
+    ],
+)
+def test_what_may_pass_is_tried_again(failure):
+    with service(lambda number, asked: failure if number < 3 else right(asked)) as (url, sizes):
+        (verdict,) = judge(url, ask("42"))
+    assert verdict.accuracy
+    assert len(sizes) == 3
+
+
+def test_a_refusal_is_final_and_nobodys_fault():
+    with service(lambda number, asked: (401, b"who are you")) as (url, sizes):
+        verdicts = judge(url, ask("42"), ask("1"))
+    assert sizes == [2]
+    assert all(verdict.unjudged and not verdict.accuracy for verdict in verdicts)
+    assert "status 401: who are you" in (verdicts[0].error or "")
+
+
+def test_a_service_that_is_away_is_unjudged_after_the_deadline():
+    with service(lambda number, asked: right(asked)) as (url, _):
+        pass
+    away, near = judge(url, ask("42"), ask("Answer: 42", "robust"), deadline_s=1.0)
+    assert away.unjudged
+    assert url in (away.error or "")
+    assert "attempts" in (away.error or "")
+    assert near.accuracy
+
+
+def test_a_service_that_hangs_is_given_up():
+    release = threading.Event()
+
+    def hang(number: int, asked: list[dict[str, str]]) -> Answer:
+        release.wait(10)
+        return right(asked)
+
+    with service(hang) as (url, _):
+        (verdict,) = judge(url, ask("42"), attempt_s=0.3, deadline_s=0.5)
+        release.set()
+    assert verdict.unjudged
+    assert "no answer within 0.3 s" in (verdict.error or "")
+
+
+def test_without_an_address_nothing_is_judged():
+    (verdict,) = judge(None, ask("42"))
+    assert verdict.unjudged
+    assert "reward.remote.url" in (verdict.error or "")
