@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from reward.config import RewardConfig
 from reward.messages import VerificationRequest, VerifierError
 from reward.process import START_LIMIT_S, worker_environment
-from reward.registry import VERIFIERS, find, load
+from reward.registry import VERIFIERS, find, load, probe
 
 
 def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
@@ -29,7 +29,7 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
         if entry.remote and config.remote.url is None:
             raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
     local = [name for name in names if not find(name).remote and not find(name).cheap]
-    reasons = _try_imports(local) if local else {}
+    reasons = _try(local) if local else {}
     for name, reason in reasons.items():
         raise VerifierError(f"{names[name]} = {name}: {reason}")
 
@@ -47,7 +47,7 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
         load(name)(VerificationRequest(response="", ground_truth=ground_truth, verifier=name))
 
 
-def _try_imports(names: list[str]) -> dict[str, str]:
+def _try(names: list[str]) -> dict[str, str]:
     """Names that cannot be loaded, with the reason."""
     command = [sys.executable, "-m", "reward.check", *names]
     try:
@@ -64,13 +64,13 @@ def _try_imports(names: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Loads the verifiers that the arguments name; the last line of the output says which failed."""
+    """Tries the verifiers that the arguments name; the last line of the output says which failed."""
     reasons = {}
     answer = os.dup(1)
     os.dup2(2, 1)  # what an imported module prints is no answer
     for name in sys.argv[1:]:
         try:
-            load(name)
+            probe(name)
         except VerifierError as error:
             reasons[name] = str(error)
     os.write(answer, b"\n" + json.dumps(reasons).encode("ascii"))

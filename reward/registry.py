@@ -1,8 +1,10 @@
 """The table of verifiers: name -> where it is and how it is run. One outside the table is `module:function`."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from reward.messages import Verifier, VerifierError
 
@@ -16,6 +18,8 @@ class Entry:
     """It takes linear time on any text and may share a batch with others."""
     math: bool = False
     """Its ground truth is an answer that `exact` and `robust` can both compare."""
+    probe: str = ""
+    """What raises VerifierError where the system lacks what the verifier needs."""
     remote: bool = False
     """A service judges: `path` names none of our functions."""
 
@@ -25,6 +29,7 @@ VERIFIERS: dict[str, Entry] = {
     "exact": Entry(path="reward.verifiers.exact:judge", cheap=True, math=True),
     "choice": Entry(path="reward.verifiers.choice:judge", cheap=True),
     "json": Entry(path="reward.verifiers.json_answer:judge"),
+    "code": Entry(path="reward.verifiers.code:judge", probe="reward.verifiers.code:check_system"),
     "remote": Entry(path="", remote=True),
 }
 
@@ -55,7 +60,18 @@ def load(name: str) -> Verifier:
     entry = find(name)
     if entry.remote:
         raise VerifierError(f"verifier {name!r} is a service, which no process of the pool can be")
-    module_name, _, function_name = entry.path.partition(":")
+    return _function(name, entry.path)
+
+
+def probe(name: str) -> None:
+    """Loads the verifier and tries what it needs of the system. Raises VerifierError."""
+    load(name)
+    if path := find(name).probe:
+        _function(name, path)()
+
+
+def _function(name: str, path: str) -> Callable[..., Any]:
+    module_name, _, function_name = path.partition(":")
     try:
         function = vars(importlib.import_module(module_name)).get(function_name)
     except Exception as error:  # a user's module may fail in any way, and the pool must go on

@@ -15,6 +15,7 @@ from reward.messages import VerifierError
         ("robst", "did you mean 'robust'"),
         ("remote", "reward.remote.url is not set"),
         ("json", ""),
+        ("code", ""),
         ("tests.reward.hostile:judge", ""),
         ("robust", ""),
     ],
@@ -56,6 +57,8 @@ def test_a_service_with_an_address_is_not_asked():
         ("json", '{"schema": {"$ref": "http://127.0.0.1:1/schema"}}', False),
         ("json", "42", False),
         ("remote", "", True),
+        ("code", '{"tests": "assert f() == 1"}', True),
+        ("code", '{"tests": "assert f( == 1"}', False),
         ("tests.reward.hostile:die", "", True),
     ],
 )

@@ -1,0 +1,101 @@
+"""The sandboxed process as the judge sees it: started, asked, killed."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from reward.code.values import receive, send
+from reward.messages import VerifierError
+
+MEMORY_BYTES = 1 << 30
+"""Address space of the tested code."""
+
+START_LIMIT_S = 60.0
+"""Wall-clock limit of the start, on a loaded machine."""
+
+_GRACE_S = 1.0
+_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
+"""What an interpreter may need to start; anything else may be a secret."""
+
+_PROGRAM = Path(__file__).with_name("inside.py")
+
+
+class Sandbox:
+    """A process that has the tested code and nothing else: no test, no expected value, no way out but its answers."""
+
+    def __init__(
+        self, source: str, *, mode: str, cpu_s: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    ) -> None:
+        """Starts it; the code is not run before `ready`.
+
+        Args:
+            mode: `program` or `functions`, see `reward.code.inside`.
+            cpu_s: seconds of CPU, past which the kernel kills it.
+            stdin, stdout: files of mode `program`; what it may write is limited by `ready`.
+        """
+        requests, self.requests = os.pipe()
+        self.replies, replies = os.pipe()
+        self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_PROGRAM), mode, str(requests), str(replies)],
+                stdin=stdin or subprocess.DEVNULL,
+                stdout=stdout or subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(requests, replies),
+                env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
+                cwd="/",
+            )
+        finally:
+            os.close(requests)
+            os.close(replies)
+
+    def ready(self, *, file_bytes: int = 0) -> bool:
+        """Locks it up and lets the code run; False if the code is nothing that Python can compile.
+
+        Raises:
+            VerifierError: this system cannot confine a process: nothing was run.
+        """
+        try:
+            receive(self.replies, time.monotonic() + START_LIMIT_S)
+        except (EOFError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise VerifierError(f"verifier code: the sandbox does not start ({reason})") from None
+        try:
+            send(self.requests, self._order | {"file_bytes": file_bytes})
+            answer = receive(self.replies, time.monotonic() + START_LIMIT_S)
+        except (EOFError, OSError):
+            return False  # the compiler itself did not survive the code
+        if "open" in answer:
+            raise VerifierError(f"verifier code: responses cannot be run safely here: {answer['open']}")
+        return answer == {"locked": ""}
+
+    def ask(self, request: Any, deadline: float) -> Any:
+        """The answer to a call. Raises EOFError, OSError (it is gone), TimeoutError."""
+        send(self.requests, request)
+        return receive(self.replies, deadline)
+
+    def exit_code(self, deadline: float) -> int | None:
+        """Its exit code (negative: the signal that killed it); None if it runs on past the deadline."""
+        try:
+            return self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ended_by(self) -> int | None:
+        """Asks it to end; the signal that ended it before that, None if none did."""
+        os.close(self.requests)
+        self.requests = -1
+        code = self.exit_code(time.monotonic() + _GRACE_S)  # one that was killed has closed its pipes a moment before
+        return -code if code is not None and code < 0 else None
+
+    def close(self) -> None:
+        """Ends it, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        if self.requests >= 0:
+            os.close(self.requests)
+        os.close(self.replies)

@@ -1,0 +1,215 @@
+"""The tests' process: a fork of the worker that has the tests, and calls the tested code where that is.
+
+What the tests call by name is a stand-in that asks the sandbox and gets plain values back. So whatever the tested code
+does to its own process, to builtins, at exit, to frames or files: there is no test to find there and no verdict to
+overwrite. The most it can do is to give an answer, which the tests compare.
+"""
+
+import ast
+import builtins
+import io
+import os
+import unittest
+from dataclasses import dataclass
+from typing import Any
+
+from reward.code.lock import die_with_parent, hide_memory
+from reward.code.sandbox import Sandbox
+from reward.code.values import NotPlain, decode, encode, receive, send
+
+
+class _OutOfTime(BaseException):
+    """The deadline has passed; no `except Exception` of the tests shall go on."""
+
+
+class TestedCodeError(Exception):
+    """The tested code raised what is no exception of Python's, ended its process, or sent what is no value."""
+
+    __test__ = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """Tests that are ready to be run. `names`: what they call and neither define nor find among the builtins."""
+
+    source: str
+    entry: str | None
+    names: tuple[str, ...]
+
+
+def make_suite(source: str, entry: str | None) -> Suite:
+    """Raises ValueError: the tests are no Python, or name nothing that a response could define."""
+    try:
+        tree = ast.parse(source, "<tests>")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"the tests are no Python: {error}") from None
+    loaded: set[str] = set()
+    own = set(vars(builtins)) | {"__name__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (loaded if isinstance(node.ctx, ast.Load) else own).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.alias):
+            own.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            own.add(node.name)
+    if entry is not None and "check" not in own:
+        raise ValueError("there is an entry, but the tests define no check(candidate)")
+    names = {*(loaded - own), *([entry] if entry else [])}
+    if not names:
+        raise ValueError("the tests call nothing that a response could define")
+    return Suite(source=source, entry=entry, names=tuple(sorted(names)))
+
+
+def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
+    """Whether the code in the sandbox passes; None if it is not known by the deadline (time.monotonic).
+
+    Raises:
+        NotPlain: it does not, and the tests had passed it what is no plain value.
+    """
+    result, verdict = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent()
+            hide_memory()
+            caller = _Caller(sandbox, deadline)
+            send(verdict, {"passed": _run(suite, caller), "fault": caller.fault})
+        finally:
+            os._exit(0)
+    os.close(verdict)
+    try:
+        outcome = receive(result, deadline)
+    except TimeoutError:
+        return None
+    except EOFError:
+        return False
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(result)
+    if outcome["fault"] and not outcome["passed"]:
+        raise NotPlain(outcome["fault"])
+    return bool(outcome["passed"])
+
+
+def _run(suite: Suite, caller: "_Caller") -> bool:
+    try:
+        namespace = {"__name__": "tests"} | caller.stand_ins(suite.names)
+        exec(compile(suite.source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
+        if suite.entry is not None:
+            namespace["check"](namespace[suite.entry])
+        for name, value in list(namespace.items()):
+            if name.startswith("test") and callable(value) and not isinstance(value, type):
+                value()
+        cases = [value for value in namespace.values() if isinstance(value, type) and _is_test_case(value)]
+        loaded = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in cases)
+        outcome = unittest.TextTestRunner(stream=io.StringIO()).run(loaded)
+        return outcome.wasSuccessful() and caller.answered
+    except BaseException:  # a failed assertion, an error, sys.exit: not passed
+        return False
+
+
+def _is_test_case(value: type) -> bool:
+    return issubclass(value, unittest.TestCase) and value.__module__ == "tests"
+
+
+class _Caller:
+    """Asks the sandbox."""
+
+    def __init__(self, sandbox: Sandbox, deadline: float) -> None:
+        self._sandbox, self._deadline = sandbox, deadline
+        self.answered = False
+        """Whether the tested code has said anything yet."""
+        self.fault = ""
+        """What the tests wanted to pass that cannot be passed."""
+
+    def stand_ins(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """For each name that the tested code defines: its plain value, or what calls it."""
+        described = self._sandbox.ask({"names": names}, self._deadline)
+        found: dict[str, Any] = {}
+        for name in names:
+            entry = described.get(name) if isinstance(described, dict) else None
+            if isinstance(entry, dict):
+                plain = "value" in entry
+                found[name] = decode(entry["value"]) if plain else _StandIn(self, {"name": name})
+                self.answered = self.answered or plain
+        return found
+
+    def call(self, target: dict[str, Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The result of a call over there."""
+        try:
+            passed = encode((arguments, keywords), _target_of)
+        except NotPlain as error:
+            self.fault = f"the tests pass the tested code a value that cannot be passed: {error}"
+            raise
+        return self._ask(target | {"arguments": passed}, {})
+
+    def attribute(self, target: dict[str, Any], name: str) -> Any:
+        """A plain attribute over there, or what calls a method."""
+        return self._ask(target | {"attribute": name}, target | {"method": name})
+
+    def _ask(self, request: dict[str, Any], otherwise: dict[str, Any]) -> Any:
+        try:
+            reply = self._sandbox.ask(request, self._deadline)
+        except TimeoutError:
+            raise _OutOfTime from None
+        except (EOFError, OSError) as error:
+            raise TestedCodeError(f"its process is gone ({error})") from None
+        if not isinstance(reply, dict):
+            raise TestedCodeError("its answer is none")
+        if "raised" in reply:
+            raise _exception(str(reply["raised"]), str(reply.get("message", "")))
+        self.answered = True
+        if "value" not in reply:
+            return _StandIn(self, otherwise or {"object": reply.get("object")})
+        try:
+            return decode(reply["value"])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise TestedCodeError(f"its answer is no value: {error}") from None
+
+
+class _StandIn:
+    """A function, class or object of the tested code. Can be called, and its methods can; it is equal only to itself,
+    and asking for its truth is an error: neither may be the tested code's to decide."""
+
+    __slots__ = ("_caller", "_target")
+
+    def __init__(self, caller: _Caller, target: dict[str, Any]) -> None:
+        self._caller, self._target = caller, target
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._caller.call(self._target, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "method" in self._target:
+            raise AttributeError(name)
+        return self._caller.attribute(self._target, name)
+
+    def __bool__(self) -> bool:
+        raise NotPlain("an object of the tested code is neither true nor false")
+
+
+def _target_of(value: Any) -> dict[str, Any]:
+    """What a stand-in stands for, when the tests pass it back."""
+    if type(value) is not _StandIn:
+        raise NotPlain(f"{type(value).__name__}; only plain values and objects of the tested code can")
+    return value._target
+
+
+_LOOPS = (StopIteration, StopAsyncIteration)
+"""Raised in the middle of a test, these end its loops as if all were well: `all(map(f, xs))` would be true."""
+
+
+def _exception(name: str, message: str) -> Exception:
+    """The exception of that name, if it is one of Python's that a test may expect."""
+    kind = vars(builtins).get(name)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _LOOPS):
+        try:
+            return kind(message)
+        except TypeError:  # UnicodeDecodeError and its like want more
+            return TestedCodeError(f"{name}: {message}")
+    return TestedCodeError(f"{name}: {message}")

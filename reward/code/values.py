@@ -1,0 +1,150 @@
+"""Plain Python values over a pipe, exactly: 1 is not True, a tuple is no list, and no class of the other side comes.
+
+A frame is its length (8 bytes, big endian) and JSON. Numbers, texts, None and booleans stand for themselves; everything
+else is {"tag": content}. Example: (1, {2}) is {"t": [1, {"s": [2]}]}.
+"""
+
+import json
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+FRAME_LIMIT = 16 << 20
+ITEMS_LIMIT = 200_000
+"""Items that are taken of an iterator."""
+
+_LENGTH = struct.Struct(">Q")
+_EXACT = 1 << 53
+_ITERATORS: tuple[type, ...] = (
+    map,
+    filter,
+    zip,
+    enumerate,
+    reversed,
+    type(_ for _ in ()),
+    type(iter([])),
+    type(iter(())),
+)
+
+
+class NotPlain(TypeError):
+    """A value that cannot pass; the message names its type."""
+
+
+def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
+    """JSON of a value. Subclasses become their base, iterators what is left of them.
+
+    Args:
+        refer: JSON for what is no plain value, to stand under the tag "o"; may raise NotPlain.
+
+    Raises:
+        NotPlain: a function, an object of a class, ...
+    """
+    if value is None or isinstance(value, bool | str):
+        return value if value is None or isinstance(value, bool) else str.__str__(value)
+    if isinstance(value, int):
+        number = int.__index__(value)
+        return number if -_EXACT < number < _EXACT else {"n": hex(number)}
+    if isinstance(value, float):
+        return {"f": float.hex(value)}
+    if isinstance(value, complex):
+        return {"c": [float.hex(value.real), float.hex(value.imag)]}
+    if isinstance(value, bytes | bytearray):
+        return {"b" if isinstance(value, bytes) else "B": bytes(value).hex()}
+    if isinstance(value, dict):
+        return {"d": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
+    for tag, kind in (("l", list), ("t", tuple), ("s", set), ("S", frozenset)):
+        if isinstance(value, kind):
+            return {tag: [encode(item, refer) for item in value]}
+    if isinstance(value, range):
+        return {"r": [value.start, value.stop, value.step]}
+    if isinstance(value, _ITERATORS):
+        return {"i": [encode(item, refer) for item in _some(value)]}
+    if refer is not None:
+        return {"o": refer(value)}
+    raise NotPlain(f"{type(value).__name__} cannot be passed; only plain values can")
+
+
+def _some(items: Any) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number == ITEMS_LIMIT:
+            raise NotPlain(f"an iterator of more than {ITEMS_LIMIT} items")
+        yield item
+
+
+def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
+    """The value of JSON that `encode` made; `resolve` undoes its `refer`.
+
+    Raises ValueError, TypeError, KeyError or RecursionError for any other JSON.
+    """
+    if content is None or isinstance(content, bool | str | int):
+        return content
+    if not isinstance(content, dict) or len(content) != 1:
+        raise ValueError("not the JSON of a value")
+    ((tag, inner),) = content.items()
+    match tag:
+        case "n":
+            return int(inner, 16)
+        case "f":
+            return float.fromhex(inner)
+        case "c":
+            return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
+        case "b":
+            return bytes.fromhex(inner)
+        case "B":
+            return bytearray.fromhex(inner)
+        case "d":
+            return {decode(key, resolve): decode(item, resolve) for key, item in inner}
+        case "o" if resolve is not None:
+            return resolve(inner)
+        case "r":
+            return range(*inner)
+        case "i":
+            return iter([decode(item, resolve) for item in inner])
+    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "S": frozenset}
+    if tag not in kinds:
+        raise ValueError(f"unknown tag {tag!r}")
+    return kinds[tag]([decode(item, resolve) for item in inner])
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Writes one frame, whole. Raises OSError if the other end is gone."""
+    payload = json.dumps(message).encode("ascii")
+    view = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def receive(descriptor: int, deadline: float | None = None) -> Any:
+    """Reads one frame, until `deadline` (time.monotonic).
+
+    Raises:
+        EOFError: the other end is gone, or sends what is no frame.
+        TimeoutError: the deadline has passed.
+    """
+    (length,) = _LENGTH.unpack(_read(descriptor, _LENGTH.size, deadline))
+    if length > FRAME_LIMIT:
+        raise EOFError(f"a frame of {length} bytes")
+    try:
+        return json.loads(_read(descriptor, length, deadline))
+    except (ValueError, RecursionError) as error:
+        raise EOFError(f"a frame that is no JSON: {error}") from None
+
+
+def _read(descriptor: int, size: int, deadline: float | None) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if left <= 0 or not poll.poll(left * 1000):
+                raise TimeoutError
+        part = os.read(descriptor, size - len(received))
+        if not part:
+            raise EOFError("the other end is closed")
+        received += part
+    return bytes(received)

@@ -1,0 +1,152 @@
+"""Verifier `code`: the last Python block of the response, run under tests or on inputs.
+
+The ground truth is a JSON object in one of two forms, either with an optional `cpu_s` (seconds, default 2):
+
+    {"tests": "assert add(2, 3) == 5"}                            the tests call what the response defines
+    {"tests": "def check(candidate): ...", "entry": "add"}        the same, HumanEval's way
+    {"cases": [{"input": "2 3\\n", "output": "5\\n"}]}              the response is a program; all cases must match
+
+The code runs in a process that can compute and nothing else (`reward.code.lock`) and that never holds a test or an
+expected output, so there is nothing to forge: printing, ending early or taking Python apart gives no credit. The price:
+only the standard library; arguments and results are plain values, passed by value, and methods of objects.
+"""
+
+import json
+import re
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from reward.code.lock import hide_memory
+from reward.code.sandbox import Sandbox
+from reward.code.suite import Suite, make_suite, passes
+from reward.messages import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+
+RULE = "code"
+"""The rule's name in `Verdict.rule` where tests or cases decided."""
+RULE_TIMEOUT = "code-timeout"
+"""Wrong: out of time."""
+
+CPU_S = 2
+"""Seconds of CPU for all tests, or for each case, where the ground truth names none."""
+WALL_FACTOR = 2
+"""Wall-clock seconds for each second of CPU, for all tests or cases together."""
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_LANGUAGES = frozenset({"", "py", "python", "python3"})
+_SLACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Truth:
+    cpu_s: int
+    suite: Suite | None
+    cases: tuple[tuple[str, str], ...]
+
+
+def judge(request: VerificationRequest) -> Judgement:
+    """Right if the code passes every test, or gives the expected output for every input.
+
+    Raises:
+        VerifierError: the ground truth has another form, or this system cannot confine a process.
+        NotPlain: the tests pass the tested code a function of their own, or the like.
+    """
+    truth = _truth(request.ground_truth)
+    source = last_program(request.response)
+    if source is None:
+        return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
+    hide_memory()  # this process holds the ground truth
+    deadline = time.monotonic() + WALL_FACTOR * truth.cpu_s
+    if truth.suite is not None:
+        passed = _passes_tests(source, truth.suite, truth.cpu_s, deadline)
+    else:
+        passed = _passes_cases(source, truth, deadline)
+    rule = RULE_TIMEOUT if passed is None else RULE
+    return Judgement(accuracy=bool(passed), extracted=source[:EXTRACTED_LIMIT], rule=rule)
+
+
+def check_system() -> None:
+    """Whether code can be confined and judged here, by doing it. Raises VerifierError."""
+    truth = json.dumps({"tests": "assert add(2, 3) == 5"})
+    response = "```python\ndef add(a, b):\n    return a + b\n```"
+    judged = judge(VerificationRequest(response=response, ground_truth=truth))
+    if not judged.accuracy:
+        raise VerifierError(f"verifier code: judges a right program wrong here ({judged.rule})")
+
+
+def last_program(response: str) -> str | None:
+    """The last closed block of the response that is marked as Python or not marked at all."""
+    programs = [found[2] for found in _BLOCK.finditer(response) if found[1].lower() in _LANGUAGES]
+    return programs[-1] if programs else None
+
+
+def _passes_tests(source: str, suite: Suite, cpu_s: int, deadline: float) -> bool | None:
+    sandbox = Sandbox(source, mode="functions", cpu_s=cpu_s)
+    try:
+        if not sandbox.ready():
+            return False
+        passed = passes(suite, sandbox, deadline)
+        return None if passed is False and sandbox.ended_by() == signal.SIGKILL else passed
+    finally:
+        sandbox.close()
+
+
+def _passes_cases(source: str, truth: _Truth, deadline: float) -> bool | None:
+    for given, expected in truth.cases:
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+            stdin.write(given.encode("utf-8", "surrogatepass"))
+            stdin.seek(0)
+            sandbox = Sandbox(source, mode="program", cpu_s=truth.cpu_s, stdin=stdin, stdout=stdout)
+            try:
+                if not sandbox.ready(file_bytes=4 * len(expected) + _SLACK_BYTES):
+                    return False
+                code = sandbox.exit_code(deadline)
+            finally:
+                sandbox.close()
+            if code is None or code == -signal.SIGKILL:
+                return None
+            stdout.seek(0)
+            if code != 0 or not same_output(stdout.read().decode("utf-8", "replace"), expected):
+                return False
+    return True
+
+
+def same_output(given: str, expected: str) -> bool:
+    """Equal line by line, spaces at the end of a line and empty lines at the end aside."""
+    return _lines(given) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _truth(ground_truth: str) -> _Truth:
+    form = 'a JSON object with "tests" (Python, and "entry" for check(candidate)) or "cases" ({"input", "output"})'
+    try:
+        truth = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        truth = None
+    if not isinstance(truth, dict) or ("tests" in truth) == ("cases" in truth):
+        raise VerifierError(f"verifier code: the ground truth must be {form}")
+    if unknown := truth.keys() - {"tests", "entry", "cases", "cpu_s"}:
+        raise VerifierError(f"verifier code: the ground truth holds {sorted(unknown)}; it must be {form}")
+    cpu_s = truth.get("cpu_s", CPU_S)
+    if type(cpu_s) is not int or not 0 < cpu_s <= 3600:
+        raise VerifierError(f"verifier code: cpu_s = {cpu_s!r} must be a whole number of seconds from 1 to 3600")
+    if "tests" in truth:
+        if not isinstance(truth["tests"], str) or not isinstance(truth.get("entry", ""), str):
+            raise VerifierError('verifier code: "tests" and "entry" must be texts')
+        try:
+            return _Truth(cpu_s=cpu_s, suite=make_suite(truth["tests"], truth.get("entry")), cases=())
+        except ValueError as error:
+            raise VerifierError(f"verifier code: {error}") from None
+    cases = truth["cases"]
+    if not isinstance(cases, list) or not cases or not all(map(_is_case, cases)) or "entry" in truth:
+        raise VerifierError('verifier code: "cases" must be a list of {"input": text, "output": text}, not empty')
+    return _Truth(cpu_s=cpu_s, suite=None, cases=tuple((case["input"], case["output"]) for case in cases))
+
+
+def _is_case(case: Any) -> bool:
+    return isinstance(case, dict) and case.keys() == {"input", "output"} and all(type(v) is str for v in case.values())
