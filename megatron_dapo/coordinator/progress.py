@@ -163,5 +163,5 @@ def _response(entry: dict, reader: _Reader) -> ScoredResponse:
         accuracy=verdict.accuracy,
         reward_raw=entry["reward_raw"],
         reward_shaped=entry["reward_shaped"],
-        other_accuracy=entry["other_accuracy"],
+        other_accuracy=entry.get("other_accuracy"),
     )

@@ -1,0 +1,147 @@
+"""An OpenAI-compatible chat endpoint whose every reply is kept: asked again, the same question costs nothing."""
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+_RETRIED = frozenset({408, 409, 425, 429})
+
+Messages = list[dict[str, str]]
+
+
+class EndpointError(RuntimeError):
+    """The endpoint gives no reply. What it said before is in the journal; the same command goes on from there."""
+
+
+class ChatEndpoint:
+    """Asks `POST <url>/chat/completions`, at most `concurrency` questions at a time.
+
+    The journal is a file of one JSON object a line, {"key", "reply"}; the key hashes model, messages and settings.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        journal: Path,
+        key: str | None = None,
+        concurrency: int = 16,
+        attempt_s: float = 600.0,
+        deadline_s: float = 1800.0,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Reads the journal.
+
+        Args:
+            key: API key, sent as a bearer token.
+            attempt_s: seconds that one reply may take.
+            deadline_s: seconds after which a question without a reply, asked again and again, is an error.
+            settings: further fields of each request, such as temperature.
+        """
+        self._url = url.rstrip("/") + "/chat/completions"
+        self._model, self._settings = model, settings or {}
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._attempt_s, self._deadline_s = attempt_s, deadline_s
+        self._free = asyncio.Semaphore(concurrency)
+        self._replies = _read_journal(journal)
+        self._asked: dict[str, asyncio.Task[str]] = {}
+        self._journal = journal.open("a", encoding="utf-8")
+        self._session: aiohttp.ClientSession | None = None
+        self.questions = 0
+        """Requests sent by this object, repetitions after a failure included."""
+
+    async def __aenter__(self) -> "ChatEndpoint":
+        timeout = aiohttp.ClientTimeout(total=self._attempt_s)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        self._journal.close()
+
+    async def ask(self, messages: Messages) -> str:
+        """The reply. One that is known, or under way, is not asked for again. Raises EndpointError."""
+        body = {"model": self._model, "messages": messages} | self._settings
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        if key in self._replies:
+            return self._replies[key]
+        if key not in self._asked:
+            self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
+        return await asyncio.shield(self._asked[key])
+
+    async def _fetch(self, key: str, body: dict[str, Any]) -> str:
+        async with self._free:
+            reply = await self._persist(body)
+        self._journal.write(json.dumps({"key": key, "reply": reply}) + "\n")
+        self._journal.flush()
+        self._replies[key] = reply
+        return reply
+
+    async def _persist(self, body: dict[str, Any]) -> str:
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._attempt(body)
+            except (TimeoutError, aiohttp.ClientError, _Refused) as error:
+                if time.monotonic() - began + pause > self._deadline_s:
+                    reason = f"{type(error).__name__}: {error}".removeprefix("_Refused: ")
+                    raise EndpointError(f"{self._url}: {reason} (tried for {time.monotonic() - began:.0f} s)") from None
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _attempt(self, body: dict[str, Any]) -> str:
+        assert self._session is not None, "used outside its `async with`"
+        self.questions += 1
+        async with self._session.post(self._url, json=body) as answer:
+            content = await answer.read()
+        if answer.status != 200:
+            said = f"status {answer.status}: {content[:200].decode('utf-8', 'replace')}"
+            if answer.status in _RETRIED or answer.status >= 500:
+                raise _Refused(said)
+            raise EndpointError(f"{self._url}: {said}")
+        try:
+            reply = json.loads(content)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise _Refused(f"no chat completion: {content[:200]!r}") from None
+        if not isinstance(reply, str):
+            raise _Refused(f"a completion without text: {content[:200]!r}")
+        return reply
+
+
+class _Refused(Exception):
+    """An attempt that may succeed later."""
+
+
+def _read_journal(path: Path) -> dict[str, str]:
+    """Replies by key. Half a last line, from a kill, is cut off."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("rb+") as file:
+            file.truncate(len(whole))
+    replies = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            replies[entry["key"]] = entry["reply"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EndpointError(f"{path}:{number}: no entry of a journal ({error}); move the file away") from None
+    return replies

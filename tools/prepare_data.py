@@ -1,0 +1,257 @@
+"""Prompt files for training: convert, de-duplicate, split, report; and answers made integers.
+
+python -m tools.prepare_data convert gsm8k.jsonl --schema gsm8k --out data/gsm8k --heldout 500
+python -m tools.prepare_data integers data/math.jsonl --out data/integers --url http://127.0.0.1:30000/v1 --model NAME
+
+`convert` writes train.jsonl, heldout.jsonl (`prompt`, `answer`, `source`), aside.jsonl (rows left out, with the reason)
+and report.md. `integers` writes train.jsonl, aside.jsonl, report.md and replies.jsonl, from which a new start goes on.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_dapo.config.data import ColumnsConfig, Schema
+from megatron_dapo.data.columns import SCHEMAS, PromptFile, resolve
+from megatron_dapo.data.rows import DataError, Row, parse_row, raw_rows
+from reward.check import check_ground_truth
+from reward.config import RewardConfig
+from reward.messages import VerifierError
+from reward.pool import RewardPool
+from reward.registry import VERIFIERS
+from tools.chat_endpoint import ChatEndpoint, EndpointError
+from tools.data_report import report
+from tools.integer_answers import SetAside, integer_of, transform_all
+
+EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE = 0, 1, 2
+
+
+@dataclass(kw_only=True)
+class Sifted:
+    """Rows by what becomes of them."""
+
+    kept: dict[str, Row] = field(default_factory=dict)
+    """Key of the prompt (spaces made one) -> row."""
+    aside: list[dict[str, Any]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments name. Exit code 1: the endpoint gave no reply; start it again."""
+    options = _parser().parse_args(arguments)
+    try:
+        return convert(options) if options.command == "convert" else integers(options)
+    except EndpointError as error:
+        print(f"{error}; the same command goes on from {options.out / 'replies.jsonl'}", file=sys.stderr)
+        return EXIT_NO_REPLY
+    except (DataError, OSError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("convert", help="to {prompt, answer, source}, each problem once, split in two")
+    first.add_argument("--heldout", type=int, default=0, help="problems that go to heldout.jsonl")
+    first.add_argument("--seed", type=int, default=0, help="of the split")
+    first.add_argument(
+        "--exclude", type=Path, nargs="*", default=[], help="files whose problems shall not be trained on"
+    )
+    first.add_argument("--tokenizer", type=Path, help="model folder: report prompt lengths in tokens too")
+    second = commands.add_parser("integers", help="rewrite problems so that their answers are integers")
+    second.add_argument("--url", required=True, help="OpenAI-compatible endpoint, as http://127.0.0.1:30000/v1")
+    second.add_argument("--model", required=True)
+    second.add_argument("--key-env", default="OPENAI_API_KEY", help="environment variable that holds the API key")
+    second.add_argument("--concurrency", type=int, default=16, help="questions under way at the same time")
+    second.add_argument("--deadline", type=float, default=1800.0, help="seconds until a question without reply ends it")
+    second.add_argument("--max-tokens", type=int, default=8192, help="of one reply")
+    for command in (first, second):
+        command.add_argument("files", type=Path, nargs="+", help=".jsonl or .parquet")
+        command.add_argument("--out", type=Path, required=True, help="folder")
+        command.add_argument("--schema", choices=list(SCHEMAS), default="columns")
+        for key in ("prompt-key", "answer-key", "answer-after", "source-key"):
+            command.add_argument(f"--{key}", help=f"as data.{key.replace('-', '_')}")
+        command.add_argument("--verifier", choices=list(VERIFIERS), default="robust", help="must accept the answers")
+        command.add_argument("--broken-rows", choices=["stop", "skip"], default="stop")
+    return parser
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Reads, sifts, splits, writes and reports."""
+    sifted = sift(options.files, options)
+    forbidden = {_key(row.prompt) for _, row in _rows(options.exclude, options, Counter())}
+    for key in [key for key in sifted.kept if key in forbidden]:
+        sifted.counts["excluded"] += 1
+        sifted.aside.append(_written(sifted.kept.pop(key)) | {"reason": "excluded: it is in a file to be kept apart"})
+    heldout, train = split(sifted.kept, options.heldout, options.seed)
+    if options.heldout > len(heldout) or not train:
+        raise DataError(f"--heldout {options.heldout}: of {len(sifted.kept)} problems, none would be left to train on")
+    sifted.counts |= Counter({"train": len(train), "heldout": len(heldout)})
+    _write(options.out / "train.jsonl", map(_written, train))
+    _write(options.out / "heldout.jsonl", map(_written, heldout))
+    lengths = {"prompt, characters": [len(_key(row.prompt)) for row in (*train, *heldout)]}
+    if options.tokenizer:
+        from megatron_dapo.data.prompts import render
+        from megatron_dapo.data.tokenizer import load_text_tools
+
+        tokenizer = load_text_tools(options.tokenizer).tokenizer
+        template = "chat" if tokenizer.chat_template else "plain"
+        lengths["prompt, tokens"] = [len(render(row.prompt, template, tokenizer)[1]) for row in (*train, *heldout)]
+    _finish(options.out, sifted, [(_key(row.prompt), row.answer) for row in (*train, *heldout)], lengths)
+    return EXIT_OK
+
+
+def sift(files: Sequence[Path], options: argparse.Namespace) -> Sifted:
+    """Each problem once. One that comes with two answers is set aside whole: nobody knows which is right.
+
+    Raises:
+        DataError: a broken row, unless they shall be skipped.
+    """
+    sifted = Sifted()
+    contradicted: set[str] = set()
+    for _, row in _rows(files, options, sifted.counts, sifted.aside):
+        key = _key(row.prompt)
+        if key in contradicted:
+            sifted.counts["with contradicting answers"] += 1
+        elif key not in sifted.kept:
+            sifted.kept[key] = row
+        elif sifted.kept[key].answer == row.answer:
+            sifted.counts["duplicates"] += 1
+        else:
+            contradicted.add(key)
+            first = sifted.kept.pop(key)
+            reason = f"contradiction: the answer is {first.answer[:80]!r}, and elsewhere {row.answer[:80]!r}"
+            sifted.aside.append(_written(first) | {"reason": reason})
+            sifted.counts["with contradicting answers"] += 2
+    return sifted
+
+
+def _rows(
+    files: Sequence[Path],
+    options: argparse.Namespace,
+    counts: Counter[str],
+    aside: list[dict[str, Any]] | None = None,
+) -> Iterable[tuple[str, Row]]:
+    keys = {name: vars(options)[name] for name in ("prompt_key", "answer_key", "answer_after", "source_key")}
+    columns = resolve(ColumnsConfig(**keys), SCHEMAS[cast(Schema, options.schema)])
+    for path in files:
+        file = PromptFile(path=path, setting="the argument", columns=columns, name=path.stem)
+        for place, record in raw_rows(path, "the argument"):
+            counts["read"] += 1
+            try:
+                row = parse_row(record, file, place)
+                check_ground_truth(options.verifier, row.answer)
+            except (DataError, VerifierError) as error:
+                message = str(error) if isinstance(error, DataError) else f"{place}: {error}"
+                if options.broken_rows == "stop":
+                    raise DataError(f"{message} (--broken-rows skip sets such rows aside)") from None
+                counts["broken"] += 1
+                if aside is not None:
+                    aside.append({"place": place, "reason": f"broken: {message}"})
+                continue
+            yield place, row
+
+
+def split(kept: dict[str, Row], heldout: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """(held out, rest), each in the order read. Which side a problem falls on depends on its text and the seed, so a
+    problem that is added or taken away moves hardly any other."""
+    ranked = sorted(kept, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
+    chosen = set(ranked[:heldout])
+    return [kept[key] for key in kept if key in chosen], [kept[key] for key in kept if key not in chosen]
+
+
+def integers(options: argparse.Namespace) -> int:
+    """Transforms what has no integer answer; the other problems pass as they are."""
+    sifted = sift(options.files, options)
+    rows = list(sifted.kept.values())
+    todo = [row for row in rows if integer_of(row.answer) is None]
+    options.out.mkdir(parents=True, exist_ok=True)
+    outcomes = iter(asyncio.run(_transform([(_text(row), row.answer) for row in todo], options)))
+    written = []
+    for row in rows:
+        if integer_of(row.answer) is not None:
+            sifted.counts["integers already"] += 1
+            written.append(_written(row))
+            continue
+        outcome = next(outcomes)
+        if isinstance(outcome, SetAside):
+            sifted.counts[f"set aside: {str(outcome).partition(':')[0]}"] += 1
+            sifted.aside.append(_written(row) | {"reason": str(outcome)})
+            continue
+        sifted.counts["transformed"] += 1
+        new = replace(row, prompt=_with_problem(row, outcome.problem), answer=str(outcome.answer))
+        original = {"prompt": row.prompt, "answer": row.answer, "format": outcome.form.format}
+        written.append(_written(new) | {"original": original | {"integer": outcome.form.integer}})
+    _write(options.out / "train.jsonl", written)
+    problems = [(_key(line["prompt"]), line["answer"]) for line in written]
+    _finish(options.out, sifted, problems, {"prompt, characters": [len(prompt) for prompt, _ in problems]})
+    return EXIT_OK
+
+
+async def _transform(problems: list[tuple[str, str]], options: argparse.Namespace) -> list[Any]:
+    pool = RewardPool(RewardConfig())
+    try:
+        async with ChatEndpoint(
+            options.url,
+            model=options.model,
+            journal=options.out / "replies.jsonl",
+            key=os.environ.get(options.key_env),
+            concurrency=options.concurrency,
+            deadline_s=options.deadline,
+            settings={"temperature": 0, "max_tokens": options.max_tokens},
+        ) as endpoint:
+            outcomes = await transform_all(problems, endpoint, pool, concurrency=options.concurrency)
+            print(f"{endpoint.questions} questions asked", file=sys.stderr)
+            return outcomes
+    finally:
+        pool.close()
+
+
+def _text(row: Row) -> str:
+    """The problem: a text, or the last turn of a chat."""
+    return row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+
+
+def _with_problem(row: Row, problem: str) -> str | list[dict[str, str]]:
+    return problem if isinstance(row.prompt, str) else [*row.prompt[:-1], row.prompt[-1] | {"content": problem}]
+
+
+def _key(prompt: str | list[dict[str, str]]) -> str:
+    """What makes two prompts one: the text, however it is spaced."""
+    text = prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+    return " ".join(text.split())
+
+
+def _written(row: Row) -> dict[str, Any]:
+    answer = json.loads(row.answer) if row.structured else row.answer
+    return {"prompt": row.prompt, "answer": answer, "source": row.source}
+
+
+def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    with aside.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line) + "\n")
+    os.replace(aside, path)
+
+
+def _finish(out: Path, sifted: Sifted, problems: list[tuple[str, str]], lengths: dict[str, list[int]]) -> None:
+    _write(out / "aside.jsonl", sifted.aside)
+    page = report(sifted.counts, [(prompt, str(answer)) for prompt, answer in problems], lengths)
+    (out / "report.md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
