@@ -1,0 +1,68 @@
+"""The audit of saved responses."""
+
+import json
+
+import pytest
+
+from tools.audit_rewards import EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE, main
+
+
+def line(response, ground_truth="42", **more):
+    return json.dumps({"response": response, "ground_truth": ground_truth} | more) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    def write(*lines):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "samples.jsonl").write_text("".join(lines))
+        return str(folder)
+
+    return write
+
+
+def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
+    folder = run(
+        line("Answer: 42", verifier="robust", accuracy=True, rollout_step=1),
+        line("so | it is\n**Answer:** 42.", verifier="robust", accuracy=True, rollout_step=2),
+        line("Answer: 42", verifier="exact", accuracy=False, rollout_step=3),
+        line("Answer: B", "B", verifier="choice", accuracy=True, rollout_step=4),
+        line("Answer: B", "Bern", verifier="choice", accuracy=False, rollout_step=5),
+    )
+    assert main([folder]) == EXIT_DISAGREE
+    page = capsys.readouterr().out
+    assert page.startswith("5 responses, 3 to look at; ")
+    assert "| exact: right | 2 | 0 |" in page
+    assert "| exact: wrong | 1 | 0 |" in page
+    rows = [row for row in page.splitlines() if row.startswith("| samples")]
+    assert [row.split(" | ")[0:3] for row in rows] == [
+        ["| samples.jsonl:2", "2", "rules differ"],
+        ["| samples.jsonl:3", "3", "exact changed"],
+        ["| samples.jsonl:5", "5", "no verdict"],
+    ]
+    assert "robust: right (integer, '42')" in rows[0]
+    assert "so \\| it is **Answer:** 42." in rows[0]
+    assert main([folder, "--limit", "1"]) == EXIT_DISAGREE
+    assert "2 more rows" in capsys.readouterr().out
+
+
+def test_agreement_is_exit_code_0(run, tmp_path, capsys):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(line("Answer: 42") + line("Answer: 41"))
+    assert main([str(file), "--all"]) == EXIT_AGREE
+    assert "| exact: right | 1 | 0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "holds no responses"),
+        ("{broken", "samples.jsonl:1: no JSON"),
+        ('{"response": "Answer: 1"}', 'samples.jsonl:1: holds no "response" and "ground_truth"'),
+        (line("x", verifier="robst"), "did you mean 'robust'"),
+    ],
+)
+def test_what_cannot_be_audited_is_named(run, capsys, content, reason):
+    assert main([run(content)]) == EXIT_USAGE
+    assert reason in capsys.readouterr().err

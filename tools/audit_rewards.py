@@ -1,0 +1,185 @@
+"""The responses that a run kept, judged again: on which of them the rules disagree, as a table to read.
+
+python -m tools.audit_rewards runs/quickstart            # <run>/samples.jsonl
+python -m tools.audit_rewards rollouts.jsonl --all       # lines of {"response", "ground_truth"}
+
+A line whose verifier is for mathematics is judged by `exact` and by `robust`, any other by its own verifier. A row is
+listed when the verdicts differ, when there is none, or when the verifier of the run now says something else.
+Exit code 1: there are such rows.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config import ConfigError, load_config
+from reward.config import RewardConfig
+from reward.messages import Verdict, VerificationRequest, VerifierError
+from reward.pool import RewardPool
+from reward.registry import find
+
+RULES = ("exact", "robust")
+EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE = 0, 1, 2
+
+_CELL = 60
+
+
+class AuditError(ValueError):
+    """Nothing to audit; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audited:
+    """One saved response with its verdicts."""
+
+    place: str
+    line: Mapping[str, Any]
+    verdicts: Mapping[str, Verdict]
+    """Verifier -> what it says now."""
+
+    @property
+    def saved(self) -> bool | None:
+        """What was saved with the response."""
+        return bool(self.line["accuracy"]) if "accuracy" in self.line else None
+
+    @property
+    def reason(self) -> str:
+        """Why a person should look at it; empty if there is no reason."""
+        own = str(self.line.get("verifier"))
+        if self.saved is not None and own in self.verdicts and self.verdicts[own].accuracy is not self.saved:
+            return f"{own} changed"
+        if len({verdict.accuracy for verdict in self.verdicts.values()}) > 1:
+            return "rules differ"
+        return "no verdict" if any(verdict.error for verdict in self.verdicts.values()) else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m tools.audit_rewards", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory, or a JSON lines file")
+    parser.add_argument("--all", action="store_true", help="list the rows on which the rules agree too")
+    parser.add_argument("--limit", type=int, default=200, help="rows listed, at most")
+    options = parser.parse_args(arguments)
+    try:
+        config = _reward_config(options.run)
+        file = options.run / "samples.jsonl" if options.run.is_dir() else options.run
+        audited = asyncio.run(audit(read_lines(file), config))
+    except (AuditError, ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    print(page(audited, everything=options.all, limit=options.limit))
+    return EXIT_DISAGREE if any(row.reason for row in audited) else EXIT_AGREE
+
+
+def _reward_config(run: Path) -> RewardConfig:
+    """Section `reward` of the run; the defaults for a file of its own."""
+    stored = run / "config.yaml"
+    return load_config(stored).reward if stored.is_file() else RewardConfig()
+
+
+def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of each saved response. Raises AuditError, OSError."""
+    found = []
+    for number, text in enumerate(file.read_bytes().splitlines(), start=1):
+        if not text.strip():
+            continue
+        place = f"{file.name}:{number}"
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise AuditError(f"{place}: no JSON ({error}); a run that is writing may leave half a last line") from None
+        if not isinstance(line, dict) or not all(
+            isinstance(line.get(key), str) for key in ("response", "ground_truth")
+        ):
+            raise AuditError(f'{place}: holds no "response" and "ground_truth" as texts')
+        found.append((place, line))
+    if not found:
+        raise AuditError(f"{file}: holds no responses; monitor.sample_responses says how many a run keeps")
+    return found
+
+
+async def audit(lines: Sequence[tuple[str, Mapping[str, Any]]], config: RewardConfig) -> list[Audited]:
+    """Judges every line. Raises AuditError for a verifier that is not known."""
+    requests, owners = [], []
+    for at, (place, line) in enumerate(lines):
+        own = line.get("verifier") or config.verifier
+        try:
+            math = find(own).math
+        except VerifierError as error:
+            raise AuditError(f"{place}: {error}") from None
+        for name in RULES if math else (own,):
+            request = VerificationRequest(
+                response=line["response"],
+                ground_truth=line["ground_truth"],
+                prompt=str(line.get("prompt_text", "")),
+                verifier=name,
+            )
+            requests.append(request)
+            owners.append((at, name))
+    pool = RewardPool(config)
+    try:
+        verdicts = await pool.verify(requests)
+    finally:
+        pool.close()
+    found: list[dict[str, Verdict]] = [{} for _ in lines]
+    for (at, name), verdict in zip(owners, verdicts, strict=True):
+        found[at][name] = verdict
+    return [Audited(place=place, line=line, verdicts=found[at]) for at, (place, line) in enumerate(lines)]
+
+
+def page(audited: Sequence[Audited], *, everything: bool, limit: int) -> str:
+    """Markdown: how often which rules credit, and the rows to look at."""
+    both = Counter(
+        (row.verdicts["exact"].accuracy, row.verdicts["robust"].accuracy)
+        for row in audited
+        if set(RULES) <= row.verdicts.keys()
+    )
+    reasons = Counter(row.reason for row in audited if row.reason)
+    lines = [
+        f"{len(audited)} responses, {sum(reasons.values())} to look at"
+        + "".join(f"; {reason}: {count}" for reason, count in reasons.most_common()),
+        "",
+        "| | robust: right | robust: wrong |",
+        "|---|---|---|",
+        *(f"| exact: {_word(exact)} | {both[exact, True]} | {both[exact, False]} |" for exact in (True, False)),
+        "",
+        "| where | step | why | saved | verdicts now | ground truth | end of the response |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    shown = [row for row in audited if everything or row.reason]
+    for row in shown[:limit]:
+        now = ", ".join(f"{name}: {_said(verdict)}" for name, verdict in row.verdicts.items())
+        saved = "" if row.saved is None else f"{row.line.get('verifier', '')}: {_word(row.saved)}".lstrip(": ")
+        cells = (row.place, str(row.line.get("rollout_step", "")), row.reason, saved, now)
+        truth, end = _cell(row.line["ground_truth"]), _cell(row.line["response"].strip()[-_CELL:])
+        lines.append(f"| {' | '.join(_cell(cell, 200) for cell in cells)} | {truth} | {end} |")
+    if len(shown) > limit:
+        lines.append(f"\n{len(shown) - limit} more rows; --limit {len(shown)} shows them")
+    return "\n".join(lines)
+
+
+def _said(verdict: Verdict) -> str:
+    if verdict.error is not None:
+        return f"no verdict ({verdict.error})"
+    stated = "nothing stated" if verdict.extracted is None else repr(verdict.extracted[:_CELL])
+    return f"{_word(verdict.accuracy)} ({verdict.rule}, {stated})"
+
+
+def _word(accuracy: bool) -> str:
+    return "right" if accuracy else "wrong"
+
+
+def _cell(text: str, width: int = _CELL) -> str:
+    """Text that does not break a table."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text[:width])
+    return printable.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
