@@ -73,7 +73,8 @@ def test_problems_of_another_file_are_kept_apart(tmp_path):
     ("answer", "kind"),
     [
         ("42", "integer"), ("-7", "negative integer"), ("1,080", "integer"), ("0.5", "number"),
-        ("\\frac{1}{2}", "number"), ("50%", "number"), ("(1, 2)", "list"), ("2\\sqrt{3}", "expression"), ("x^2", "expression"), ("B", "choice"),
+        ("\\frac{1}{2}", "number"), ("50%", "number"), ("(1, 2)", "list"), ("2\\sqrt{3}", "expression"),
+        ("x^2", "expression"), ("B", "choice"),
         ('{"a": 1}', "json"), ("Paris", "text"),
     ],
 )  # fmt: skip
