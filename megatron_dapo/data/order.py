@@ -47,21 +47,30 @@ class PromptOrder:
         self._start = np.uint64(start)
         self._before: list[np.ndarray] = [np.zeros(len(spans), np.int64)]
         """For each block begun: how often each file was drawn before it."""
+        self._enter(0)
 
     def index_at(self, position: int) -> int:
         """Index, among all prompts, of the prompt at `position`."""
         if len(self._spans) == 1:
             return self._spans[0].start + prompt_at(position, self._spans[0].count, self._seed)
         block, offset = divmod(position, _BLOCK)
-        while len(self._before) <= block:
-            drawn = self._files(len(self._before) - 1)
-            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self._spans)))
-        drawn = self._files(block)
-        file = int(drawn[offset])
-        times = int(self._before[block][file] + np.count_nonzero(drawn[:offset] == file))
+        if block != self._block:
+            self._enter(block)
+        file, times = int(self._drawn[offset]), int(self._times[offset])
         span = self._spans[file]
         epoch, at = divmod(times, span.count)
         return span.start + int(_permutation(span.count, self._seed, epoch, file)[at])
+
+    def _enter(self, block: int) -> None:
+        """Makes a block the one at hand: file of each of its positions, and how often it was drawn before."""
+        while len(self._before) <= block:
+            drawn = self._files(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self._spans)))
+        self._block, self._drawn = block, self._files(block)
+        self._times = np.zeros(_BLOCK, np.int64)
+        for file, before in enumerate(self._before[block]):
+            mine = self._drawn == file
+            self._times[mine] = before + np.arange(np.count_nonzero(mine))
 
     def _files(self, block: int) -> np.ndarray:
         """File of each position of a block, int64 [_BLOCK]."""
