@@ -94,10 +94,12 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             line = json.loads(text)
         except ValueError as error:
             raise AuditError(f"{place}: no JSON ({error}); a run that is writing may leave half a last line") from None
-        if not isinstance(line, dict) or not all(
-            isinstance(line.get(key), str) for key in ("response", "ground_truth")
-        ):
-            raise AuditError(f'{place}: holds no "response" and "ground_truth" as texts')
+        if not isinstance(line, dict):
+            raise AuditError(f"{place}: no JSON object")
+        truth = line.get("ground_truth", line.get("answer"))  # the second is what a run writes
+        if not isinstance(line.get("response"), str) or not isinstance(truth, str):
+            raise AuditError(f'{place}: holds no "response" and "ground_truth" (or "answer") as texts')
+        line["ground_truth"] = truth
         found.append((place, line))
     if not found:
         raise AuditError(f"{file}: holds no responses; monitor.sample_responses says how many a run keeps")

@@ -49,7 +49,7 @@ def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
 
 def test_agreement_is_exit_code_0(run, tmp_path, capsys):
     file = tmp_path / "rollouts.jsonl"
-    file.write_text(line("Answer: 42") + line("Answer: 41"))
+    file.write_text(line("Answer: 42") + json.dumps({"response": "Answer: 41", "answer": "42"}))
     assert main([str(file), "--all"]) == EXIT_AGREE
     assert "| exact: right | 1 | 0 |" in capsys.readouterr().out
 
