@@ -15,6 +15,8 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.importance import Correction, correction_weights
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.messages import ScoredGroup
 
@@ -32,6 +34,19 @@ class StepArrays:
     """float32 [R], eq. 9 of the shaped rewards."""
     carries_loss: np.ndarray
     """bool [R]; False where overlong filtering masks a truncated response."""
+
+
+def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
+    """What an optimizer step minimises."""
+    return PolicyObjective(
+        clip_low=algorithm.clip.low,
+        clip_high=algorithm.clip.high,
+        clip_dual=algorithm.clip.dual,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        kl_aggregation=algorithm.kl.aggregation,
+        entropy_coefficient=algorithm.entropy_coefficient,
+    )
 
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:

@@ -16,7 +16,7 @@ import torch
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.cluster import Cluster
 from megatron_dapo.coordinator.engines import own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
@@ -121,7 +121,7 @@ async def start_parts(
         generator=generator,
         sampler=DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler),
         evaluator=_evaluator(config, inputs, services),
-        objective=_objective(config.algorithm),
+        objective=objective_of(config.algorithm),
         progress=progress,
         start_seconds=time.monotonic() - began,
     )
@@ -158,18 +158,6 @@ def _evaluator(config: Config, inputs: Inputs, services: Services) -> Evaluator:
         prompts=inputs.heldout.prompts[: config.evaluation.limit or None],
         sampling=_sampling(config, inputs),
         seed=config.run.seed,
-    )
-
-
-def _objective(algorithm: AlgorithmConfig) -> PolicyObjective:
-    return PolicyObjective(
-        clip_low=algorithm.clip.low,
-        clip_high=algorithm.clip.high,
-        clip_dual=algorithm.clip.dual,
-        kl_coefficient=algorithm.kl.coefficient,
-        kl_estimator=algorithm.kl.estimator,
-        kl_aggregation=algorithm.kl.aggregation,
-        entropy_coefficient=algorithm.entropy_coefficient,
     )
 
 
