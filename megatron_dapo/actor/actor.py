@@ -176,21 +176,20 @@ class MegatronActor:
             )
         return self._with_seconds_of_rank_0(reports)
 
-    def gradients(
+    def loss_and_gradients(
         self, mini_batch: MiniBatch, objective: "Objective", temperature: float
-    ) -> "dict[str, Tensor] | None":
-        """The gradient of the mini-batch's loss, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
+    ) -> "tuple[float, dict[str, Tensor]] | None":
+        """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
         the others. Changes no weight."""
         import torch
 
         from megatron_dapo.actor.weights import hf_tensors
 
         self.optimizer.zero_grad()
-        self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
+        sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
         gathered = hf_tensors(self.optimizer.chunks, self.hf, dtype=torch.float32, value=attrgetter("main_grad"))
-        # Copied: without tensor parallelism they are the gradient buffers themselves.
-        tensors = {name: tensor.clone() for name, tensor in gathered}
-        return tensors if self.rank == 0 else None
+        tensors = dict(gathered)
+        return (sums.loss, tensors) if self.rank == 0 else None
 
     def export_hf(self, folder: Path) -> int:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.

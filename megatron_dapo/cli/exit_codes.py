@@ -17,6 +17,8 @@ class ExitCode(IntEnum):
     """The rollout servers could not be started or were lost."""
     TRAINER = 6
     """Ray or a trainer rank could not be started, or was lost too often."""
+    INEXACT = 7
+    """`certify`: a layout's loss or gradient differs from the single process's by more than the bounds."""
     CONTINUE = 75
     """Stopped by a signal, with everything saved: the same command with `run.resume=true` goes on."""
     INTERRUPTED = 130

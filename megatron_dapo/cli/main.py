@@ -3,7 +3,7 @@
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from megatron_dapo.config import ConfigError, load_config
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Config file; docs/config.md lists every key.")]
+Precision = Literal["float32", "bfloat16"]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override keys.")]
 
 
@@ -107,6 +108,35 @@ def slurm(
         setup=tuple(setup or ()),
     )
     raise typer.Exit(slurm_command(config, overrides or [], options, out))
+
+
+@app.command()
+def certify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Most ranks of a layout; else as many as fit.")] = None,
+    layouts: Annotated[int, typer.Option(min=1, help="Layouts to try, the config's own first.")] = 8,
+    responses: Annotated[int, typer.Option(min=2, help="Responses of the mini-batch.")] = 16,
+    longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
+    dtype: Annotated[Precision | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
+    loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,
+    gradient_bound: Annotated[float | None, typer.Option(min=0, help="The same of a parameter's gradient.")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
+) -> None:
+    """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
+    from megatron_dapo.cli.certify import CertifyOptions, certify_command
+
+    options = CertifyOptions(
+        processes=processes,
+        layouts=layouts,
+        responses=responses,
+        longest=longest,
+        dtype=dtype,
+        loss_bound=loss_bound,
+        gradient_bound=gradient_bound,
+        deadline_s=deadline,
+    )
+    raise typer.Exit(certify_command(config, overrides or [], options))
 
 
 @app.command()

@@ -47,7 +47,9 @@ def test_an_error_of_a_rank_is_raised_here_and_the_others_end(gloo):
 
 def test_a_late_rank_is_named_with_the_place_where_it_stands(gloo):
     gloo(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
-    with pytest.raises(RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s[\s\S]*rank 1 stands at[\s\S]*in sleep"):
+    with pytest.raises(
+        RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s[\s\S]*rank 1 stands at[\s\S]*in sleep"
+    ):
         gloo(2, sleep, timeout_s=1)
 
 

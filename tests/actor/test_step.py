@@ -64,7 +64,9 @@ def gradients_of(
     """Rank 0: the gradient by Hugging Face name."""
     config = actor_config(layout, **(fields or {}))
     actor = start_actor(place, folder, config)
-    return actor.gradients(mini_batch(data, config, without=without), objective or PolicyObjective(), TEMPERATURE)
+    batch = mini_batch(data, config, without=without)
+    result = actor.loss_and_gradients(batch, objective or PolicyObjective(), TEMPERATURE)
+    return None if result is None else result[1]
 
 
 LAYOUTS = [
