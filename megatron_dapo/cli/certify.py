@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 
-BOUNDS: dict[Dtype, tuple[float, float]] = {"float32": (1e-6, 1e-5), "bfloat16": (2e-2, 1e-1)}
+BOUNDS: dict[Dtype, tuple[float, float]] = {"float32": (1e-6, 1e-5), "bfloat16": (1e-1, 6e-1)}
 """Largest relative difference of the loss and of a parameter's gradient to one process in float32."""
 
 LONGEST = 256

@@ -116,7 +116,7 @@ def certify(
     overrides: Overrides = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Most ranks of a layout; else as many as fit.")] = None,
     layouts: Annotated[int, typer.Option(min=1, help="Layouts to try, the config's own first.")] = 8,
-    responses: Annotated[int, typer.Option(min=2, help="Responses of the mini-batch.")] = 16,
+    responses: Annotated[int, typer.Option(min=8, help="Responses of the mini-batch.")] = 16,
     longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
     dtype: Annotated[Precision | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
     loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,

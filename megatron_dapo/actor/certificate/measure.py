@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.ranks import RankPlace
@@ -73,6 +75,48 @@ class Difference:
     def within(self, *, loss: float, gradient: float) -> bool:
         """Whether both are at most these bounds; never for a number that is not finite."""
         return self.loss <= loss and self.gradient <= gradient
+
+
+def sampled_responses(place: RankPlace, job: Job, responses: Responses) -> Responses:
+    """The same prompts and lengths with response tokens drawn from the model, as in training.
+
+    Tokens at random would not do: a trained model gives some of them exp(-30), and one such token is the largest part
+    of the gradient and of its rounding.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = prepare(job.actor.device).device
+    torch.set_num_threads(job.actor.threads)
+    set_seed(job.seed)
+    network = AutoModelForCausalLM.from_pretrained(job.model.path, dtype=torch.float32, local_files_only=True)
+    sequences = np.split(responses.token_ids, np.cumsum(responses.sequence_lengths)[:-1])
+    prompts = [ids[:length] for ids, length in zip(sequences, responses.prompt_lengths, strict=True)]
+    longest = max(len(prompt) for prompt in prompts)
+    # Padded on the left: all responses begin at the same place.
+    padded = torch.tensor(np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])).long()
+    mask = torch.arange(longest) >= longest - torch.tensor(responses.prompt_lengths)[:, None]
+    tokens = int(responses.response_lengths.max())
+    drawn = network.to(device).generate(
+        padded.to(device),
+        attention_mask=mask.long().to(device),
+        do_sample=True,
+        temperature=job.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+    )[:, longest:]
+    answers = drawn.cpu().numpy().astype(np.int32)
+    parts = [
+        part
+        for prompt, answer, length in zip(prompts, answers, responses.response_lengths, strict=True)
+        for part in (prompt, answer[:length])
+    ]
+    return dataclasses.replace(responses, token_ids=np.concatenate(parts))
 
 
 def current_log_probs(place: RankPlace, job: Job, responses: Responses, plan: MicroBatchPlan) -> LogProbs | None:

@@ -10,7 +10,14 @@ from typing import Literal, get_args
 import numpy as np
 
 from megatron_dapo.actor.certificate.layouts import choose_layouts, fitting_layouts
-from megatron_dapo.actor.certificate.measure import Difference, Job, compare, current_log_probs, write_reference
+from megatron_dapo.actor.certificate.measure import (
+    Difference,
+    Job,
+    compare,
+    current_log_probs,
+    sampled_responses,
+    write_reference,
+)
 from megatron_dapo.actor.certificate.sample import Sample, random_responses, random_sample
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.messages import MiniBatch, Responses
@@ -73,14 +80,15 @@ def certify(plan: Plan, hf: HFModelConfig, say: Callable[[str], None]) -> Iterat
         RankError: a rank died, raised, or gave no result in time (RankTimeout); no process is left.
     """
     seed = plan.job.seed
-    responses = random_responses(count=plan.responses, longest=plan.longest, vocabulary=hf.vocab_size, seed=seed)
+    prompts = random_responses(count=plan.responses, longest=plan.longest, vocabulary=hf.vocab_size, seed=seed)
     own = plan.job.actor.layout
     always = own if own.world_size <= plan.processes else LayoutConfig()
     layouts = choose_layouts(fitting_layouts(hf, plan.processes), plan.layouts, seed=seed, always=always)
     reference = plan.job.reference()
-    one_rank = plan_for_actor(responses.sequence_lengths, reference.actor, hidden_size=hf.hidden_size)
+    one_rank = plan_for_actor(prompts.sequence_lengths, reference.actor, hidden_size=hf.hidden_size)
     with tempfile.TemporaryDirectory(prefix="certify-") as name, RankPool(plan.device) as ranks:
         folder = Path(name)
+        responses = ranks.run(1, sampled_responses, reference, prompts, timeout_s=plan.deadline_s)[0]
         current = ranks.run(1, current_log_probs, reference, responses, one_rank, timeout_s=plan.deadline_s)[0]
         sample = random_sample(responses, current, plan.job.objective, correction=plan.correction, seed=seed)
         say(describe(responses))

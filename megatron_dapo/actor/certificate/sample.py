@@ -65,15 +65,11 @@ def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) ->
 def random_sample(
     responses: Responses, current: LogProbs, objective: PolicyObjective, *, correction: bool, seed: int
 ) -> Sample:
-    """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens.
-
-    Advantages have mean 1/2, not 0: of a loss that is a small difference of large terms, rounding would be a large
-    share.
-    """
+    """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens."""
     rng = np.random.default_rng([seed, 1])
     tokens, lengths = responses.num_response_tokens, responses.response_lengths
     columns = {
-        "advantages": np.repeat(rng.normal(0.5, 1.0, len(lengths)), lengths),
+        "advantages": np.repeat(_advantages(rng, len(lengths)), lengths),
         "old_log_probs": current.log_probs - _log_ratios(rng, tokens, objective),
     }
     if objective.kl_coefficient > 0:
@@ -87,6 +83,16 @@ def random_sample(
         carries_loss=carries_loss,
         columns={name: column.astype(np.float32) for name, column in columns.items()},
     )
+
+
+def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
+    """float64 [R]: of each prompt's responses one has a negative advantage, which is smaller.
+
+    Were they balanced, as eq. 9 makes them, the loss would be a small difference of large terms, and a rounding of
+    1e-7 of the terms could be any share of the loss.
+    """
+    size = rng.uniform(0.5, 2.0, responses)
+    return np.where(np.arange(responses) % GROUP == 1, -size / 4, size)
 
 
 def _log_ratios(rng: np.random.Generator, tokens: int, objective: PolicyObjective) -> np.ndarray:
