@@ -71,11 +71,6 @@ class MegatronActor:
 
         from megatron_dapo.actor import process_groups
         from megatron_dapo.actor.hf_config import HFModelConfig
-        from megatron_dapo.actor.model import build_model
-        from megatron_dapo.actor.optimizer import ActorOptimizer
-        from megatron_dapo.actor.reference import ReferenceWeights
-        from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights import load_hf_weights
 
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
@@ -88,12 +83,26 @@ class MegatronActor:
             timeout_s=timeout_s,
             seed=seed,
         )
-        chunks = build_model(self.hf, config, model.dtype, self.device)
-        load_hf_weights(chunks, self.hf, Path(model.path))
+        self._build(
+            learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
+            keep_reference=keep_reference,
+        )
+
+    def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
+        """Model with its weights, optimizer, reference and passes; the process groups are up."""
+        from megatron_dapo.actor.model import build_model
+        from megatron_dapo.actor.optimizer import ActorOptimizer
+        from megatron_dapo.actor.reference import ReferenceWeights
+        from megatron_dapo.actor.step import ForwardBackward
+        from megatron_dapo.actor.weights import load_hf_weights
+
+        config = self.config
+        chunks = build_model(self.hf, config, self.model.dtype, self.device)
+        load_hf_weights(chunks, self.hf, Path(self.model.path))
         self.optimizer = ActorOptimizer(
             chunks,
             config.optimizer,
-            learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
+            learning_rate,
             overlap=self.device.device.type == "cuda" and config.layout.data * config.layout.context > 1,
         )
         self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
@@ -102,6 +111,7 @@ class MegatronActor:
             layout=config.layout,
             vocabulary=self.hf.vocab_size,
             chunk_tokens=config.logprob_chunk_tokens,
+            fused_linear=config.fused_linear_log_prob,
             device=self.device.device,
         )
 

@@ -10,41 +10,33 @@ sum of exp * x, the target's x if it has it); these are gathered in one collecti
 combines them in the same order. Backward needs none: log Z and H are saved. All x are taken relative to the largest,
 so that logits of any size keep their digits.
 
-Low-precision logits are saved as they are. The float32 work is done on `chunk` rows at a time, forward and again
+Low-precision logits are saved as they are. The float32 work is done on a few rows at a time, forward and again
 backward: at 152 000 columns a full micro-batch in float32 would be many times the activations.
+
+`linear_token_log_probs` holds no logits at all: it takes the output layer's input and weight, and goes through the
+vocabulary in blocks of columns, each of which gives the four numbers as if it were another rank's.
 
 T rows of logits, n of them wanted, V columns of the padded vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_EMPTY_MAXIMUM = -1e30
-"""The maximum over no columns: exp(this - any maximum) is 0, and so is 0 times it, which -inf would not give."""
+from megatron_dapo.actor.vocabulary import (
+    VocabularyShard,
+    combine,
+    gradient_columns,
+    merge,
+    piece_elements,
+    reduce_columns,
+    work_dtype,
+)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VocabularyShard:
-    """The columns of the vocabulary that this rank's logits hold."""
-
-    start: int
-    """Token id of the first column."""
-
-    size: int
-    """Columns that are tokens. Those behind them only pad the vocabulary to a multiple of the tensor-parallel size."""
-
-    group: dist.ProcessGroup | None = None
-    """The tensor-parallel ranks; None: the whole vocabulary is here."""
-
-    @classmethod
-    def of(cls, *, vocabulary: int, columns: int, rank: int, group: dist.ProcessGroup | None) -> "VocabularyShard":
-        """Shard `rank` of a vocabulary of `vocabulary` tokens when each rank holds `columns`, padding included."""
-        start = rank * columns
-        return cls(start=start, size=max(0, min(columns, vocabulary - start)), group=group)
+MIN_BLOCK = 128
+"""Columns of the smallest block: below it matrix products lose their speed."""
 
 
 def token_log_probs(
@@ -54,7 +46,7 @@ def token_log_probs(
     shard: VocabularyShard,
     *,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
     entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, each [n], float32 (float64 for float64 logits), the same on every tensor-parallel rank.
@@ -64,10 +56,38 @@ def token_log_probs(
         rows: int64 [n], no row twice. Only these are brought to float32.
         targets: int64 [n], token ids of the whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
-        chunk: rows in float32 at a time.
+        chunk: rows in float32 at a time; None: as many as suit the device.
         entropy_gradient: whether gradients flow back from the entropy; False saves a little.
     """
+    chunk = chunk or max(1, piece_elements(logits.device) // max(1, shard.size))
     log_probs, entropy = _TokenLogProbs.apply(logits, rows, targets, shard, temperature, chunk)
+    return log_probs, entropy if entropy_gradient else entropy.detach()
+
+
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    *,
+    temperature: float = 1.0,
+    block: int | None = None,
+    entropy_gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` of the logits hidden @ weight.T, of which only a block of columns ever exists.
+
+    Backward computes them again: one matrix product more, in exchange for logits and their gradient. Each rank's
+    gradient of `hidden` is that of its own columns: the sum over tensor-parallel ranks is the caller's.
+
+    Args:
+        hidden: [T, h], the same on every tensor-parallel rank.
+        weight: [V / tp, h] of this rank, of the type of `hidden`.
+        rows, targets, temperature, entropy_gradient: as in `token_log_probs`.
+        block: columns at a time; None: as many as suit the device.
+    """
+    block = block or max(MIN_BLOCK, piece_elements(hidden.device) // max(1, len(rows)))
+    log_probs, entropy = _LinearTokenLogProbs.apply(hidden, weight, rows, targets, shard, temperature, block)
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -109,12 +129,11 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        work_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        partial = torch.empty((4, len(rows)), dtype=work_dtype, device=logits.device)
-        for part in _chunks(len(rows), chunk):
-            columns = _columns(logits, rows[part], shard, work_dtype)
-            partial[:, part] = _reduce_columns(columns, targets[part] - shard.start, temperature)
-        maximum, log_total, log_probs, entropy = _combine(_gather(partial, shard.group), temperature)
+        piece = torch.empty((4, len(rows)), dtype=work_dtype(logits.dtype), device=logits.device)
+        for part in _parts(len(rows), chunk):
+            columns = _columns(logits, rows[part], shard)
+            piece[:, part] = reduce_columns(columns, targets[part] - shard.start, temperature)
+        maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
         ctx.save_for_backward(logits, rows, targets, maximum, log_total, entropy)
         ctx.options = (shard, temperature, chunk)
         ctx.set_materialize_grads(False)
@@ -124,82 +143,89 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None, None, None]:
-        logits, rows, targets, maximum, log_total, entropy = ctx.saved_tensors
+        logits, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, chunk = ctx.options
-        # d loss / d logits = d loss / d x / temperature: divided here, on [n], instead of on every column.
-        down = torch.zeros_like(log_total) if grad_log_probs is None else grad_log_probs / temperature
-        spread = None if grad_entropy is None else grad_entropy / temperature
+        down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
         # Rows that were not asked for, and padding columns, keep the zeros.
         grad_logits = torch.zeros_like(logits)
-        for part in _chunks(len(rows), chunk):
-            columns = _columns(logits, rows[part], shard, log_total.dtype)
-            log_pi = _relative(columns, maximum[part], temperature).sub_(log_total[part, None])
-            if spread is None:
-                grad = log_pi.exp_().mul_(-down[part, None])
-            else:
-                factor = (log_pi + entropy[part, None]).mul_(-spread[part, None]).sub_(down[part, None])
-                grad = log_pi.exp_().mul_(factor)
-            if shard.size:
-                ours, column = _own_targets(targets[part] - shard.start, shard.size)
-                grad.scatter_add_(1, column[:, None], (down[part] * ours)[:, None])
+        for part in _parts(len(rows), chunk):
+            grad = gradient_columns(
+                _columns(logits, rows[part], shard),
+                targets[part] - shard.start,
+                [statistic[part] for statistic in statistics],
+                down[part],
+                None if spread is None else spread[part],
+                temperature,
+            )
             grad_logits[:, : shard.size].index_copy_(0, rows[part], grad.to(logits.dtype))
         return grad_logits, None, None, None, None, None
 
 
-def _chunks(count: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+class _LinearTokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype, wanted = work_dtype(hidden.dtype), hidden.index_select(0, rows)
+        # The block of no columns stands for a rank whose columns are all padding.
+        pieces = [
+            reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
+            for part in _parts(shard.size, block) or [slice(0, 0)]
+        ]
+        maximum, log_total, log_probs, entropy = combine(
+            merge(torch.stack(pieces), temperature), shard.group, temperature
+        )
+        ctx.save_for_backward(hidden, weight, rows, targets, maximum, log_total, entropy)
+        ctx.options = (shard, temperature, block)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+        hidden, weight, rows, targets, *statistics = ctx.saved_tensors
+        shard, temperature, block = ctx.options
+        down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
+        wanted = hidden.index_select(0, rows)
+        # Summed over blocks, so in the type that the work is done in; a block's rows of `grad_weight` are whole.
+        grad_wanted = torch.zeros(wanted.shape, dtype=down.dtype, device=wanted.device)
+        grad_weight = torch.zeros_like(weight)
+        for part in _parts(shard.size, block):
+            grad = gradient_columns(
+                (wanted @ weight[part].T).to(down.dtype),
+                targets - shard.start - part.start,
+                statistics,
+                down,
+                spread,
+                temperature,
+            ).to(weight.dtype)
+            grad_wanted += grad @ weight[part]
+            torch.mm(grad.T, wanted, out=grad_weight[part])
+        grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _columns(logits: Tensor, rows: Tensor, shard: VocabularyShard, dtype: torch.dtype) -> Tensor:
+def _scaled(
+    grad_log_probs: Tensor | None, grad_entropy: Tensor | None, like: Tensor, temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """d loss / d logits = d loss / d x / temperature: divided here, on [n], instead of on every column."""
+    down = torch.zeros_like(like) if grad_log_probs is None else grad_log_probs / temperature
+    return down, None if grad_entropy is None else grad_entropy / temperature
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _columns(logits: Tensor, rows: Tensor, shard: VocabularyShard) -> Tensor:
     """Some rows of the logits, [rows, shard.size], in the type to calculate in: a new tensor that may be changed."""
     # `to` copies unless the type is the same already; then index_select made the copy.
-    return logits.index_select(0, rows)[:, : shard.size].to(dtype)
-
-
-def _relative(columns: Tensor, maximum: Tensor, temperature: float) -> Tensor:
-    """x minus the largest x: (logit - maximum) / temperature, in place. The difference first: it loses no digits."""
-    columns.sub_(maximum[:, None])
-    return columns if temperature == 1.0 else columns.div_(temperature)
-
-
-def _own_targets(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Whether each target (counted from the shard's first column) is in the shard, and a column that exists anyway."""
-    ours = (targets >= 0) & (targets < size)
-    return ours, torch.where(ours, targets, 0)
-
-
-def _reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0. x is relative to the
-    largest. Changes `columns`."""
-    if columns.shape[1] == 0:
-        zero = columns.new_zeros(len(columns))
-        return torch.stack([torch.full_like(zero, _EMPTY_MAXIMUM), zero, zero, zero])
-    ours, column = _own_targets(targets, columns.shape[1])
-    target = columns.gather(1, column[:, None]).squeeze(1) * ours
-    maximum = columns.amax(dim=1)
-    x = _relative(columns, maximum, temperature)
-    exp = x.exp()
-    total = exp.sum(dim=1)
-    return torch.stack([maximum, total, exp.mul_(x).sum(dim=1), target])
-
-
-def _gather(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[tp, 4, n] from every rank's [4, n]."""
-    size = 1 if group is None else group.size()
-    if size == 1:
-        return partial[None]
-    gathered = partial.new_empty((size, *partial.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), partial.view(-1), group=group)
-    return gathered
-
-
-def _combine(gathered: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Largest logit M, log sum exp((logit - M) / temperature), log-prob and entropy, each [n], from [tp, 4, n]."""
-    maxima, sums, weighted, targets = gathered.unbind(1)
-    maximum = maxima.amax(dim=0)
-    shift = (maxima - maximum) / temperature
-    scale = shift.exp()
-    total = (scale * sums).sum(dim=0)
-    mean = (scale * (weighted + shift * sums)).sum(dim=0) / total
-    log_total = total.log()
-    return maximum, log_total, (targets.sum(dim=0) - maximum) / temperature - log_total, log_total - mean
+    return logits.index_select(0, rows)[:, : shard.size].to(work_dtype(logits.dtype))

@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from megatron_dapo.actor.attention import Rotary
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.output_layer import HiddenStatesOutput
 from megatron_dapo.actor.spec import local_spec, transformer_engine_spec
 from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 
@@ -21,7 +22,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
 
     `dtype` is "float32" or "bfloat16". The process groups must be up (`process_groups.initialise`). The chunks have a
     vocabulary padded to a multiple of the tensor-parallel size: the logits' columns from `hf.vocab_size` on mean
-    nothing.
+    nothing. Under `actor.fused_linear_log_prob` the last stage's output is hidden states instead of logits.
 
     Raises:
         ConfigError: the layout does not divide the model.
@@ -51,6 +52,8 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
         if device.transformer_engine:
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
+        if actor.fused_linear_log_prob and chunk.post_process:
+            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
         chunks.append(chunk)
     return chunks
 

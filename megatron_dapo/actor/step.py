@@ -21,10 +21,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.actor.logprob import VocabularyShard, gather_over_context, token_log_probs
+from megatron_dapo.actor.logprob import gather_over_context, linear_token_log_probs, token_log_probs
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
+from megatron_dapo.actor.output_layer import output_weight
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.sequences import PackedSequences, packed_sequences
+from megatron_dapo.actor.vocabulary import VocabularyShard
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
 from megatron_dapo.config.actor import LayoutConfig
 
@@ -72,15 +74,18 @@ class ForwardBackward:
         *,
         layout: LayoutConfig,
         vocabulary: int,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
+        fused_linear: bool,
         device: torch.device,
     ) -> None:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
-        `chunk_tokens`: rows of logits in float32 at a time."""
+        `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
+        states instead of logits."""
         self.chunks = list(chunks)
         self.layout = layout
         self.vocabulary = vocabulary
         self.chunk_tokens = chunk_tokens
+        self.fused_linear = fused_linear
         self.device = device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
@@ -97,8 +102,8 @@ class ForwardBackward:
         """Log-probs and entropies of all N response tokens, on global rank 0; None on the others."""
         inputs = [self._input(pack, None, responses) for pack in self._pack(responses, plan)]
 
-        def collect(item: _Input, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            return torch.stack(self._token_log_probs(item, logits, temperature, entropy_gradient=False))
+        def collect(item: _Input, output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return torch.stack(self._token_log_probs(item, output, temperature, entropy_gradient=False))
 
         results = self._run(inputs, collect, forward_only=True, collect_non_loss_data=True)
         whole = np.zeros((2, responses.num_response_tokens), dtype=np.float32)
@@ -209,21 +214,30 @@ class ForwardBackward:
         )
 
     def _token_log_probs(
-        self, item: _Input, logits: Tensor, temperature: float, *, entropy_gradient: bool
+        self, item: _Input, output: Tensor, temperature: float, *, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        """[N_mb] each, from this rank's columns of the logits [1, T, V / tp]."""
+        """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
+        states."""
+        weight = output_weight(self.chunks[-1]) if self.fused_linear else None
         shard = VocabularyShard.of(
-            vocabulary=self.vocabulary, columns=logits.shape[-1], rank=self.tensor_rank, group=self.tensor_group
+            vocabulary=self.vocabulary,
+            columns=output.shape[-1] if weight is None else len(weight),
+            rank=self.tensor_rank,
+            group=self.tensor_group,
         )
-        log_probs, entropy = token_log_probs(
-            logits[0],
-            item.rows,
-            item.targets,
-            shard,
-            temperature=temperature,
-            chunk=self.chunk_tokens,
-            entropy_gradient=entropy_gradient,
-        )
+        wanted = (item.rows, item.targets, shard)
+        if weight is None:
+            log_probs, entropy = token_log_probs(
+                output[0],
+                *wanted,
+                temperature=temperature,
+                chunk=self.chunk_tokens,
+                entropy_gradient=entropy_gradient,
+            )
+        else:
+            log_probs, entropy = linear_token_log_probs(
+                output[0], weight, *wanted, temperature=temperature, entropy_gradient=entropy_gradient
+            )
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
             whole = gather_over_context(values, item.places, len(item.packed.columns), self.context_group)
@@ -231,11 +245,11 @@ class ForwardBackward:
         return log_probs, entropy
 
     def _loss(
-        self, item: _Input, logits: Tensor, *, objective: Objective, temperature: float
+        self, item: _Input, output: Tensor, *, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, 0, sums): Megatron's triple; with `calculate_per_token_loss` it leaves the loss as it is."""
         log_probs, entropy = self._token_log_probs(
-            item, logits, temperature, entropy_gradient=objective.uses_entropy_gradient
+            item, output, temperature, entropy_gradient=objective.uses_entropy_gradient
         )
         token_loss = objective(log_probs, entropy, item.columns)
         loss = (item.weights * token_loss.loss).sum()

@@ -71,8 +71,12 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: `selective` the attention core, `full` every layer."""
 
-    logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are brought to float32 at a time."""
+    logprob_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits are brought to float32 at a time; none: what the CPU's cache keeps, or fills a GPU."""
+
+    fused_linear_log_prob: bool = False
+    """Never hold the logits: the output layer's product is taken in blocks of the vocabulary, and again in backward.
+    Saves tokens x vocabulary / TP numbers twice, for one product more."""
 
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_dapo.actor.logprob import VocabularyShard, token_log_probs
+from megatron_dapo.actor.logprob import token_log_probs
+from megatron_dapo.actor.vocabulary import VocabularyShard
 
 VOCABULARY = 53
 

@@ -119,6 +119,7 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_pr
         {"logprob_chunk_tokens": 10_000},
         {"recompute": "full"},
         {"recompute": "selective"},
+        {"fused_linear_log_prob": True},
         {"optimizer": {"distributed": False}},
     ],
     ids=str,
@@ -127,6 +128,37 @@ def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, model, d
     errors = relative_error(gloo(1, gradients_of, model, {}, data, None, NONE_OF, fields)[0], one_process)
     assert errors[""] < 1e-6
     assert max(errors.values()) < 5e-6, errors
+
+
+def output_and_gradient(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], fused: bool):
+    """Last dimension of what the last stage's output layer gives (0 elsewhere), log-probs, and the gradient."""
+    config = actor_config(layout, fused_linear_log_prob=fused)
+    actor = start_actor(place, folder, config)
+    last = actor.optimizer.chunks[-1].module
+    widths = [0]
+    if last.post_process:
+        last.output_layer.register_forward_hook(lambda module, given, output: widths.append(output[0].shape[-1]))
+    batch = mini_batch(data, config, without=NONE_OF)
+    log_probs = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
+    result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    return max(widths), log_probs, None if result is None else result[1]
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}], ids=str
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_linear_holds_no_logits_and_changes_nothing(gloo, tmp_path, layout, tied):
+    folder = save_tiny(tmp_path, "qwen3", tied=tied)
+    data = columns(folder)
+    results = gloo(size(layout), output_and_gradient, folder, data, layout, True)
+    assert max(width for width, _, _ in results) == 64  # the hidden size
+    errors = relative_error(results[0][2], reference_gradient(folder, data))
+    assert max(errors.values()) < 1e-5, errors
+    plain = gloo(size(layout), output_and_gradient, folder, data, layout, False)
+    assert max(width for width, _, _ in plain) == (51 if "tensor" in layout else 101)
+    np.testing.assert_allclose(results[0][1].log_probs, plain[0][1].log_probs, atol=1e-5)
+    np.testing.assert_allclose(results[0][1].entropy, plain[0][1].entropy, atol=1e-5)
 
 
 def gradients_with_overlap(place: RankPlace, folder: Path, data: Columns) -> tuple[float, float]:
@@ -139,7 +171,12 @@ def gradients_with_overlap(place: RankPlace, folder: Path, data: Columns) -> tup
     config = actor_config({"data": 2})
     optimizer = ActorOptimizer(built.chunks, config.optimizer, LearningRate(peak=1e-3), overlap=True)
     passes = ForwardBackward(
-        optimizer.chunks, layout=config.layout, vocabulary=101, chunk_tokens=8, device=torch.device("cpu")
+        optimizer.chunks,
+        layout=config.layout,
+        vocabulary=101,
+        chunk_tokens=8,
+        fused_linear=False,
+        device=torch.device("cpu"),
     )
     for _ in range(2):  # the second time over buffers that were used
         optimizer.zero_grad()

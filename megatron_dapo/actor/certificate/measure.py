@@ -55,7 +55,7 @@ class Job:
 
     def reference(self) -> "Job":
         """The same in one process, in float32, every saving of memory switched off."""
-        actor = dataclasses.replace(self.actor, layout=LayoutConfig(), recompute="none")
+        actor = dataclasses.replace(self.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
         return dataclasses.replace(self, actor=actor, model=dataclasses.replace(self.model, dtype="float32"))
 
 
