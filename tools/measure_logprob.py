@@ -3,8 +3,8 @@
 python tools/measure_logprob.py            prints a Markdown table (docs/measurements/actor.md)
 
 Each way runs in a process of its own. Its peak is the growth of the process's largest resident set over what was
-resident before (inputs included); its time the fastest of a few repeats. The ways take turns, so that a ratio of two
-times is of one run.
+resident before (inputs included); its time the CPU's (user and system) in the fastest of a few repeats, which other
+load on the machine changes little. The ways take turns, so that a ratio of two times is of one run.
 """
 
 import argparse
@@ -56,16 +56,16 @@ def way_of(name: str, options: argparse.Namespace) -> tuple[Callable[[], tuple[T
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Peak in MiB above the inputs, and seconds of the fastest repeat, of `options.way`."""
+    """Peak in MiB above the inputs, and CPU seconds of the fastest repeat, of `options.way`."""
     torch.set_num_threads(options.threads)
     forward, inputs = way_of(options.way, options)
     before = peak_mib()
     seconds = []
     for _ in range(options.repeats):
-        began = time.perf_counter()
+        began = time.process_time()
         log_probs, entropy = forward()
         (log_probs.sum() - 0.1 * entropy.sum()).backward()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
         del log_probs, entropy
         for tensor in inputs:
             tensor.grad = None
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -114,7 +114,7 @@ def main() -> None:
     arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
     sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
     print(f"{sizes}; torch {torch.__version__}, {platform.machine()}\n")
-    print("| from | type | way | peak above the inputs, MiB | of plain | seconds | of plain |")
+    print("| from | type | way | peak above the inputs, MiB | of plain | CPU seconds | of plain |")
     print("|---|---|---|---|---|---|---|")
     for dtype in DTYPES:
         for source, names in (("logits", FROM_LOGITS), ("hidden states", FROM_HIDDEN)):

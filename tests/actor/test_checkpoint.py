@@ -43,7 +43,7 @@ def train(
     steps: int = 2,
 ):
     """[load,] two steps, [save,] two more: (extra that was loaded, (step, loss, norm, rate) of each)."""
-    config = actor_config(layout, optimizer=OPTIMIZER | options.get("optimizer", {}))
+    config = actor_config(layout, optimizer=OPTIMIZER | options.get("optimizer", {}), **options.get("actor", {}))
     actor = start_actor(place, folder, config, dtype=options.get("dtype", "float32"))
     batch = mini_batch(data, config, without=NONE_OF)
     extra = None if load is None else actor.load_checkpoint(load)
@@ -95,6 +95,16 @@ def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
 def test_a_checkpoint_loads_at_another_layout(gloo, written, read, options, model, data, tmp_path):
     _, without_break = gloo(size(written), saving, model, written, data, options, tmp_path / "step")[0]
     _, resumed = gloo(size(read), loading, model, read, data, options, tmp_path / "step")[0]
+    np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
+
+
+def test_a_checkpoint_loads_with_and_without_the_fused_output_layer(gloo, model, data, tmp_path):
+    fused = {"actor": {"fused_linear_log_prob": True}}
+    _, without_break = gloo(2, saving, model, {"pipeline": 2}, data, fused, tmp_path / "fused")[0]
+    _, plain = gloo(2, loading, model, {"tensor": 2}, data, {}, tmp_path / "fused")[0]
+    np.testing.assert_allclose(plain, without_break[2:], rtol=1e-4)
+    gloo(2, saving, model, {"pipeline": 2}, data, {}, tmp_path / "plain")
+    _, resumed = gloo(2, loading, model, {"tensor": 2}, data, fused, tmp_path / "plain")[0]
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 

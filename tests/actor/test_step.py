@@ -116,7 +116,7 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_pr
     [
         {"micro_batch_tokens": 10_000},
         {"micro_batch_tokens": 1},
-        {"logprob_chunk_tokens": 10_000},
+        {"logprob_chunk_tokens": None},
         {"recompute": "full"},
         {"recompute": "selective"},
         {"fused_linear_log_prob": True},
