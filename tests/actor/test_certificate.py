@@ -10,7 +10,7 @@ import torch
 
 from megatron_dapo.actor.certificate import run
 from megatron_dapo.actor.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
-from megatron_dapo.actor.certificate.measure import Difference, relative_error
+from megatron_dapo.actor.certificate.measure import Bounds, Difference, relative_error
 from megatron_dapo.actor.certificate.sample import random_responses, random_sample
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.messages import LogProbs
@@ -63,7 +63,7 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
         log_probs=np.full(lengths.sum(), -2, dtype=np.float32), entropy=np.zeros(lengths.sum(), dtype=np.float32)
     )
     objective = PolicyObjective()
-    sample = random_sample(responses, current, objective, correction=False, seed=3)
+    sample = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
     ratio = np.exp(current.log_probs.astype(float) - sample.columns["old_log_probs"])
     advantages = sample.columns["advantages"]
     assert ((ratio < 0.8) & (advantages < 0)).sum() > 5
@@ -71,9 +71,11 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
     for bound in (0.8, 1.28):
         assert np.abs(np.log(ratio / bound)).min() > 9e-4
     assert sample.carries_loss.sum() == 15
-    again = random_sample(responses, current, objective, correction=False, seed=3)
+    again = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
     assert np.array_equal(again.columns["old_log_probs"], sample.columns["old_log_probs"])
-    full = random_sample(responses, current, PolicyObjective(kl_coefficient=0.1), correction=True, seed=3)
+    full = random_sample(
+        responses, current, PolicyObjective(kl_coefficient=0.1), dtype="float32", correction=True, seed=3
+    )
     assert full.columns.keys() == {"advantages", "old_log_probs", "reference_log_probs", "correction"}
 
 
@@ -83,9 +85,12 @@ def test_what_is_not_a_number_is_not_within_the_bounds():
     assert relative_error(zero, zero) == 0
     assert math.isinf(relative_error(one, zero))
     assert math.isnan(relative_error(one * math.nan, one))
-    assert Difference(loss=0.5, gradient=0.5, parameter="").within(loss=0.5, gradient=0.5)
-    assert not Difference(loss=0.0, gradient=0.6, parameter="").within(loss=0.5, gradient=0.5)
-    assert not Difference(loss=math.nan, gradient=0.0, parameter="").within(loss=0.5, gradient=0.5)
+    bounds = Bounds(loss=0.5, gradient=0.5, parameter=0.7)
+    good = Difference(loss=0.5, gradient=0.5, worst=0.7, parameter="")
+    assert good.within(bounds)
+    for name in ("loss", "gradient", "worst"):
+        assert not dataclasses.replace(good, **{name: 0.8}).within(bounds)
+        assert not dataclasses.replace(good, **{name: math.nan}).within(bounds)
 
 
 def rows(output: str) -> list[str]:

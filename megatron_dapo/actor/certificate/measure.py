@@ -67,14 +67,26 @@ class Difference:
     """|loss - reference| / |reference|."""
 
     gradient: float
-    """Largest |gradient - reference| / |reference| of a parameter, L2 norms of whole tensors."""
+    """|gradient - reference| / |reference| of all parameters together, L2 norms."""
+
+    worst: float
+    """Largest such difference of a single parameter, against that parameter's own gradient."""
 
     parameter: str
     """Which one, by its Hugging Face name."""
 
-    def within(self, *, loss: float, gradient: float) -> bool:
-        """Whether both are at most these bounds; never for a number that is not finite."""
-        return self.loss <= loss and self.gradient <= gradient
+    def within(self, bounds: "Bounds") -> bool:
+        """Whether all are at most the bounds; never for a number that is not finite."""
+        return self.loss <= bounds.loss and self.gradient <= bounds.gradient and self.worst <= bounds.parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Largest relative differences that are rounding."""
+
+    loss: float
+    gradient: float
+    parameter: float
 
 
 def sampled_responses(place: RankPlace, job: Job, responses: Responses) -> Responses:
@@ -156,20 +168,24 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _difference(loss: float, gradients: Mapping[str, Tensor], reference_loss: float, file: Path) -> Difference:
-    worst = (-1.0, "")
+    worst, parameter, distance, size = -1.0, "", 0.0, 0.0
     with safe_open(file, framework="pt") as reference:
         if set(reference.keys()) != set(gradients):
             missing = sorted(set(reference.keys()) ^ set(gradients))
             raise ValueError(f"parameters with a gradient on one side only: {', '.join(missing)}")
         for name in reference.keys():  # noqa: SIM118  (no mapping)
-            error = relative_error(gradients[name], reference.get_tensor(name))
+            wanted = reference.get_tensor(name).double()
+            error = relative_error(gradients[name], wanted)
             # Not max(): it would pass over a nan.
-            if not error <= worst[0]:
-                worst = (error, name)
-            if math.isnan(error):
-                break
+            if not (error <= worst or math.isnan(worst)):
+                worst, parameter = error, name
+            distance = math.hypot(distance, float((gradients[name] - wanted).norm()))
+            size = math.hypot(size, float(wanted.norm()))
     return Difference(
-        loss=relative_error(torch.tensor(loss), torch.tensor(reference_loss)), gradient=worst[0], parameter=worst[1]
+        loss=relative_error(torch.tensor(loss), torch.tensor(reference_loss)),
+        gradient=distance / size,
+        worst=worst,
+        parameter=parameter,
     )
 
 

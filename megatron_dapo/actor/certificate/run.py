@@ -90,7 +90,14 @@ def certify(plan: Plan, hf: HFModelConfig, say: Callable[[str], None]) -> Iterat
         folder = Path(name)
         responses = ranks.run(1, sampled_responses, reference, prompts, timeout_s=plan.deadline_s)[0]
         current = ranks.run(1, current_log_probs, reference, responses, one_rank, timeout_s=plan.deadline_s)[0]
-        sample = random_sample(responses, current, plan.job.objective, correction=plan.correction, seed=seed)
+        sample = random_sample(
+            responses,
+            current,
+            plan.job.objective,
+            dtype=plan.job.model.dtype,
+            correction=plan.correction,
+            seed=seed,
+        )
         say(describe(responses))
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.
         weights_plan = _plan_on(plan, responses, LayoutConfig(), int(responses.sequence_lengths.max()), hf.hidden_size)

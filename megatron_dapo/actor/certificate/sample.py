@@ -16,8 +16,9 @@ GROUP = 4
 RATIO_SPREAD = 0.3
 """Standard deviation of log(pi / pi_old): about a third of the tokens lie outside 0.8 .. 1.28."""
 
-KINK_DISTANCE = 1e-3
-"""No ratio is nearer to a clip bound: there rounding decides which side a token is on, and its gradient jumps."""
+KINK_DISTANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""No log-ratio is nearer to a clip bound's: there rounding, that of the type of the layouts, decides which side a token
+is on, and its gradient jumps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +64,14 @@ def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) ->
 
 
 def random_sample(
-    responses: Responses, current: LogProbs, objective: PolicyObjective, *, correction: bool, seed: int
+    responses: Responses, current: LogProbs, objective: PolicyObjective, *, dtype: str, correction: bool, seed: int
 ) -> Sample:
     """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens."""
     rng = np.random.default_rng([seed, 1])
     tokens, lengths = responses.num_response_tokens, responses.response_lengths
     columns = {
         "advantages": np.repeat(_advantages(rng, len(lengths)), lengths),
-        "old_log_probs": current.log_probs - _log_ratios(rng, tokens, objective),
+        "old_log_probs": current.log_probs - _log_ratios(rng, tokens, objective, KINK_DISTANCE[dtype]),
     }
     if objective.kl_coefficient > 0:
         columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
@@ -95,11 +96,11 @@ def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
     return np.where(np.arange(responses) % GROUP == 1, -size / 4, size)
 
 
-def _log_ratios(rng: np.random.Generator, tokens: int, objective: PolicyObjective) -> np.ndarray:
+def _log_ratios(rng: np.random.Generator, tokens: int, objective: PolicyObjective, distance: float) -> np.ndarray:
     """float64 [tokens]: log(pi / pi_old), kept away from the clip bounds."""
     drawn = rng.normal(0, RATIO_SPREAD, tokens)
     for bound in (1 - objective.clip_low, 1 + objective.clip_high, objective.clip_dual):
         if bound:
-            near = np.abs(drawn - np.log(bound)) < KINK_DISTANCE
-            drawn[near] = np.log(bound) + np.copysign(KINK_DISTANCE, drawn[near] - np.log(bound))
+            near = np.abs(drawn - np.log(bound)) < distance
+            drawn[near] = np.log(bound) + np.copysign(distance, drawn[near] - np.log(bound))
     return drawn
