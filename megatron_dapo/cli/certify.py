@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 
-LOSS_BOUNDS: dict[Dtype, float] = {"float32": 1e-6, "bfloat16": 1e-1}
-GRADIENT_BOUNDS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 5e-1}
+LOSS_BOUNDS: dict[Dtype, float] = {"float32": 1e-6, "bfloat16": 2e-2}
+GRADIENT_BOUNDS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 4e-1}
 """Of a parameter in float32; in bfloat16, where a small one may be all rounding, of all parameters together."""
 
 LONGEST = 256
