@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +66,6 @@ class RankPool:
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self._device = device
         self._idle: list[_Worker] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
 
     def __enter__(self) -> "RankPool":
@@ -109,6 +109,11 @@ class RankPool:
         while self._idle:
             self._idle.pop().end()
         self._folder.cleanup()
+
+    @cached_property
+    def _folder(self) -> "tempfile.TemporaryDirectory[str]":
+        # Made on first use: a pool at module level exists in its workers too, which are killed and clean up nothing.
+        return tempfile.TemporaryDirectory(prefix="ranks-")
 
     def _take(self, rank: int) -> _Worker:
         """An idle worker, or a new one. On CUDA one whose GPU is number `rank`; on the CPU any."""
