@@ -64,7 +64,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # a killed process leaves files
     with subprocess.Popen([sys.executable, str(script)], env=environment) as parent:
         deadline = time.monotonic() + 60
         while len(workers := psutil.Process(parent.pid).children()) < 2 + 1:  # and Python's resource tracker
