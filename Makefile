@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED = 1
 TESTS := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu check format base-model data docs clean clean-venv
+.PHONY: help install demo test test-slow test-slurm test-gpu check format base-model data docs clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,7 +42,10 @@ test: install ## run the default tests (CPU)
 	OMP_NUM_THREADS=1 $(TESTS) --durations=10 $(ARGS)
 
 test-slow: install ## run the tests that take minutes each
-	OMP_NUM_THREADS=1 $(TESTS) -m "slow and not gpu" --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(TESTS) -m "slow and not gpu and not slurm" --durations=10 $(ARGS)
+
+test-slurm: install ## run a job on a Slurm of two virtual nodes; installs Debian's Slurm (needs root)
+	OMP_NUM_THREADS=1 $(TESTS) tests/slurm -m slurm -rs $(ARGS)
 
 test-gpu: install ## run the tests that need a CUDA device
 	$(TESTS) tests/gpu -m gpu $(ARGS)

@@ -1,6 +1,7 @@
 """A whole run: start the parts, measure, train, measure again, export, sum up."""
 
 import asyncio
+import json
 import shlex
 import sys
 import time
@@ -50,6 +51,9 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         console.note(f"run directory: {run_dir.path}")
         watching = asyncio.create_task(stop_on_file(run_dir.path / STOP_FILE, stop, console))
         stack.callback(watching.cancel)
+        if done := _finished(config, run_dir):
+            console.note(f"this run is finished after {done['rollout_steps']} steps; to go on, raise run.rollout_steps")
+            return done
         console.note("starting trainer and servers")
         waits = Waits(stop)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
@@ -59,8 +63,8 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         parts = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
         await publish_weights(parts, parts.progress.weight_version)
         summary = await _measure_and_train(parts, began)
-    run_dir.write_json("summary.json", summary)
-    draw_run(read_metrics(run_dir.path), summary, run_dir.path / "curves.png")
+        run_dir.write_json("summary.json", summary)
+        draw_run(read_metrics(run_dir.path), summary, run_dir.path / "curves.png")
     console.summary(summary)
     if config.run.export_at_end:
         problem = inputs.heldout.prompts[0]
@@ -80,8 +84,6 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
         parts.run_dir.write_json(before_file.name, {"before": before, "baseline": baseline})
         seconds["evaluation_before"] = time.monotonic() - clock
     else:
-        import json
-
         stored = json.loads(before_file.read_text())
         before, baseline = stored["before"], stored["baseline"]
     clock = time.monotonic()
@@ -121,6 +123,15 @@ async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
         return None
     token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
     return _as_json(await evaluate(parts, "baseline", forbid=token))
+
+
+def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
+    """The summary of a run that is to be resumed but has nothing left to do: a later job of a chain, say."""
+    file = run_dir.path / "summary.json"
+    if not config.run.resume or config.run.resume_step is not None or not file.exists():
+        return None
+    summary = json.loads(file.read_text())
+    return summary if summary["rollout_steps"] >= config.run.rollout_steps else None
 
 
 async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:

@@ -1,0 +1,115 @@
+"""The generated script on a real Slurm of two nodes: it starts, is warned, goes back into the queue, ends the run."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
+from tests.processes import ROOT
+from tests.slurm.cluster import slurm_cluster, why_not
+
+STEPS = 4
+SMALL = (
+    f"run.rollout_steps={STEPS}",
+    "run.checkpoint_every=0",
+    "algorithm.prompts_per_step=4",
+    "algorithm.mini_batch_responses=16",
+    "evaluation.limit=4",
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=2, cpus=2) as environment:
+        yield environment
+
+
+def write_script(tmp_path: Path, *overrides: str) -> tuple[Path, Path]:
+    """(script, run directory)."""
+    run_dir, script = tmp_path / "run", tmp_path / "run.sbatch"
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "slurm", "examples/quickstart/dapo.yaml"]
+    command += [*SMALL, *overrides, f"run.dir={run_dir}", "--gpus-per-node=0", "--cpus-per-node=2"]
+    command += ["--time=20:00", "--warn=60", f"--setup=export PYTHONPATH={ROOT}", f"--out={script}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    return script, run_dir
+
+
+def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
+    script, run_dir = write_script(tmp_path)
+    assert "#SBATCH --nodes=2" in script.read_text(), "the trainer's TP group fills a node, the server needs another"
+    job = submit(script, slurm)
+    log = run_dir / "logs" / f"slurm-{job}.log"
+    until(lambda: f"step 1/{STEPS}" in text(log), 300, log, slurm)
+    # As `--signal=B:USR1@60` does when the time limit is near.
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
+    until(lambda: "going back into the queue" in text(log), 120, log, slurm)
+    assert "2 node(s) have joined Ray" in text(log)
+    until(lambda: "resuming after rollout step" in text(log), 200, log, slurm)
+    until(lambda: state(job, slurm) == "COMPLETED", 300, log, slurm)
+
+    events = read_ledger(run_dir / "ledger.jsonl")
+    check_ledger(events)
+    trained = [event["prompt"] for event in effective_events(events) if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == 4 * STEPS
+    assert sum(event["event"] == "resumed" for event in events) == 2, "the first start counts as one, from nothing"
+    steps = [json.loads(line)["rollout_step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    assert (run_dir / "summary.json").exists()
+    until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+def test_a_run_that_does_not_fit_says_why_before_anything_loads(slurm, tmp_path):
+    script, run_dir = write_script(tmp_path)
+    script.write_text(script.read_text().replace("--nodes=2", "--nodes=1"))
+    job = submit(script, slurm)
+    log = run_dir / "logs" / f"slurm-{job}.log"
+    until(lambda: state(job, slurm) == "FAILED", 120, log, slurm)
+    assert "no node has room for a server (TP 1)" in text(log)
+    until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+def submit(script: Path, environment: dict[str, str]) -> str:
+    command = ["sbatch", "--parsable", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def state(job: str, environment: dict[str, str]) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", job, "-o"], env=environment, capture_output=True, text=True)
+    return next((word.split("=")[1] for word in shown.stdout.split() if word.startswith("JobState=")), "")
+
+
+def text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def until(condition: Callable[[], object], seconds: float, log: Path, environment: dict[str, str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        queue = subprocess.run(["squeue", "-o", "%i %T %r"], env=environment, capture_output=True, text=True).stdout
+        assert time.monotonic() < deadline, f"{text(log)[-3000:]}\n{queue}"
+        time.sleep(0.5)
+
+
+def of_run(run_dir: Path) -> list[str]:
+    """Command lines of processes that still belong to the run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if str(run_dir) in line:
+            found.append(line)
+    return found
