@@ -28,13 +28,14 @@ class Finished:
 class Running:
     """A started command; every process below it carries a mark in its environment, however it was spawned."""
 
-    def __init__(self, *arguments: str, log: Path, cwd: Path = ROOT) -> None:
+    def __init__(self, *arguments: str, log: Path, cwd: Path = ROOT, module: str = "megatron_dapo.cli.main") -> None:
+        """`module` is run as a program with `arguments`; `log` gets its output."""
         self._mark = uuid.uuid4().hex
         self._log = log
         self._began = time.monotonic()
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_dapo.cli.main", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 cwd=cwd,
                 env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 stdout=file,

@@ -1,0 +1,78 @@
+"""Law 4 under murder: whatever is killed, and whenever, the run ends as the one that nobody disturbed.
+
+Kills of the coordinator are resumed by hand, as a batch system does; the run survives the others by itself.
+"""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.data.ledger import Event, check_ledger, effective_events, read_ledger
+from tests.end_to_end.test_quickstart import SMALL, fates, weights
+from tests.processes import ROOT, Running
+
+VICTIMS = ("coordinator", "trainer", "server", "reward")
+EVENTS = (Event.DISPATCHED, Event.FINISHED, Event.FILTERED, Event.CARRIED, Event.TRAINED, Event.CHECKPOINT)
+COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4}
+"""How many of the rare events come before the kill; 11 of the others: in the second step."""
+TIMES = 28
+LIVES = 6
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    finished = Running(*arguments(run_dir), log=run_dir.parent / "out.txt").finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    return run_dir
+
+
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    return ["train", str(ROOT / "examples" / "quickstart" / "dapo.yaml"), f"run.dir={run_dir}", *SMALL, *more]
+
+
+def live_through(run_dir: Path, victim: str, event: str, count: float) -> str:
+    """Run with one murder in the first life, resumed until it is done. Returns the output of all lives."""
+    log = run_dir.parent / "out.txt"
+    first = Running(victim, event, f"{count:g}", *arguments(run_dir), log=log, module="tests.killer").finish(600)
+    output = first.output
+    assert first.left_behind == (), output
+    code = first.code
+    for _ in range(LIVES):
+        if code == ExitCode.FINISHED:
+            break
+        assert victim == "coordinator", f"the run did not survive the death of its {victim}:\n{output}"
+        again = Running(*arguments(run_dir, "run.resume=true"), log=log).finish(600)
+        code, output = again.code, output + again.output
+    assert code == ExitCode.FINISHED, output
+    return output
+
+
+def check_equal(run_dir: Path, undisturbed: Path, output: str) -> None:
+    events = read_ledger(run_dir / "ledger.jsonl")
+    check_ledger(events)
+    trained = [event["prompt"] for event in effective_events(events) if event["event"] == Event.TRAINED]
+    assert len(trained) == len(set(trained))
+    assert fates(run_dir) == fates(undisturbed), output
+    assert weights(run_dir / "model") == weights(undisturbed / "model"), output
+    shutil.rmtree(run_dir)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event):
+    output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11))
+    check_equal(tmp_path / "run", undisturbed, output)
+
+
+@pytest.mark.parametrize("number", range(TIMES))
+def test_a_kill_at_a_random_moment_changes_nothing(undisturbed, tmp_path, number):
+    draw = random.Random(number)
+    victim, moment = VICTIMS[number % len(VICTIMS)], draw.uniform(0.0, 12.0)
+    output = live_through(tmp_path / "run", victim, "after", moment)
+    check_equal(tmp_path / "run", undisturbed, f"{victim} after {moment:.2f} s\n{output}")

@@ -1,0 +1,63 @@
+"""`python -m tests.killer VICTIM EVENT COUNT ARGUMENTS ...`: megatron-dapo with a murder in it.
+
+When the ledger records its COUNT-th EVENT, one process of the run is killed by SIGKILL: `coordinator` (this process),
+`trainer`, `server` or `reward`. EVENT `after` counts seconds since the first event instead.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from megatron_dapo.data.ledger import Ledger
+
+MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.launch_server", "reward": "reward.worker"}
+
+
+def kill(victim: str) -> None:
+    """One process of that kind; none if there is none at this moment."""
+    if victim == "coordinator":
+        os.kill(os.getpid(), signal.SIGKILL)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if MARKS[victim] in " ".join(process.cmdline()):
+                process.kill()
+                print(f"killed {victim} {process.pid}", flush=True)
+                return
+        except psutil.NoSuchProcess:
+            continue
+
+
+def arm(victim: str, event: str, count: float) -> None:
+    """Watch the ledger of this process."""
+    seen: Counter[str] = Counter()
+    record = Ledger.record
+
+    def watched(self: Ledger, kind: Any, **details: Any) -> None:
+        record(self, kind, **details)
+        if not seen and event == "after":
+            timer = threading.Timer(count, kill, [victim])
+            timer.daemon = True
+            timer.start()
+        seen[str(kind)] += 1
+        if str(kind) == event and seen[event] == count:
+            kill(victim)
+
+    Ledger.record = watched  # type: ignore[method-assign]
+
+
+def main() -> None:
+    from megatron_dapo.cli.main import main as run
+
+    victim, event, count = sys.argv[1:4]
+    sys.argv[1:4] = []
+    arm(victim, event, float(count))
+    run()
+
+
+if __name__ == "__main__":
+    main()
