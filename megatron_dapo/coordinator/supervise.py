@@ -38,7 +38,8 @@ async def _with_signals(config: Config, inputs: Inputs, console: Console) -> dic
         stop.set_result(None)
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` wants its SIGHUP ignored
+        # `nohup` wants its SIGHUP ignored. SIGINT is ignored in a script's background, where it must stop a run too.
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal, number)
     return await task
 
