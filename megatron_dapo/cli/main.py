@@ -140,6 +140,19 @@ def certify(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that was made with run.save_batches=true.")],
+    step: Annotated[int, typer.Option(min=1, help="Rollout step.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference; 0 on the CPU.")] = 0.0,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each pass may take.")] = 1800.0,
+) -> None:
+    """Compute one rollout step of a run again, from its batch and the checkpoint before it, and compare."""
+    from megatron_dapo.cli.replay import replay_command
+
+    raise typer.Exit(replay_command(run, step, tolerance, deadline))
+
+
+@app.command()
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.reference import reference_page

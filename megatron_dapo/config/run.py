@@ -37,6 +37,10 @@ class RunConfig:
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
 
+    save_batches: bool = False
+    """Keep each step's batch in `<dir>/batches`, as long as a checkpoint before it is kept: `megatron-dapo replay`
+    computes a step again from both. About 12 bytes a token."""
+
     export_at_end: bool = True
     """Write the trained model in Hugging Face format to `<dir>/model` when the run ends."""
 

@@ -6,6 +6,7 @@ alone, never on time, so a resumed run computes the same numbers, bit for bit.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -19,13 +20,26 @@ CHUNKS = 8
 """Parts that a full batch is computed in."""
 
 
+def chunk_size(groups: int) -> int:
+    """Groups of one part of a full batch of so many."""
+    return -(-groups // CHUNKS)
+
+
+def joined(parts: Sequence[LogProbs]) -> LogProbs:
+    """The parts as one, in order."""
+    return LogProbs(
+        log_probs=np.concatenate([part.log_probs for part in parts]),
+        entropy=np.concatenate([part.entropy for part in parts]),
+    )
+
+
 class LogProbStream:
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
     def __init__(self, trainer: Trainer, *, groups: int) -> None:
         """`groups`: how many a full batch has."""
         self._trainer = trainer
-        self._chunk = -(-groups // CHUNKS)
+        self._chunk = chunk_size(groups)
         self._waiting: list[ScoredGroup] = []
         self._parts: list[asyncio.Task[LogProbs]] = []
 
@@ -51,11 +65,7 @@ class LogProbStream:
         """
         if self._waiting:
             self._send()
-        parts = await asyncio.gather(*self._parts)
-        return LogProbs(
-            log_probs=np.concatenate([part.log_probs for part in parts]),
-            entropy=np.concatenate([part.entropy for part in parts]),
-        )
+        return joined(await asyncio.gather(*self._parts))
 
     def _send(self) -> None:
         responses = responses_of(self._waiting)

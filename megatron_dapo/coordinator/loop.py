@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
+from megatron_dapo.coordinator.batch_file import save_batch
 from megatron_dapo.coordinator.checkpoint import keep_what_stands, publish_checkpoint, save_checkpoint
 from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.log_prob_stream import LogProbStream
@@ -41,6 +42,8 @@ async def train(parts: Parts, progress: Progress) -> Progress:
         except Exception:
             await keep_what_stands(parts, progress)
             raise
+        if run.save_batches:
+            save_batch(parts.run_dir, progress.rollout_step + 1, filled.admission.kept, filled.arrays.advantages)
         progress, record = await learn(parts, progress, filled, phases)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
     return progress

@@ -21,9 +21,10 @@ from megatron_dapo.coordinator.cluster import Cluster
 from megatron_dapo.coordinator.engines import own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.coordinator.group_files import GroupFileError
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.placement import Placement, place
-from megatron_dapo.coordinator.progress import Progress, ProgressError, load_progress
+from megatron_dapo.coordinator.progress import Progress, load_progress
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
@@ -168,7 +169,7 @@ def _progress(config: Config, run_dir: RunDir) -> Progress:
     if latest is not None:
         try:
             return load_progress(latest.folder)
-        except ProgressError as error:
+        except GroupFileError as error:
             raise RunDirError(f"{error}; {_earlier(run_dir)}") from None
     sampling = config.algorithm.dynamic_sampling
     # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.

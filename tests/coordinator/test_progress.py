@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.coordinator.progress import Progress, ProgressError, load_progress, save_progress
+from megatron_dapo.coordinator.group_files import GroupFileError
+from megatron_dapo.coordinator.progress import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import SamplerState
 from tests.coordinator.test_sampler import group
 
@@ -33,14 +34,14 @@ def test_what_was_saved_comes_back_equal(saved):
     assert plain(load_progress(folder)) == plain(progress)
 
 
-@pytest.mark.parametrize("name", ["progress.json", "carried.npz"])
+@pytest.mark.parametrize("name", ["progress.json", "progress.npz"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "zeros"])
 def test_a_damaged_file_is_named(saved, name, damage):
     _, folder = saved
     content = (folder / name).read_bytes()
     changed = {"cut": content[: len(content) // 2], "empty": b"", "zeros": bytes(len(content))}
     (folder / name).unlink() if damage == "missing" else (folder / name).write_bytes(changed[damage])
-    with pytest.raises(ProgressError, match=str(folder)):
+    with pytest.raises(GroupFileError, match=str(folder)):
         load_progress(folder)
 
 
@@ -48,7 +49,7 @@ def test_a_changed_digit_is_found(saved):
     _, folder = saved
     file = folder / "progress.json"
     file.write_text(file.read_text().replace('"cursor": 7', '"cursor": 9'))
-    with pytest.raises(ProgressError, match="checksum"):
+    with pytest.raises(GroupFileError, match="checksum"):
         load_progress(folder)
 
 
@@ -58,5 +59,5 @@ def test_arrays_of_another_checkpoint_are_refused(saved, tmp_path_factory):
     state = dataclasses.replace(progress.sampler, carried=progress.sampler.carried[:1])
     save_progress(dataclasses.replace(progress, sampler=state), other)
     (folder / "progress.json").write_bytes((other / "progress.json").read_bytes())
-    with pytest.raises(ProgressError, match="elements"):
+    with pytest.raises(GroupFileError, match="elements"):
         load_progress(folder)

@@ -2,6 +2,7 @@
 batches."""
 
 import json
+import shutil
 import signal
 import uuid
 from pathlib import Path
@@ -17,6 +18,7 @@ STEPS = 3
 SMALL = (
     f"run.rollout_steps={STEPS}",
     "run.checkpoint_every=1",
+    "run.save_batches=true",
     "algorithm.prompts_per_step=6",
     "algorithm.mini_batch_responses=16",
     "evaluation.limit=12",
@@ -135,6 +137,25 @@ def test_the_exported_model_is_new_and_loads(whole):
 def weights(folder: Path) -> dict[str, bytes]:
     with safe_open(folder / "model.safetensors", framework="np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def test_a_step_comes_out_the_same_when_it_is_replayed_and_a_changed_record_is_found(whole, tmp_path):
+    def replayed(run_dir: Path, step: int):
+        return Running("replay", str(run_dir), f"--step={step}", log=tmp_path / "out.txt").finish(200)
+
+    same = replayed(whole, STEPS)
+    assert same.code == ExitCode.FINISHED, same.output
+    assert same.output.count(" 0.0e+00\n") == 3
+    assert same.left_behind == ()
+    before = replayed(whole, STEPS - 1)  # run.keep_checkpoints is 2: the one before it is gone
+    assert before.code == ExitCode.CONFIG
+    assert "starts from the checkpoint before it" in before.output
+
+    other = shutil.copytree(whole, tmp_path / "other", ignore=shutil.ignore_patterns(".lock"))
+    *first, last = lines(other)
+    last["loss"] += 1e-9
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*first, last)))
+    assert replayed(other, STEPS).code == ExitCode.INEXACT
 
 
 def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, tmp_path):
