@@ -11,26 +11,13 @@ import numpy as np
 import orjson
 
 from rollout.errors import ServerRefused, ServerUnavailable
-from rollout.messages import FinishReason, SamplingParams
+from rollout.messages import SamplingParams
+from rollout.reply import Reply, read_reply
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
 _RETRY_LATER = (408, 425, 429)
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reply:
-    """What one call of /generate drew; partial if `finish_reason` is ABORT."""
-
-    token_ids: np.ndarray
-    """int32 [T]"""
-    log_probs: np.ndarray
-    """float32 [T]"""
-    finish_reason: FinishReason
-    weight_label: str | None
-    """The server's name of its weights when it answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +47,7 @@ class SglangClient:
         self.request_deadline_s = request_deadline_s
         self.control_deadline_s = control_deadline_s
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,10 +56,11 @@ class SglangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Closes the connections. Calls that are under way, and later ones, end in ServerUnavailable."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def generate(
         self, rid: str, prompt_ids: np.ndarray, sampling: SamplingParams, *, seed: int | None = None
@@ -96,7 +85,9 @@ class SglangClient:
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return _read_reply(self.url, await self._post("/generate", body, self.request_deadline_s))
+        content = await self._call("POST", "/generate", body, self.request_deadline_s)
+        with _readable(self.url, "/generate"):
+            return read_reply(content)
 
     async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
         """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
@@ -181,6 +172,8 @@ class SglangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
         """The body of a 200 answer."""
+        if self._closed:  # a call that was created before the server's restart and runs only now
+            raise ServerUnavailable(f"{self.url}{path}: the client was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             # Neither a proxy from the environment nor cookies: servers are addressed directly.
@@ -226,25 +219,3 @@ def _json(url: str, path: str, content: bytes) -> dict[str, Any]:
         if not isinstance(answer, dict):
             raise TypeError(f"expected an object, not {type(answer).__name__}")
         return answer
-
-
-def _read_reply(url: str, answer: dict[str, Any]) -> Reply:
-    """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
-    with _readable(url, "/generate"):
-        meta = answer["meta_info"]
-        reason = _REASONS[meta["finish_reason"]["type"]]
-        # A request that is aborted before its first token has no log-probs at all.
-        drawn = (
-            meta["output_token_logprobs"] if reason is not FinishReason.ABORT else meta.get("output_token_logprobs", [])
-        )
-        label = meta.get("weight_version")
-        reply = Reply(
-            token_ids=np.array([entry[1] for entry in drawn], np.int32),
-            log_probs=np.array([entry[0] for entry in drawn], np.float32),
-            finish_reason=reason,
-            weight_label=None if label is None else str(label),
-        )
-        ids = answer.get("output_ids")
-        if ids is not None and reason is not FinishReason.ABORT and ids != reply.token_ids.tolist():
-            raise ValueError("output_ids and output_token_logprobs disagree")
-        return reply

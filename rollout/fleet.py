@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from rollout.balancer import Balancer, Member, State
-from rollout.client import Reply
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.messages import FinishReason, Generation, GenerationRequest
 from rollout.publish import Publisher, PublishReport
+from rollout.reply import Reply
 from rollout.server import Engine
 from rollout.supervision import Supervisor
 from rollout.timing import Timing

@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from rollout.client import SglangClient
 from rollout.config import RolloutConfig
-from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError
+from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.fleet import RolloutFleet
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.folders import VOCABULARY
@@ -61,6 +62,20 @@ def test_a_refused_request_is_not_repeated() -> None:
             assert len(server.prompts) == 1
             assert fleet.status()[0].state == "ready"
             assert fleet.status()[0].in_flight == 0
+
+    run(test)
+
+
+def test_a_call_on_a_closed_client_fails_as_one_to_a_lost_server() -> None:
+    async def test() -> None:
+        server = StandIn()
+        await server.start()
+        client = SglangClient(server.url, request_deadline_s=1.0)
+        call = client.health(1.0)  # created before the close, run after it: as when a server is restarted
+        await client.close()
+        with pytest.raises(ServerUnavailable, match="closed"):
+            await call
+        await server.close()
 
     run(test)
 

@@ -1,0 +1,82 @@
+"""What a server answers to /generate, from JSON to arrays.
+
+At the paper's size a rollout step brings some 10^8 numbers. They never become one long-lived Python object each.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from rollout.messages import FinishReason
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reply:
+    """What one call of /generate drew; partial if `finish_reason` is ABORT."""
+
+    token_ids: np.ndarray
+    """int32 [T]"""
+    log_probs: np.ndarray
+    """float32 [T]"""
+    finish_reason: FinishReason
+    weight_label: str | None
+    """The server's name of its weights when it answered."""
+
+
+class _Token(msgspec.Struct, array_like=True, gc=False):
+    """One entry [log_prob, id, text] of `output_token_logprobs`.
+
+    Untracked by the garbage collector, which would otherwise run hundreds of times over one long response.
+    """
+
+    log_prob: float
+    id: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
+
+    finish_reason: _Finish
+    output_token_logprobs: list[_Token] | None = None
+    weight_version: str | int | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def read_reply(content: bytes) -> Reply:
+    """Straight into arrays; what stands between is freed at once.
+
+    Raises:
+        ValueError, KeyError: not an answer of /generate, or one that contradicts itself.
+    """
+    answer = _ANSWER.decode(content)
+    meta = answer.meta_info
+    reason = _REASONS[meta.finish_reason.type]
+    drawn = meta.output_token_logprobs
+    if drawn is None:
+        # A request that is aborted before its first token has no log-probs at all.
+        if reason is not FinishReason.ABORT:
+            raise KeyError("output_token_logprobs")
+        drawn = []
+    ids = [token.id for token in drawn]
+    if answer.output_ids not in (None, ids) and reason is not FinishReason.ABORT:
+        raise ValueError("output_ids and output_token_logprobs disagree")
+    return Reply(
+        token_ids=np.array(ids, np.int32),
+        log_probs=np.array([token.log_prob for token in drawn], np.float32),
+        finish_reason=reason,
+        weight_label=None if meta.weight_version is None else str(meta.weight_version),
+    )
