@@ -1,0 +1,142 @@
+"""Batches filled by the real fleet, generator, sampler and ledger while scripted servers die and freeze."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
+from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.data.order import Span, prompt_at
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from reward.messages import Verdict, VerificationRequest
+from rollout.config import RolloutConfig
+from rollout.fleet import RolloutFleet
+from rollout.messages import SamplingParams
+from rollout.timing import Timing
+from tests.rollout.fleet_kit import FAST
+from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation, prompt_ids
+from tests.rollout.scripted_server import ScriptedServer, Speed
+
+LONGEST = 2000
+PROMPTS = 5000
+SOON = replace(FAST, probe_deadline_s=1.0, scheduler_deadline_s=1.5)
+PATIENT = replace(FAST, probe_interval_s=0.5, probe_deadline_s=3.0, scheduler_interval_s=1.0, scheduler_deadline_s=4.0)
+"""64 servers and the fleet share one event loop here: probes wait for their turn in it."""
+
+
+class LastToken:
+    """Decoder and verifier at once: a response is right if the token before its end is RIGHT."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return str(token_ids[-2])
+
+    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
+        return [
+            Verdict(accuracy=one.response == str(RIGHT), extracted=None, rule="token", seconds=0.0) for one in requests
+        ]
+
+
+def prompt_set() -> PromptSet:
+    return PromptSet(
+        prompts=tuple(
+            Prompt(text="", answer="", ids=prompt_ids(index), place="", source="script", verifier="last-token")
+            for index in range(PROMPTS)
+        ),
+        spans=(Span(name="script", start=0, count=PROMPTS, weight=1.0),),
+        rows_read=PROMPTS,
+        duplicates=0,
+        contradictions=0,
+        broken=0,
+        too_long=0,
+        content_hash="",
+    )
+
+
+async def break_servers(fleet: RolloutFleet, servers: Sequence[ScriptedServer], faults: int, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(faults):
+        await asyncio.sleep(0.3 * draw.random())
+        up = [server for server, seen in zip(servers, fleet.status(), strict=True) if seen.state == "ready"]
+        if not up:
+            continue
+        server = draw.choice(up)
+        if draw.random() < 0.5:
+            await server.die()
+        else:
+            server.frozen = True
+
+
+async def fill_under_faults(
+    folder: Path,
+    *,
+    servers: int,
+    prompts: int,
+    group_size: int,
+    batches: int,
+    faults: int,
+    timing: Timing,
+) -> None:
+    script = Script(max_new_tokens=LONGEST, median_tokens=300)
+    engines = [ScriptedServer(script, Speed(compress=20), seed) for seed in range(servers)]
+    rollout = RolloutConfig(max_running_requests=32, max_attempts=100, fleet_deadline_s=30.0)
+    fleet = RolloutFleet(rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=timing)
+    generator = GroupGenerator(
+        fleet=fleet,
+        pool=LastToken(),
+        decoder=LastToken(),
+        prompts=prompt_set(),
+        sampling=SamplingParams(max_new_tokens=LONGEST),
+        group_size=group_size,
+        overlong=OverlongConfig(buffer=400),
+        seed=0,
+    )
+    algorithm = AlgorithmConfig(
+        prompts_per_step=prompts, group_size=group_size, mini_batch_responses=prompts * group_size
+    )
+    ledger = Ledger(folder / "ledger.jsonl")
+    start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
+    sampler = DynamicSampler(algorithm, generator.group, ledger, start)
+    await fleet.start(30.0)
+    breaking = asyncio.ensure_future(break_servers(fleet, engines, faults, seed=0))
+    decided, made = [], []
+    try:
+        # Weights stay at version 0: staleness is not what is tested here.
+        for step in range(1, batches + 1):
+            admission = await sampler.fill(step, 0)
+            assert len(admission.kept) == prompts
+            decided += [group.position for group in (*admission.kept, *admission.filtered)]
+            made += admission.generated
+        await breaking
+    finally:
+        breaking.cancel()
+        await fleet.close()
+        ledger.close()
+    restarts = sum(status.restarts for status in fleet.status())
+    assert restarts > 0, "no fault was met: the test shows nothing"
+    assert sorted(decided) == list(range(len(decided))), "every position decided once"
+    positions = [group.position for group in made]
+    assert len(positions) == len(set(positions)), "no group was generated twice"
+    for group in made:
+        assert len(group.responses) == group_size
+        assert group.prompt_index == prompt_at(group.position, PROMPTS, 0)
+        for response in group.responses:
+            check_generation(script, group.prompt_index, response.generation)
+    check_ledger(read_ledger(folder / "ledger.jsonl"))
+
+
+def test_nothing_is_lost_or_doubled_while_servers_die_and_freeze(tmp_path: Path) -> None:
+    asyncio.run(fill_under_faults(tmp_path, servers=8, prompts=12, group_size=8, batches=2, faults=6, timing=SOON))
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_doubled_over_64_servers(tmp_path: Path) -> None:
+    asyncio.run(
+        fill_under_faults(tmp_path, servers=64, prompts=128, group_size=16, batches=3, faults=60, timing=PATIENT)
+    )
