@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rollout.balancer import Balancer, Member, State
-from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import FleetLost, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.publish import Publisher, describe
 from rollout.timing import Timing
 
@@ -74,7 +74,10 @@ class Supervisor:
 
     async def _watch(self, member: Member) -> None:
         while True:
-            reason = await self._until_failure(member)
+            try:
+                reason = await self._until_failure(member)
+            except Exception as error:  # a fault of ours must not leave a server unwatched
+                reason = f"looking after it failed ({type(error).__name__}: {error})"
             self.report(f"server {member.url} is down: {reason}; restarting it")
             member.enter(State.DOWN, reason)
             await self._revive(member)
@@ -128,8 +131,8 @@ class Supervisor:
             try:
                 await self._restart(member)
                 return
-            except (RolloutError, OSError, ValueError, KeyError) as error:  # the last three: of the published folder
-                member.enter(State.DOWN, str(error).splitlines()[0])
+            except Exception as error:  # whatever it was: this task is the only one that brings the server back
+                member.enter(State.DOWN, (str(error) or type(error).__name__).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self.timing.longest_backoff_s)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -69,3 +70,6 @@ def prepare_environment() -> None:
         # Another user of this machine reaches the same loopback ports: only who knows the token may talk to our Ray.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # A connection for each running response: 64 servers with 256 each are more than the usual 1024 files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

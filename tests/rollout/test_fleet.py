@@ -229,3 +229,23 @@ def test_a_server_that_ignores_seeds_is_refused_where_they_are_wanted() -> None:
             await fleet.start(2.0)
 
     run(test)
+
+
+def test_an_unexpected_fault_while_looking_after_a_server_brings_it_back() -> None:
+    async def test() -> None:
+        server, reports = StandIn(), list[str]()
+        async with fleet_of(server, reports=reports) as fleet:
+            answers = iter([RuntimeError("planted")])
+            alive = server.alive
+
+            def once_broken() -> bool:
+                for error in answers:
+                    raise error
+                return alive()
+
+            server.alive = once_broken  # type: ignore[method-assign]
+            await until(lambda: any("is back" in line for line in reports))
+            check_tokens(await fleet.generate(request()), 1, 5)
+        assert any("looking after it failed (RuntimeError: planted)" in line for line in reports)
+
+    run(test)
