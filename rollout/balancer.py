@@ -33,7 +33,7 @@ class State(StrEnum):
 class Member:
     """An engine, the client to it, and what the fleet knows of it."""
 
-    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing) -> None:
+    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing, api_key: str | None = None) -> None:
         self.engine = engine
         self.state = State.STARTING
         self.reason = ""
@@ -48,6 +48,7 @@ class Member:
         self.attention = asyncio.Event()
         """Set to make the supervisor look at once."""
         self._deadlines = (request_deadline_s, timing.control_deadline_s)
+        self._api_key = api_key
         self._client: SglangClient | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -66,7 +67,10 @@ class Member:
         if self._client is None or self._client.url != self.engine.url:
             request_deadline_s, control_deadline_s = self._deadlines
             self._client = SglangClient(
-                self.engine.url, request_deadline_s=request_deadline_s, control_deadline_s=control_deadline_s
+                self.engine.url,
+                request_deadline_s=request_deadline_s,
+                control_deadline_s=control_deadline_s,
+                api_key=self._api_key,
             )
         return self._client
 

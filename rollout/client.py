@@ -42,8 +42,12 @@ class SglangClient:
         ServerUnavailable: no connection, no answer in time, 5xx, or an answer that cannot be read.
     """
 
-    def __init__(self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0, api_key: str | None = None
+    ) -> None:
+        """`api_key`: of a server that asks for one."""
         self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.request_deadline_s = request_deadline_s
         self.control_deadline_s = control_deadline_s
         self._session: aiohttp.ClientSession | None = None
@@ -177,7 +181,9 @@ class SglangClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             # Neither a proxy from the environment nor cookies: servers are addressed directly.
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            self._session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
+            )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
             async with self._session.request(

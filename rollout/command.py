@@ -28,6 +28,8 @@ class ServerSpec:
     """Of the server's own sampling, where requests bring no seed."""
     log_path: Path
     """Everything that the server prints is appended here."""
+    api_key_file: Path | None = None
+    """File with the key that the server asks its callers for (rollout.keys); None: it answers anybody."""
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
     gpus: tuple[str, ...] = ()

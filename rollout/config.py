@@ -30,6 +30,10 @@ class RolloutConfig:
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own."""
 
+    api_key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with the API key that the servers of `urls` ask for, readable by its owner only; none: they ask for none.
+    Servers that the run starts always ask for a key of the run's own."""
+
     host: str = "127.0.0.1"
     """Address that started servers listen on. On a Ray cluster that was joined, loopback means each node's own address
     in the cluster."""

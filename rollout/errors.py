@@ -19,6 +19,10 @@ class ServerStartError(RolloutError):
     """A server could not be started or did not get ready; the message holds the tail of its log."""
 
 
+class KeyFileError(RolloutError):
+    """A file that should hold an API key. The message names it and the mend."""
+
+
 class FleetLost(RolloutError):
     """Every server was down for longer than `rollout.fleet_deadline_s`."""
 

@@ -50,8 +50,14 @@ class RolloutFleet:
         vocab_size: int,
         report: Callable[[str], None],
         timing: Timing | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`vocab_size`: rows of the model's embedding. `report` gets a line whenever a server fails or comes back."""
+        """
+        Args:
+            vocab_size: rows of the model's embedding.
+            report: gets a line whenever a server fails or comes back.
+            api_key: what the servers ask for; None: nothing.
+        """
         if not engines:
             raise ValueError("a fleet needs at least one engine; see rollout.servers and rollout.urls")
         self.config = config
@@ -59,6 +65,7 @@ class RolloutFleet:
         self.vocab_size = vocab_size
         self.report = report
         self.timing = timing or Timing()
+        self._api_key = api_key
         self._members: tuple[Member, ...] = ()
         self._aborts: set[asyncio.Task[None]] = set()
         self._balancer: Balancer
@@ -74,7 +81,9 @@ class RolloutFleet:
             ServerStartError: names each server that is not ready, with the tail of its log. All are ended then.
         """
         config, timing = self.config, self.timing
-        self._members = tuple(Member(engine, config.request_deadline_s, timing) for engine in self.engines)
+        self._members = tuple(
+            Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
+        )
         self._balancer = Balancer(self._members, config.max_running_requests)
         self._publisher = Publisher(self._members, self._balancer, timing)
         supervisor = Supervisor(

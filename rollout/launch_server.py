@@ -13,11 +13,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from rollout import cpu
 
 PARENT = "ROLLOUT_SERVER_PARENT"
 """Environment variable: id of the process whose end also ends the server; absent when a person starts it."""
+
+KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
+"""Environment variable: file with the API key to ask for. Not the key itself, and not on the command line: both can be
+read by other users of the machine."""
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -89,6 +94,11 @@ def main(arguments: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     server_args = prepare_server_args(list(arguments))
+    if KEY_FILE in os.environ:
+        from rollout.keys import read_key
+
+        # Not as an argument: SGLang would make plain text of it and print it. Its settings are read-only by now.
+        object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))
     try:
         run_server(server_args)
     finally:

@@ -139,8 +139,9 @@ class LocalServer:
         # A checkout that is not installed must be importable in the child too.
         package = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
-        return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | gpus
+        return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | key | gpus
 
 
 class RemoteServer:

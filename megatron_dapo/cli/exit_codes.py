@@ -39,6 +39,7 @@ OF_ERRORS = {
     "megatron_dapo.coordinator.trainer.Diverged": ExitCode.DIVERGED,
     "megatron_dapo.coordinator.waits.Stalled": ExitCode.STALLED,
     "megatron_dapo.coordinator.waits.StopRequested": ExitCode.CONTINUE,
+    "rollout.errors.KeyFileError": ExitCode.CONFIG,
     "rollout.errors.RolloutError": ExitCode.FLEET,
     "megatron_dapo.coordinator.generator.EngineAborted": ExitCode.FLEET,
     "megatron_dapo.coordinator.generator.Unjudged": ExitCode.FAILED,

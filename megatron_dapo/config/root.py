@@ -82,6 +82,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
     if rollout.port and rollout.port + rollout.servers - 1 > 65535:
         yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
+    if rollout.api_key_file is not None and not rollout.urls:
+        yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
     if config.run.resume_step is not None and not config.run.resume:
         yield f"run.resume_step = {config.run.resume_step}: says where a resume starts; set run.resume=true too"
     if config.monitor.mismatch_stop < config.monitor.mismatch_warn:

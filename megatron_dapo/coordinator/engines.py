@@ -8,7 +8,11 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.placement import Placement, PlacementError
 from megatron_dapo.coordinator.ray_server import RayServer
 from rollout.command import ServerSpec
+from rollout.keys import Secret, new_key, read_key
 from rollout.server import Engine, LocalServer, RemoteServer
+
+KEY_FILE = ".server-key"
+"""In the run directory, which every node sees."""
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:
@@ -51,6 +55,18 @@ def placed_engines(config: Config, logs: Path, placement: Placement, *, on_gpu: 
     ]
 
 
+def api_key(config: Config, run_path: Path) -> Secret | None:
+    """What the run's servers ask for; for servers that the run starts it is made anew.
+
+    Raises:
+        KeyFileError: `rollout.api_key_file` cannot be used.
+    """
+    if config.rollout.urls:
+        return read_key(Path(config.rollout.api_key_file)) if config.rollout.api_key_file else None
+    new_key(run_path / KEY_FILE)
+    return read_key(run_path / KEY_FILE)
+
+
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),
@@ -59,6 +75,7 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         context_length=config.model.context_length,
         seed=config.run.seed,
         log_path=logs / f"server{index}.log",
+        api_key_file=logs.parent / KEY_FILE,
         index=index,
         gpus=gpus,
     )

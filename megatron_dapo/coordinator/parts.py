@@ -18,7 +18,7 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.cluster import Cluster
-from megatron_dapo.coordinator.engines import own_engines, placed_engines, visible_gpus
+from megatron_dapo.coordinator.engines import api_key, own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.group_files import GroupFileError
@@ -98,7 +98,8 @@ async def start_parts(
     else:
         gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu else ()
         engines = own_engines(config, run_dir.logs, gpus=gpus)
-    fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note)
+    key = api_key(config, run_dir.path)
+    fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note, api_key=key)
     stack.push_async_callback(fleet.close)
     trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
     stack.push_async_callback(trainer.close)

@@ -2,8 +2,11 @@
 batches."""
 
 import json
+import re
 import shutil
 import signal
+import urllib.error
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -163,6 +166,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, 
     run_dir = tmp_path / "run"
     running = start(run_dir)
     running.wait_for("step 1/3", 240)
+    assert status_without_key(run_dir) == 401, "other users of the machine reach the same port"
     running.signal(signal.SIGKILL)
     killed = running.finish(60)
     assert killed.code == -signal.SIGKILL
@@ -174,6 +178,18 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, 
 
     assert fates(run_dir) == fates(whole)
     assert weights(run_dir / "model") == weights(whole / "model")
+
+
+def status_without_key(run_dir: Path) -> int:
+    """What the run's server says to a caller without its key; its log does not hold the key either."""
+    log = (run_dir / "logs" / "server0.log").read_text()
+    assert (run_dir / ".server-key").read_text() not in log
+    (port,) = re.findall(r"--port (\d+)", log)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info", timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def fates(folder: Path) -> list[tuple]:
