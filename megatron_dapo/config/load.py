@@ -17,16 +17,36 @@ from megatron_dapo.config.root import Config, contradictions
 Lines = dict[tuple[str, ...], str]
 """Where each key was given: key path -> `file:line` or `override`."""
 
+_UNREADABLE = (ValueError, RecursionError)
+"""Not YAML's own errors: an integer of thousands of digits, a section that holds itself."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number (YAML 1.1 reads it as a text) and a key given twice is an error."""
+    """Safe YAML that reads numbers as YAML 1.2 does, and dates as text.
+
+    YAML 1.1 takes 1e-6 for a text, 010 for 8, 1:30 for 90 and an impossible date for a fault of Python's.
+    """
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?(\d[\d_]*)\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
-    list("-+0123456789."),
-)
+_NUMBERS = {
+    "int": r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0o[0-7_]+)$",
+    "float": r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?(\d[\d_]*)\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"
+    r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
+}
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in (*_NUMBERS, "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that `_Loader` or a reader of YAML 1.1 would take for something else, as 1e5 and 010."""
+
+
+for _kind, _pattern in _NUMBERS.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789."))
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789."))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -58,7 +78,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved config as YAML; `load_config` reads it back to an equal config."""
     tree = TypeAdapter(Config).dump_python(config, mode="json")
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -70,15 +90,13 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     try:
         node = yaml.compose(text, Loader=_Loader)
         tree = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        lines: Lines = {}
+        if isinstance(tree, dict) and isinstance(node, yaml.MappingNode):
+            _collect_lines(node, (), str(path), lines)
+            return tree, lines
+    except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(
-            f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}"
-        )
-    lines: Lines = {}
-    _collect_lines(node, (), str(path), lines)
-    return tree, lines
+    raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")
 
 
 def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, lines: Lines) -> None:
@@ -103,11 +121,13 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     path = tuple(part.strip() for part in name.split("."))
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
     at = tree
     for part in path[:-1]:
-        at = at.setdefault(part, {})
+        if at.get(part) is None:  # also a section of the file whose keys are all commented out
+            at[part] = {}
+        at = at[part]
         if not isinstance(at, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     at[path[-1]] = value

@@ -15,6 +15,26 @@ from megatron_dapo.config.run import RunConfig
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 
+GOVERNED = {
+    "--model": "model.path",
+    "--model-path": "model.path",
+    "--device": "actor.device",
+    "--dtype": "model.dtype",
+    "--context-length": "model.context_length",
+    "--tp": "rollout.tensor_parallel",
+    "--tp-size": "rollout.tensor_parallel",
+    "--tensor-parallel-size": "rollout.tensor_parallel",
+    "--random-seed": "run.seed",
+    "--api-key": "rollout.api_key_file",
+    "--host": "rollout.host",
+    "--port": "rollout.port",
+    "--max-running-requests": "rollout.max_running_requests",
+    "--mem-fraction-static": "rollout.memory_fraction",
+    "--max-total-tokens": "rollout.kv_cache_tokens",
+    "--enable-deterministic-inference": "rollout.deterministic",
+}
+"""Options of SGLang's command line that a key stands for."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
@@ -84,6 +104,14 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
+    for word in rollout.extra_args:
+        if key := GOVERNED.get(word.partition("=")[0].replace("_", "-")):
+            yield f"rollout.extra_args: {word} is what {key} decides, and the server would heed the former; set {key}"
+    addresses = [url.rstrip("/") for url in rollout.urls]
+    if len(set(addresses)) < len(addresses):
+        yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
+    if config.run.dir.startswith("~"):
+        yield f"run.dir = {config.run.dir}: nobody expands the ~, it would be a folder of that name; write it in full"
     if config.run.resume_step is not None and not config.run.resume:
         yield f"run.resume_step = {config.run.resume_step}: says where a resume starts; set run.resume=true too"
     if config.monitor.mismatch_stop < config.monitor.mismatch_warn:

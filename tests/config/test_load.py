@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_what_is_dumped_loads_to_the_same_config(file, tmp_path):
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
     assert load_config(again) == config
+
+
+@pytest.mark.parametrize("text", ["1e5", "010", "1:30", "0o17", "2024-01-01", "2024-13-45", "on", "~", "é 'x\""])
+def test_a_text_that_looks_like_something_else_stays_a_text(file, tmp_path, text):
+    config = load_config(file(), ["evaluation.path=" + json.dumps(text, ensure_ascii=False)])
+    assert config.evaluation.path == text
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(again) == config, "a resume reads the run's own config.yaml"
+
+
+def test_a_date_is_a_text_and_an_empty_section_takes_overrides(file):
+    config = load_config(file("reward:\n"), ["run.dir=2024-01-01", "reward.workers=3"])
+    assert (config.run.dir, config.reward.workers) == ("2024-01-01", 3)
 
 
 def test_a_mixture_of_prompt_files(file, tmp_path):
@@ -110,6 +125,14 @@ def test_overrides_replace_values_of_the_file(file):
         ("run: {dir: y}\n", [], ["given twice"]),
         ("", ["run"], ["section.key=value"]),
         ("a: [\n", [], ["not valid YAML"]),
+        ("reward: &a {by_source: *a}\n", [], ["config.yaml", "not valid YAML"]),
+        ("", ["run.seed=" + "9" * 5000], ["override", "not valid YAML"]),
+        ("", ["run.seed=010"], ["run.seed = '010'", "valid integer"]),
+        ("", ["run.seed=1:30"], ["run.seed = '1:30'", "valid integer"]),
+        ("", ["run.dir=~/x"], ["run.dir = ~/x", "in full"]),
+        ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
+        ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
+        ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
     ],
 )
 def test_a_wrong_config_is_refused_with_place_rule_and_remedy(file, text, overrides, expected):
