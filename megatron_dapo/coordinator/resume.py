@@ -1,35 +1,59 @@
-"""A resumed run must be the same run: whatever decides which prompt stands where may not have changed."""
+"""A resumed run must be the same run: whatever decides which prompt stands where may not have changed, nor what its
+held-out accuracy is compared with. And its records must be readable, which is better known before it starts."""
 
-import json
 from operator import attrgetter
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
+from megatron_dapo.data.ledger import read_ledger
+from megatron_dapo.monitor.writer import read_metrics
 
 KEPT = ("run.seed", "algorithm.group_size", "model.path", "rollout.max_new_tokens")
 """Keys that the ledger and the carried groups rest on."""
+
+MEASURED = tuple(f"evaluation.{key}" for key in ("limit", "samples", "temperature", "top_p", "greedy"))
+"""Keys that the accuracy before training was measured with: another "after" would be no gain over it."""
+
+BEFORE = "heldout_before.json"
+"""File of the accuracy before training."""
 
 
 def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
     """Compare with the config and the prompts that the run was begun with.
 
     Raises:
-        RunDirError: one of them differs; names it with both values.
+        RunDirError: one of them differs, and is named with both values; or a file of the run is damaged.
+        MetricsError, LedgerError: its metrics or its ledger hold a line that is none.
     """
-    stored = run_dir.path / "config.yaml"
-    manifest = run_dir.path / "manifest.json"
-    if not (stored.exists() and manifest.exists()):
+    stored, trained = run_dir.path / "config.yaml", run_dir.latest_checkpoint() is not None
+    if not trained and not (stored.exists() and (run_dir.path / "manifest.json").exists()):
         return  # it ended before anything was trained
+    data = run_dir.read_json("manifest.json", "data")["data"]
     before = load_config(stored)
-    for key in KEPT:
+    for key in (*KEPT, *(MEASURED if trained else ())):
         old, new = attrgetter(key)(before), attrgetter(key)(config)
         if old != new:
             raise RunDirError(
                 f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep"
             )
-    if json.loads(manifest.read_text())["data"]["train"]["sha256"] != inputs.prompts.content_hash:
+    if data["train"]["sha256"] != inputs.prompts.content_hash:
         raise RunDirError(
             f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "
             "their order would differ, and prompts be trained twice or never"
         )
+    if trained:
+        if data["heldout"]["sha256"] != inputs.heldout.content_hash:
+            raise RunDirError(
+                f"evaluation.path: the held-out problems are not those that the run in {run_dir.path} was begun with; "
+                "accuracy before and after could not be compared"
+            )
+        _check_records(run_dir)
+
+
+def _check_records(run_dir: RunDir) -> None:
+    """Whether what the run goes on writing, or reads at its end, can be read. Raises the readers' own errors."""
+    run_dir.read_json(BEFORE, "before", "baseline")
+    read_metrics(run_dir.path)
+    if run_dir.ledger.exists():
+        read_ledger(run_dir.ledger)

@@ -1,7 +1,6 @@
 """A whole run: start the parts, measure, train, measure again, export, sum up."""
 
 import asyncio
-import json
 import shlex
 import sys
 import time
@@ -18,7 +17,8 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
 from megatron_dapo.coordinator.parts import Parts, start_parts
 from megatron_dapo.coordinator.publish import publish_weights
-from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.resume import BEFORE
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
@@ -75,16 +75,15 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
 
 async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
     seconds = {"start": parts.start_seconds}
-    before_file = parts.run_dir.path / "heldout_before.json"
     if parts.progress.rollout_step == 0:
         parts.console.note("held-out problems before training")
         clock = time.monotonic()
         before = _as_json(await evaluate(parts, "before"))
         baseline = await _made_to_work(parts)
-        parts.run_dir.write_json(before_file.name, {"before": before, "baseline": baseline})
+        parts.run_dir.write_json(BEFORE, {"before": before, "baseline": baseline})
         seconds["evaluation_before"] = time.monotonic() - clock
     else:
-        stored = json.loads(before_file.read_text())
+        stored = parts.run_dir.read_json(BEFORE)
         before, baseline = stored["before"], stored["baseline"]
     clock = time.monotonic()
     progress = await train(parts, parts.progress)
@@ -127,10 +126,12 @@ async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
 
 def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
     """The summary of a run that is to be resumed but has nothing left to do: a later job of a chain, say."""
-    file = run_dir.path / "summary.json"
-    if not config.run.resume or config.run.resume_step is not None or not file.exists():
+    if not config.run.resume or config.run.resume_step is not None or not (run_dir.path / "summary.json").exists():
         return None
-    summary = json.loads(file.read_text())
+    try:
+        summary = run_dir.read_json("summary.json", "rollout_steps", "heldout")
+    except RunDirError:
+        return None  # damaged: measured again from the newest checkpoint
     return summary if summary["rollout_steps"] >= config.run.rollout_steps else None
 
 

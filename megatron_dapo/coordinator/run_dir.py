@@ -80,6 +80,27 @@ class RunDir:
     def write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n")
 
+    def read_json(self, name: str, *keys: str) -> dict[str, Any]:
+        """An object that `write_json` wrote.
+
+        Args:
+            keys: what it must hold.
+
+        Raises:
+            RunDirError: the file is missing or damaged; names it.
+        """
+        file = self.path / name
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunDirError(f"{file}: {error.strerror}; restore it from a copy, or begin anew elsewhere") from None
+        except ValueError as error:
+            raise RunDirError(f"{file}: damaged ({error}); restore it from a copy, or begin anew elsewhere") from None
+        missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+        if missing:
+            raise RunDirError(f"{file}: damaged, without {', '.join(missing)}; restore it from a copy")
+        return content
+
     def checkpoint_aside(self, step: int) -> Path:
         """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count."""
         aside = self.path / "checkpoints" / f".step_{step}.tmp"
@@ -114,7 +135,8 @@ class RunDir:
         return found[-1] if found else None
 
     def go_back_to(self, step: int) -> None:
-        """Make the checkpoint after rollout step `step` the newest; later ones are kept under another name.
+        """Make the checkpoint after rollout step `step` the newest. Later ones, and the summary of a run that ended,
+        are kept under another name.
 
         Raises:
             RunDirError: there is none; says which there are.
@@ -125,6 +147,9 @@ class RunDir:
                 f"run.resume_step = {step}: {self.path / 'checkpoints'} holds "
                 f"{', '.join(f'step {found}' for found in steps) or 'none'}"
             )
+        summary = self.path / "summary.json"
+        if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
+            os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))

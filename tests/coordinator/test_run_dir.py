@@ -1,6 +1,7 @@
 """The run directory: one writer, nothing of somebody else's, complete checkpoints, the same run at a resume."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from megatron_dapo.config import dump_config, load_config
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError, newest_step
+from megatron_dapo.data.ledger import LedgerError
+from megatron_dapo.monitor.writer import MetricsError
 
 
 def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
@@ -64,7 +67,9 @@ def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
     run_dir.close()
 
 
-def test_a_resume_with_another_seed_or_other_prompts_is_refused(tmp_path):
+@pytest.fixture
+def begun(tmp_path):
+    """A run directory with a checkpoint after step 1, and its config file."""
     file = tmp_path / "c.yaml"
     file.write_text(
         f"run: {{dir: {tmp_path / 'run'}, rollout_steps: 1}}\nmodel: {{path: m, context_length: 30000}}\n"
@@ -72,12 +77,60 @@ def test_a_resume_with_another_seed_or_other_prompts_is_refused(tmp_path):
     )
     run_dir = RunDir(tmp_path / "run", resume=False)
     run_dir.write_text("config.yaml", dump_config(load_config(file)))
-    run_dir.write_json("manifest.json", {"data": {"train": {"sha256": "abc"}}})
-    same, other = (SimpleNamespace(prompts=SimpleNamespace(content_hash=name)) for name in ("abc", "def"))
-    check_resume(load_config(file, ["run.rollout_steps=9"]), same, run_dir)
-    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0"):
-        check_resume(load_config(file, ["run.seed=1"]), same, run_dir)
-    with pytest.raises(RunDirError, match="trained twice or never"):
-        check_resume(load_config(file), other, run_dir)
+    run_dir.write_json("manifest.json", {"data": {"train": {"sha256": "abc"}, "heldout": {"sha256": "held"}}})
+    run_dir.write_json("heldout_before.json", {"before": {}, "baseline": None})
+    run_dir.ledger.write_text('{"event": "dispatched"}\n')
+    (run_dir.path / "metrics.jsonl").write_text('{"rollout_step": 1}\n')
+    run_dir.publish_checkpoint(run_dir.checkpoint_aside(1), 1, keep=2)
+    yield run_dir, file
     run_dir.close()
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())
+
+
+def inputs(prompts: str = "abc", heldout: str = "held") -> SimpleNamespace:
+    return SimpleNamespace(prompts=SimpleNamespace(content_hash=prompts), heldout=SimpleNamespace(content_hash=heldout))
+
+
+def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
+    run_dir, file = begun
+    check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0"):
+        check_resume(load_config(file, ["run.seed=1"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match="trained twice or never"):
+        check_resume(load_config(file), inputs(prompts="def"), run_dir)
+
+
+def test_a_resume_whose_accuracy_could_not_be_compared_is_refused_once_something_is_trained(begun):
+    run_dir, file = begun
+    for key in ("limit=3", "samples=3", "temperature=0.5", "top_p=0.5", "greedy=false"):
+        with pytest.raises(RunDirError, match=f"evaluation.{key.partition('=')[0]} = .* a resume must keep"):
+            check_resume(load_config(file, [f"evaluation.{key}"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match=r"evaluation\.path: the held-out problems"):
+        check_resume(load_config(file), inputs(heldout="others"), run_dir)
+    shutil.rmtree(run_dir.path / "checkpoints")
+    check_resume(load_config(file, ["evaluation.limit=3"]), inputs(heldout="others"), run_dir)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("name", ["manifest.json", "heldout_before.json"])
+def test_a_damaged_file_of_the_run_is_named_before_anything_starts(begun, name, content):
+    run_dir, file = begun
+    (run_dir.path / name).unlink() if content is None else (run_dir.path / name).write_text(content)
+    with pytest.raises(RunDirError, match=f"{name}: .*restore it"):
+        check_resume(load_config(file), inputs(), run_dir)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("metrics.jsonl", MetricsError), ("ledger.jsonl", LedgerError)])
+def test_a_damaged_line_of_the_records_is_named_before_anything_starts(begun, name, kind):
+    run_dir, file = begun
+    records = run_dir.path / name
+    records.write_text("garbage\n" + records.read_text())
+    with pytest.raises(kind, match=f"{name}:1"):
+        check_resume(load_config(file), inputs(), run_dir)
+
+
+def test_a_run_that_goes_back_is_not_finished_any_more(begun):
+    run_dir, _ = begun
+    run_dir.write_json("summary.json", {"rollout_steps": 1})
+    run_dir.go_back_to(1)
+    assert not (run_dir.path / "summary.json").exists()
+    assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
