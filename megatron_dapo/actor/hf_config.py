@@ -147,8 +147,9 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"model_type = {model_type!r}: not supported; known: {', '.join(_FAMILIES)}"
         return
     for key in _REQUIRED:
-        if not fields.get(key):
-            yield f"{key} = {fields.get(key)!r}: must be given"
+        value = fields.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            yield f"{key} = {value!r}: must be given, as a number above 0"
     for key, value in _FIXED.items():
         given = fields.get(key)
         if given is not None and given != value:

@@ -99,8 +99,11 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
 def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
     prompt = _column(record, columns.prompt_key, "prompt_key", place)
     if isinstance(prompt, list):
-        if not prompt or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in prompt):
-            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}")
+        if not prompt or not all(
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in prompt
+        ):
+            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts")
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
     return prompt

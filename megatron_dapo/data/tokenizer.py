@@ -40,8 +40,11 @@ def load_text_tools(folder: str | Path) -> TextTools:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error})") from None
+    except Exception as error:  # of a damaged file it and the tokenizer's own code raise anything, bare Exception too
+        raise TokenizerError(
+            f"model.path = {folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); get its "
+            "tokenizer files and config.json anew"
+        ) from None
     _check_class(folder, tokenizer)
     stops = _stop_ids(folder, tokenizer)
     if not stops:
@@ -49,8 +52,10 @@ def load_text_tools(folder: str | Path) -> TextTools:
             f"model.path = {folder}: neither tokenizer nor generation_config.json names an end token (eos_token); "
             "without one every response runs to rollout.max_new_tokens"
         )
-    vocab_size = int(_read_json(folder / "config.json")["vocab_size"])
-    beyond = [stop for stop in stops if stop >= vocab_size]
+    vocab_size = _read_json(folder / "config.json")["vocab_size"]
+    if not isinstance(vocab_size, int):
+        raise TokenizerError(f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number")
+    beyond = [stop for stop in stops if not 0 <= stop < vocab_size]
     if beyond:
         raise TokenizerError(
             f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}"
@@ -79,7 +84,10 @@ def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
     if generation.is_file():
         named = _read_json(generation).get("eos_token_id")
-        stops += named if isinstance(named, list) else [] if named is None else [int(named)]
+        named = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(isinstance(stop, int) for stop in named):
+            raise TokenizerError(f"{generation}: eos_token_id = {named}: expected token ids, which are whole numbers")
+        stops += named
     return tuple(dict.fromkeys(stops))
 
 

@@ -55,6 +55,8 @@ def test_rope_fields_of_transformers_5_mean_the_same(load):
     ("changes", "words"),
     [
         ({"model_type": "mixtral"}, ["model_type", "'mixtral'", "qwen2"]),
+        ({"hidden_size": "64"}, ["hidden_size", "'64'", "number"]),
+        ({"num_hidden_layers": -2}, ["num_hidden_layers", "-2"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "True"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope", "'yarn'"]),

@@ -77,6 +77,7 @@ def test_the_template_surrounds_the_prompt(tmp_path):
         ({"prompt": "a", "answer": " "}, "expected a text or a number"),
         ({"prompt": "a", "answer": None}, "expected a text or a number"),
         ({"prompt": ["a"], "answer": "1"}, "no chat list"),
+        ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "both texts"),
         ("[1]\n", "no column"),
     ],
 )
