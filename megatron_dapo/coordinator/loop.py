@@ -19,7 +19,7 @@ from megatron_dapo.coordinator.phases import Phases
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
-from megatron_dapo.coordinator.trainer import TrainerError
+from megatron_dapo.coordinator.trainer import TrainerError, TrainerStalled
 from megatron_dapo.coordinator.waits import StopRequested
 from megatron_dapo.data.ledger import Event
 from megatron_dapo.monitor.health import new_alarms
@@ -37,7 +37,7 @@ async def train(parts: Parts, progress: Progress) -> Progress:
         phases = Phases()
         try:
             filled = await fill_batch(parts, progress, phases)
-        except TrainerError:
+        except (TrainerError, TrainerStalled):
             raise  # nobody is left who could save
         except Exception:
             await keep_what_stands(parts, progress)

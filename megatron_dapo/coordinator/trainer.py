@@ -16,7 +16,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.placement import Placement
-from megatron_dapo.coordinator.waits import Waits
+from megatron_dapo.coordinator.waits import Stalled, Waits
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
@@ -35,6 +35,10 @@ class TrainerLost(TrainerError):
 
 class Diverged(TrainerError):
     """The loss or the gradient is not a finite number any more."""
+
+
+class TrainerStalled(Stalled):
+    """The ranks did not answer in time: nor will they to whatever else is asked of them."""
 
 
 class TrainerRank:
@@ -164,6 +168,8 @@ class Trainer:
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
             return answers[0].result()
+        except Stalled as error:
+            raise TrainerStalled(str(error)) from None
         finally:
             for answer in answers:
                 answer.cancel()
