@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import ray
 import torch
 
@@ -19,6 +20,10 @@ CONNECT_DEADLINE_S = 10.0
 
 LONGEST_PARENT = 24
 """Characters; Ray adds about 80 of its own to the folder that it is given."""
+
+
+GCS = "gcs_server"
+"""Ray's process without which no actor can be called. Ray notices its loss after 60 s, and ends the whole run then."""
 
 
 class ClusterError(RuntimeError):
@@ -42,6 +47,7 @@ class Cluster:
             ClusterError: with Ray's own words, or why the device cannot be had.
         """
         self._folder: Path | None = None
+        self._gcs: psutil.Process | None = None
         # ray.init takes SIGTERM for itself; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
         try:
@@ -82,12 +88,24 @@ class Cluster:
             _temp_dir=str(self._folder),
             _node_ip_address="127.0.0.1",
         )
+        self._gcs = next((child for child in psutil.Process().children() if child.name() == GCS), None)
         return use_gpu
+
+    def lost(self) -> bool:
+        """Whether this run's own cluster has lost its GCS. Of a cluster that was joined nothing is known here."""
+        return self._gcs is not None and not _lives(self._gcs)
 
     def close(self) -> None:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _decide(device: Literal["auto", "cpu", "cuda"], has_gpu: bool, where: str) -> bool:

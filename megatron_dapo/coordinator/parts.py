@@ -17,7 +17,7 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.coordinator.batch import objective_of
-from megatron_dapo.coordinator.cluster import Cluster
+from megatron_dapo.coordinator.cluster import GCS, Cluster
 from megatron_dapo.coordinator.engines import api_key, own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
@@ -28,7 +28,7 @@ from megatron_dapo.coordinator.progress import Progress, load_progress
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.coordinator.trainer import Trainer, TrainerError, TrainerLost
+from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
 from megatron_dapo.monitor.console import Console
@@ -91,6 +91,8 @@ async def start_parts(
     stack.callback(pool.close)
     cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
     stack.callback(cluster.close)
+    watching = asyncio.create_task(_until_cluster_lost(cluster, waits, run_dir.logs))
+    stack.callback(watching.cancel)
     by_ray = cluster.joined and not config.rollout.urls
     placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
     if by_ray:
@@ -127,6 +129,13 @@ async def start_parts(
         progress=progress,
         start_seconds=time.monotonic() - began,
     )
+
+
+async def _until_cluster_lost(cluster: Cluster, waits: Waits, logs: Path) -> None:
+    """Ends every wait as soon as this run's own Ray is lost; the run then starts again with a new one."""
+    while not cluster.lost():
+        await asyncio.sleep(WATCH_INTERVAL_S)
+    waits.lose(TrainerLost(f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it; logs: {logs}"))
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
