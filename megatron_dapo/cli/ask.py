@@ -16,11 +16,15 @@ def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: floa
     except TokenizerError as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
+    tokens = text.tokenizer.encode(prompt, add_special_tokens=False)
+    if not tokens:
+        print("the prompt is empty; give the text of one problem", file=sys.stderr)
+        return ExitCode.CONFIG
     import torch
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, local_files_only=True)
-    ids = torch.tensor([text.tokenizer.encode(prompt, add_special_tokens=False)])
+    ids = torch.tensor([tokens])
     drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     answer = network.generate(
         ids,

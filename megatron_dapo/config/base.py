@@ -8,7 +8,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, 
 
 # YAML has lists, not tuples: only the container is converted, its items stay strictly typed.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
-Text = Annotated[str, Field(min_length=1)]
+# No path may hold a NUL, and no other text needs one.
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import grpc
 import psutil
 import ray
 import torch
@@ -115,17 +116,23 @@ def _decide(device: Literal["auto", "cpu", "cuda"], has_gpu: bool, where: str) -
 
 
 def _check_reachable(address: str) -> None:
-    """ClusterError unless something listens there: ray.init would try for ever.
+    """ClusterError unless something listens there and speaks Ray's protocol, gRPC: ray.init would try for minutes, and
+    let no signal through meanwhile.
 
     Only for HOST:PORT; other forms (`auto`, `ray://...`) are Ray's to look up.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return
+    remedy = "start Ray's head, or unset RAY_ADDRESS for a cluster of this run's own"
     try:
         socket.create_connection((host, int(port)), CONNECT_DEADLINE_S).close()
     except OSError as error:
-        raise ClusterError(
-            f"RAY_ADDRESS = {address}: nothing answers there ({error}); start Ray's head, or unset RAY_ADDRESS for a "
-            "cluster of this run's own"
-        ) from None
+        raise ClusterError(f"RAY_ADDRESS = {address}: nothing answers there ({error}); {remedy}") from None
+    if os.environ.get("RAY_USE_TLS") == "1":
+        return
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
+        except grpc.FutureTimeoutError:
+            raise ClusterError(f"RAY_ADDRESS = {address}: what listens there is not Ray; {remedy}") from None

@@ -161,8 +161,15 @@ class RunDir:
 
 
 def newest_step(path: Path) -> int:
-    """Rollout steps that the newest complete checkpoint of a run directory stands for; 0 without one."""
-    found = _checkpoints(path)
+    """Rollout steps that the newest complete checkpoint of a run directory stands for; 0 without one.
+
+    Raises:
+        RunDirError: no directory can be at this path.
+    """
+    try:
+        found = _checkpoints(path)
+    except OSError as error:
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
     return found[-1].step if found else 0
 
 

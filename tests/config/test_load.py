@@ -129,6 +129,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["run.seed=" + "9" * 5000], ["override", "not valid YAML"]),
         ("", ["run.seed=010"], ["run.seed = '010'", "valid integer"]),
         ("", ["run.seed=1:30"], ["run.seed = '1:30'", "valid integer"]),
+        ("", ['run.dir="a\\0b"'], ["run.dir"]),
         ("", ["run.dir=~/x"], ["run.dir = ~/x", "in full"]),
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),

@@ -22,6 +22,19 @@ def test_an_address_where_nothing_answers_is_named_at_once(monkeypatch):
     assert time.monotonic() - began < 15
 
 
+def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setattr("megatron_dapo.coordinator.cluster.CONNECT_DEADLINE_S", 0.5)
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: what listens there is not Ray"):
+            Cluster(processes=1, device="auto")
+        assert time.monotonic() - began < 15
+
+
 def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed():
     # In a process of its own: what Ray itself does then is to end it, a minute later.
     program = """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,11 @@ def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
         run_dir.publish_checkpoint(run_dir.checkpoint_aside(6), 6, keep=3)
     assert newest_step(run_dir.path) == 6
     run_dir.close()
+
+
+def test_a_path_that_no_directory_can_have_is_named():
+    with pytest.raises(RunDirError, match=r"run\.dir = x+: File name too long"):
+        newest_step(Path("x" * 300))
 
 
 @pytest.fixture
