@@ -1,10 +1,12 @@
 """One checkpoint: trainer, sampler and counters together, so that a resumed run knows of every prompt."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.progress import Progress, save_progress
+from megatron_dapo.coordinator.trainer import TrainerError, TrainerLost
 from megatron_dapo.data.ledger import Event
 
 
@@ -19,7 +21,13 @@ class Unpublished:
 async def save_checkpoint(parts: Parts, progress: Progress) -> Unpublished:
     """Write everything aside. The trainer's weights must be those of `progress`."""
     aside = parts.run_dir.checkpoint_aside(progress.rollout_step)
-    await parts.services.trainer.save_checkpoint(aside / "actor")
+    try:
+        await parts.services.trainer.save_checkpoint(aside / "actor")
+    except TrainerLost:
+        raise
+    except TrainerError as error:  # torch says of a full disk "unexpected pos 704 vs 598"
+        free = shutil.disk_usage(aside).free / 1e6
+        raise TrainerError(f"{error}\n{aside}: its disk has {free:.0f} MB free; what was saved before stands") from None
     save_progress(progress, aside)
     return Unpublished(progress=progress, folder=aside)
 
