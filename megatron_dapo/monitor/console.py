@@ -3,9 +3,12 @@
 Without a terminal (a batch job's log) the same text comes as plain lines, flushed at once.
 """
 
+import errno
+import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
@@ -28,6 +31,12 @@ RECENT = 5
 """Rollout steps whose mean duration predicts the time left."""
 
 
+class _Screen(Terminal):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program here; `Console` decides."""
+        raise  # the BrokenPipeError that rich is handling when it calls this
+
+
 class Console:
     """What a run prints. Everything goes to `file`; nothing is read."""
 
@@ -38,7 +47,7 @@ class Console:
             terminal: whether to draw a bar and colours; None: if `file` is a terminal.
         """
         self._file = sys.stdout if file is None else file
-        self._screen = Terminal(file=self._file, force_terminal=terminal, highlight=False)
+        self._screen = _Screen(file=self._file, force_terminal=terminal, highlight=False)
         self._bar: Progress | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
@@ -65,20 +74,37 @@ class Console:
         if done >= total:
             self._close_bar()
         elif self._screen.is_terminal:
-            self._draw_bar(figures, done, total, left)
+            with self._unless_gone():
+                self._draw_bar(figures, done, total, left)
 
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
         self._close_bar()
         made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
-        for part in (_accuracy_table(summary), *made, _cost_lines(summary), *_example_lines(summary)):
-            self._screen.print(part, soft_wrap=not isinstance(part, Table))
-        self._file.flush()
+        with self._unless_gone():
+            for part in (_accuracy_table(summary), *made, _cost_lines(summary), *_example_lines(summary)):
+                self._screen.print(part, soft_wrap=not isinstance(part, Table))
+            self._file.flush()
 
     def _line(self, text: str, style: str = "") -> None:
         # soft_wrap: a log file has no width; Text: brackets in the text are no markup.
-        self._screen.print(Text(text, style=style), soft_wrap=True)
-        self._file.flush()
+        with self._unless_gone():
+            self._screen.print(Text(text, style=style), soft_wrap=True)
+            self._file.flush()
+
+    @contextmanager
+    def _unless_gone(self) -> Iterator[None]:
+        """A reader that is gone (a closed pipe, a hung up terminal) must not end the run, nor keep it from saving."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._screen.quiet = True
+            with suppress(OSError):  # what is still buffered goes nowhere, also when Python ends
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._file.fileno())
+                os.close(nowhere)
 
     def _draw_bar(self, figures: Figures, done: int, total: int, left: float) -> None:
         if self._bar is None:
@@ -91,7 +117,8 @@ class Console:
 
     def _close_bar(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with self._unless_gone():
+                self._bar.stop()
             self._bar = None
 
 

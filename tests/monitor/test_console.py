@@ -1,6 +1,8 @@
 """What a run prints, with and without a terminal."""
 
+import errno
 import io
+import os
 import re
 
 import pytest
@@ -88,3 +90,33 @@ def test_a_summary_with_less_in_it(options):
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run(tmp_path):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        console = Console(file)
+        console.note("first")
+        os.close(reading)
+        for _ in range(3):
+            console.note("nobody reads this")
+            console.error("nor this")
+
+
+def test_a_terminal_that_hung_up_does_not_end_the_run():
+    class HungUp(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    console = Console(HungUp())
+    console.note("nobody reads this")
+    console.note("nor this")
+
+
+def test_a_full_disk_under_the_log_is_not_hidden():
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        Console(Full()).note("x")
