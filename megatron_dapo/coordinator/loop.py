@@ -40,13 +40,21 @@ async def train(parts: Parts, progress: Progress) -> Progress:
         except (TrainerError, TrainerStalled):
             raise  # nobody is left who could save
         except Exception:
-            await keep_what_stands(parts, progress)
+            await _keep_or_say(parts, progress)
             raise
         if run.save_batches:
             save_batch(parts.run_dir, progress.rollout_step + 1, filled.admission.kept, filled.arrays.advantages)
         progress, record = await learn(parts, progress, filled, phases)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
     return progress
+
+
+async def _keep_or_say(parts: Parts, progress: Progress) -> None:
+    """A save that fails while the run ends must not hide why it ends."""
+    try:
+        await keep_what_stands(parts, progress)
+    except Exception as error:
+        parts.console.note(f"what stood before this step could not be saved: {error}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         (self.path / ".holder").write_text(f"process {os.getpid()}")
-        if not resume and not self._has_run():
+        if not resume and not self._has_run() and not (self.path / "manifest.json").exists():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]
             if taken:
                 self.close()

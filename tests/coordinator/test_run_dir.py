@@ -38,6 +38,13 @@ def test_a_directory_with_somebody_elses_files_is_refused(tmp_path, name):
         RunDir(tmp_path, resume=False)
 
 
+def test_a_run_that_was_killed_in_its_first_step_may_begin_anew(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "ledger.jsonl").touch()
+    RunDir(tmp_path, resume=False).close()
+
+
 def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
     run_dir = RunDir(tmp_path / "run", resume=False)
     for step in (1, 2, 3):
