@@ -1,17 +1,19 @@
-"""Folders in Hugging Face format: safetensors read by slices, written in shards of bounded size."""
+"""Folders in Hugging Face format: safetensors read by slices, written in files of bounded size."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_dapo.actor.safetensors_file import FilePlan, SafetensorsFile, WeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,22 +32,17 @@ COMPANION_FILES = (
 )
 
 
-class WeightsError(ValueError):
-    """Weights that do not fit the model; the message names the tensor and the file."""
-
-
 class SafetensorsReader:
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, SafetensorsFile] = {}
         index = self.folder / INDEX_FILE
         if index.exists():
-            self._file_of = dict(json.loads(index.read_text())["weight_map"])
+            self._file_of = _weight_map(index)
         elif (self.folder / SINGLE_FILE).exists():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).places, SINGLE_FILE)
         else:
             raise WeightsError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
@@ -53,7 +50,8 @@ class SafetensorsReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        while self._open:
+            self._open.popitem()[1].close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: set[str]) -> None:
         """Raise WeightsError for a tensor that is missing, not expected, or of another shape than in `shapes`."""
@@ -62,7 +60,7 @@ class SafetensorsReader:
         for name, shape in shapes.items():
             if name not in self._file_of:
                 raise WeightsError(f"{listing}: tensor {name} is missing; the model needs it with shape {list(shape)}")
-            found = tuple(self._slice(name).get_shape())
+            found = self._holder(name).places[name].shape
             if found != shape:
                 file = self.folder / self._file_of[name]
                 raise WeightsError(f"{file}: tensor {name} has shape {list(found)}, the model needs {list(shape)}")
@@ -75,85 +73,143 @@ class SafetensorsReader:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) start to stop of one tensor, on the CPU."""
-        lazy = self._slice(name)
-        return lazy[start:stop] if dim == 0 else lazy[:, start:stop]
+        return self._holder(name).read(name, dim, start, stop)
 
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._file_of[name]).get_slice(name)
+    def dtype(self, name: str) -> torch.dtype:
+        return self._holder(name).places[name].dtype
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt", device="cpu"))
-        return self._open[file]
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self.folder / self._file_of[name]
+
+    def _holder(self, name: str) -> SafetensorsFile:
+        file = self._file_of[name]
+        try:
+            holder = self._file(file)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{self.folder / file} is missing; it holds tensor {name}") from error
+        if name not in holder.places:
+            raise WeightsError(f"{self.folder / file}: tensor {name} is missing, though {INDEX_FILE} says it is there")
+        return holder
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._open:
+            self._open[name] = SafetensorsFile(self.folder / name)
+        return self._open[name]
 
 
-class SafetensorsWriter:
-    """Writes tensors into files of at most `max_bytes` (a larger tensor gets a file of its own), aside until `finish`.
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{index} is damaged ({error!r})") from error
 
-    The files of all tensors are planned from `sizes` (bytes by name), so that they can be written in any memory: one
-    file's tensors are held at a time.
+
+@dataclass(frozen=True, kw_only=True)
+class FolderPlan:
+    """Which file each tensor goes to, filled in the given order up to `max_bytes` (a larger tensor has one alone).
+
+    Fixed before anything is written, so that any process can put any tensor in its place.
     """
 
-    def __init__(self, folder: Path, sizes: Mapping[str, int], *, max_bytes: int):
-        self.folder = Path(folder)
-        self.partial = self.folder.with_name(f".{self.folder.name}.partial")
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        self.total_bytes = sum(sizes.values())
-        self._file_of = _plan_files(sizes, max_bytes)
-        self._waiting = dict(self._file_of)
-        self._held: dict[str, dict[str, Tensor]] = {}
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    max_bytes: int
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, contiguous and on the CPU; its file is written when it is the last of it."""
-        file = self._waiting.pop(name)
-        self._held.setdefault(file, {})[name] = tensor
-        if file not in self._waiting.values():
-            save_file(self._held.pop(file), self.partial / file, metadata={"format": "pt"})
+    @cached_property
+    def files(self) -> dict[str, FilePlan]:
+        """By file name."""
+        parts: list[dict[str, tuple[int, ...]]] = [{}]
+        filled = 0
+        for name, shape in self.shapes.items():
+            size = math.prod(shape) * self.dtype.itemsize
+            if parts[-1] and filled + size > self.max_bytes:
+                parts.append({})
+                filled = 0
+            parts[-1][name] = shape
+            filled += size
+        count = len(parts)
+        names = [SINGLE_FILE]
+        if count > 1:
+            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return {name: FilePlan(shapes=part, dtype=self.dtype) for name, part in zip(names, parts, strict=True)}
 
-    def finish(self, source_folder: Path, dtype: torch.dtype) -> int:
-        """Copy config and tokenizer from `source_folder`, put the folder in its place, return the bytes of its files.
+    @cached_property
+    def file_of(self) -> dict[str, str]:
+        """By tensor name."""
+        return {name: file for file, plan in self.files.items() for name in plan.shapes}
+
+    def create(self, folder: Path) -> None:
+        """An empty folder with every file's header and room, and the index where there are several."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file, plan in self.files.items():
+            plan.create(folder / file)
+        if len(self.files) > 1:
+            total = sum(plan.total_bytes for plan in self.files.values())
+            index = {"metadata": {"total_size": total}, "weight_map": self.file_of}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, folder: Path, name: str, tensor: Tensor) -> None:
+        file = self.file_of[name]
+        self.files[file].write(folder / file, name, tensor)
+
+    def finish(self, partial: Path, folder: Path, companions: Path) -> int:
+        """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`, return the
+        bytes of its files.
 
         A folder that is already there is replaced; its readers keep what they have open. The config's `dtype` becomes
         that of the weights.
         """
-        if self._waiting:
-            raise WeightsError(f"{self.folder}: never written: {', '.join(sorted(self._waiting))}")
-        if set(self._file_of.values()) != {SINGLE_FILE}:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self._file_of}
-            (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        for name in COMPANION_FILES:
-            if (Path(source_folder) / name).exists():
-                shutil.copyfile(Path(source_folder) / name, self.partial / name)
-        _set_dtype(self.partial / "config.json", dtype)
-        written = sum(file.stat().st_size for file in self.partial.iterdir())
-        if self.folder.exists():
-            old = self.folder.with_name(f".{self.folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(self.folder, old)
-            os.rename(self.partial, self.folder)
-            shutil.rmtree(old)
-        else:
-            os.rename(self.partial, self.folder)
+        copy_companions(companions, partial)
+        _set_dtype(partial / "config.json", self.dtype)
+        written = sum(file.stat().st_size for file in partial.iterdir())
+        put_in_place(partial, folder)
         return written
 
 
-def _plan_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, str]:
-    """File of each tensor, filled in the given order."""
-    parts: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if parts[-1] and filled + size > max_bytes:
-            parts.append([])
-            filled = 0
-        parts[-1].append(name)
-        filled += size
-    if len(parts) == 1:
-        return dict.fromkeys(sizes, SINGLE_FILE)
-    count = len(parts)
-    return {
-        name: f"model-{number:05d}-of-{count:05d}.safetensors" for number, part in enumerate(parts, 1) for name in part
-    }
+class SafetensorsWriter:
+    """Writes tensors as they come, aside until `finish`; none is held."""
+
+    def __init__(self, folder: Path, plan: FolderPlan):
+        self.folder = Path(folder)
+        self.partial = partial_folder(self.folder)
+        self.plan = plan
+        self._waiting = set(plan.shapes)
+        plan.create(self.partial)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, which is on the CPU."""
+        self.plan.write(self.partial, name, tensor)
+        self._waiting.remove(name)
+
+    def finish(self, companions: Path) -> int:
+        """See FolderPlan.finish."""
+        if self._waiting:
+            raise WeightsError(f"{self.folder}: never written: {', '.join(sorted(self._waiting))}")
+        return self.plan.finish(self.partial, self.folder, companions)
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where `folder` is written before it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; a folder that stands there is deleted last."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy config, generation config and tokenizer, those that are there."""
+    for name in COMPANION_FILES:
+        if (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, target / name)
 
 
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:

@@ -1,6 +1,5 @@
 """Weights between Hugging Face's names and Megatron's shards: load, gather, export."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,15 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.actor.hf_files import SafetensorsReader, SafetensorsWriter, WeightsError
+from megatron_dapo.actor.hf_files import FolderPlan, SafetensorsReader, SafetensorsWriter
+from megatron_dapo.actor.safetensors_file import WeightsError
 from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
 
 EXPORT_FILE_BYTES = 5 * 10**9
-_WRITE_ERRORS = (OSError, SafetensorError, WeightsError)
+_WRITE_ERRORS = (OSError, WeightsError)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
@@ -41,13 +40,9 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
         model's.
     """
     shards_of = model_shards(hf)
-    shapes = {name: shape for shards in shards_of.values() for name, shape in shards.shapes.items()}
-    # Old exports hold the head of a tied model, or the rotary frequencies of each layer: neither is a parameter.
-    ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
-    ignored |= {"lm_head.weight"} if hf.tied else set()
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     with SafetensorsReader(folder) as reader, torch.no_grad():
-        reader.check(shapes, ignored=ignored)
+        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in _named_parameters(chunks, hf):
             shards = shards_of[name]
             if shards.local_shape(ranks) != parameter.shape:
@@ -108,19 +103,20 @@ def export_hf(
     Raises:
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
     """
+    plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
     written, failure = 0, None
     writer = None
     for name, tensor in hf_tensors(chunks, hf, dtype=dtype):
         # After a failure the loop goes on: the other ranks still send.
         if failure is None:
             try:
-                writer = writer or SafetensorsWriter(folder, _sizes(hf, dtype), max_bytes=max_file_bytes)
+                writer = writer or SafetensorsWriter(folder, plan)
                 writer.add(name, tensor)
             except _WRITE_ERRORS as error:
                 failure = str(error)
     if writer is not None and failure is None:
         try:
-            written = writer.finish(source_folder, dtype)
+            written = writer.finish(source_folder)
         except _WRITE_ERRORS as error:
             failure = str(error)
     report = [(written, failure)]
@@ -142,6 +138,18 @@ def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     if not hf.tied:
         shards[_HEAD] = Split(name="lm_head.weight", shape=vocabulary, dim=0)
     return shards
+
+
+def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them."""
+    return {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
+
+
+def no_parameters(hf: HFModelConfig) -> set[str]:
+    """Tensors that a folder may hold besides: old exports have the head of a tied model, or each layer's rotary
+    frequencies."""
+    names = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
+    return names | ({"lm_head.weight"} if hf.tied else set())
 
 
 def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
@@ -231,12 +239,3 @@ def _to_rank_zero(stacked: Tensor | None, stage: int, shape: tuple[int, ...], dt
     if stacked is not None:
         dist.send(stacked, dst=rank_zero, group=group)
     return None
-
-
-def _sizes(hf: HFModelConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of each Hugging Face tensor in the order in which `hf_tensors` yields them."""
-    return {
-        name: math.prod(shape) * dtype.itemsize
-        for shards in model_shards(hf).values()
-        for name, shape in shards.shapes.items()
-    }
