@@ -1,0 +1,84 @@
+"""Host memory of a load: what a rank's largest resident set grows by while its model is built and filled.
+
+python -m tools.measure_load > table.md        (docs/measurements/convert.md)
+
+A random model of 2.3 GiB (bfloat16, several files) is written to a temporary folder and loaded by the actor's own
+loader on the ranks of a few layouts, all on the CPU. Bound: the rank's weights + the model's largest tensor + 0.5 GiB.
+Exit code 1: a rank was above it.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from tools.random_model import write_random_model
+
+GIB = 2**30
+SLACK = 0.5 * GIB
+LAYOUTS = (LayoutConfig(), LayoutConfig(tensor=2), LayoutConfig(pipeline=2))
+
+
+def main() -> int:
+    """Print a row a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where the temporary model goes (default: the system's)")
+    options = parser.parse_args()
+    worst = 0.0
+    print("| layout | rank | weights, GiB | largest tensor, GiB | peak, GiB | bound, GiB |")
+    print("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        write_random_model(Path(folder))
+        for layout in LAYOUTS:
+            # Fresh processes each: what an allocator kept of one load would hide the next one's growth.
+            with RankPool() as pool:
+                for rank, row in enumerate(pool.run(layout.world_size, load, Path(folder), layout, timeout_s=600)):
+                    weights, largest, peak = row
+                    bound = weights + largest + SLACK
+                    worst = max(worst, peak / bound)
+                    cells = " | ".join(f"{size / GIB:.2f}" for size in (weights, largest, peak, bound))
+                    name = f"TP{layout.tensor} PP{layout.pipeline}"
+                    print(f"| {name} | {rank} | {cells} |", flush=True)
+    return int(worst > 1)
+
+
+def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int, int]:
+    """(bytes of this rank's weights, of the model's largest tensor, growth of the peak) of one load."""
+    from megatron_dapo.actor.device import prepare
+
+    device = prepare("cpu")
+    from megatron_dapo.actor import process_groups
+    from megatron_dapo.actor.hf_config import HFModelConfig
+    from megatron_dapo.actor.model import build_model
+    from megatron_dapo.actor.weights import hf_shapes, load_hf_weights
+
+    process_groups.initialise(
+        layout,
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        device=device,
+        timeout_s=600,
+        seed=0,
+    )
+    hf = HFModelConfig.load(folder)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    chunks = build_model(hf, ActorConfig(layout=layout), "bfloat16", device)
+    load_hf_weights(chunks, hf, folder)
+    peak = resident("VmHWM") - before
+    weights = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    return weights, 2 * max(math.prod(shape) for shape in hf_shapes(hf).values()), peak
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM (its peak) of this process in bytes; pages of mapped files count."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""A Hugging Face folder with random weights of a wanted size, for measurements: config and safetensors, no tokenizer."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.hf_files import FolderPlan
+
+FIELDS: Mapping[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 64001,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""1.25e9 parameters, 2.3 GiB in bfloat16; the vocabulary divides by no layout."""
+
+
+def write_random_model(folder: Path, *, max_file_bytes: int = 10**9, **overrides: Any) -> int:
+    """Write a bfloat16 model of `FIELDS` with `overrides` to `folder`; the bytes of its tensors."""
+    from megatron_dapo.actor.device import prepare
+
+    prepare("cpu")
+    from megatron_dapo.actor.weights import hf_shapes
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan_folder = folder / "weights"
+    (folder / "config.json").write_text(json.dumps(dict(FIELDS) | overrides, indent=1))
+    shapes = hf_shapes(HFModelConfig.load(folder))
+    plan = FolderPlan(shapes=shapes, dtype=torch.bfloat16, max_bytes=max_file_bytes)
+    plan.create(plan_folder)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        plan.write(plan_folder, name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.03, generator=generator))
+    for file in plan_folder.iterdir():
+        file.rename(folder / file.name)
+    plan_folder.rmdir()
+    return sum(math.prod(shape) for shape in shapes.values()) * torch.bfloat16.itemsize
