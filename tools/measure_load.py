@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from tools.host_memory import begin_peak, peak_resident
 from tools.random_model import write_random_model
 
 GIB = 2**30
@@ -65,19 +66,12 @@ def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int
         seed=0,
     )
     hf = HFModelConfig.load(folder)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = begin_peak()
     chunks = build_model(hf, ActorConfig(layout=layout), "bfloat16", device)
     load_hf_weights(chunks, hf, folder)
-    peak = resident("VmHWM") - before
+    peak = peak_resident() - before
     weights = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     return weights, 2 * max(math.prod(shape) for shape in hf_shapes(hf).values()), peak
-
-
-def resident(field: str) -> int:
-    """VmRSS or VmHWM (its peak) of this process in bytes; pages of mapped files count."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 if __name__ == "__main__":

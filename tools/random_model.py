@@ -1,4 +1,4 @@
-"""A Hugging Face folder with random weights of a wanted size, for measurements: config and safetensors, no tokenizer."""
+"""A Hugging Face folder of a wanted size with random weights, for measurements: config, safetensors, no tokenizer."""
 
 import json
 import math

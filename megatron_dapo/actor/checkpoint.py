@@ -45,11 +45,15 @@ class CheckpointState:
     layout: Mapping[str, Any]
     """The layout that wrote it; the one that reads may differ."""
 
-    distributed_optimizer: bool
-    """State of the distributed and of the plain optimizer do not interchange."""
+    distributed_optimizer: bool | None
+    """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
 
     extra: Mapping[str, Any]
     """The caller's own values."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps({name: getattr(self, name) for name in CheckpointState.__slots__}, indent=1)
 
 
 def save(
@@ -70,7 +74,7 @@ def save(
         extra=extra or {},
     )
     # Before any rank waits for another: what JSON cannot hold is refused on all of them.
-    text = json.dumps({name: getattr(state, name) for name in CheckpointState.__slots__}, indent=1)
+    text = state.text()
     _on_rank_0(folder, lambda: _empty(aside))
     dist_checkpointing.save(
         _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
@@ -91,6 +95,11 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     folder = Path(folder)
     _verify(folder)
     state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
+    if state.distributed_optimizer is None:
+        raise CheckpointError(
+            f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
+            "convert it to a Hugging Face folder and give that as model.path"
+        )
     if state.distributed_optimizer != optimizer.config.distributed:
         raise CheckpointError(
             f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
@@ -199,20 +208,21 @@ def _finish(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """SHA-256 of each file, on every rank; the ranks share the reading."""
-    own = {name: _sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    own = {name: sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, own)
     return {name: digest for part in parts for name, digest in part.items()}
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
+    """Of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _verify(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    expected = _read_manifest(folder / MANIFEST_FILE)
+    expected = read_manifest(folder / MANIFEST_FILE)
     missing = sorted(name for name in expected if not (folder / name).is_file())
     if missing:
         raise CheckpointError(f"{folder / missing[0]} is missing: the checkpoint is not whole; load an earlier one")
@@ -224,7 +234,12 @@ def _verify(folder: Path) -> None:
         )
 
 
-def _read_manifest(file: Path) -> dict[str, str]:
+def read_manifest(file: Path) -> dict[str, str]:
+    """SHA-256 by file name.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: {file.parent} is no whole checkpoint; load an earlier one")
     try:

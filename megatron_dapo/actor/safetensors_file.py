@@ -75,11 +75,11 @@ class SafetensorsFile:
         tensor = torch.empty(shape, dtype=place.dtype)
         if dim == 0 or stop - start == place.shape[1]:
             first = start * width if dim == 0 else 0
-            self._fill(_bytes_of(tensor), place.start + first, name)
+            self._fill(bytes_of(tensor), place.start + first, name)
             return tensor
         step = width // place.shape[1]
         part = (stop - start) * step
-        target = _bytes_of(tensor)
+        target = bytes_of(tensor)
         for row in range(rows):
             self._fill(target[row * part : (row + 1) * part], place.start + row * width + start * step, name)
         return tensor
@@ -138,7 +138,7 @@ class FilePlan:
                 f"{file}: {name} is planned as {list(self.shapes[name])} of {self.dtype}, got {list(tensor.shape)} of "
                 f"{tensor.dtype}"
             )
-        source, offset = _bytes_of(tensor.contiguous()), self.starts[name]
+        source, offset = bytes_of(tensor.contiguous()), self.starts[name]
         with file.open("r+b", buffering=0) as stream:
             while source:
                 count = os.pwritev(stream.fileno(), [source], offset)
@@ -174,6 +174,7 @@ def _places(file: Path, descriptor: int) -> dict[str, TensorPlace]:
     return places
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -34,7 +34,8 @@ class Shards(Protocol):
         ...
 
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Full tensors by Hugging Face name, from the shards in rank order (one shard if not `split`)."""
+        """Full tensors by Hugging Face name, from the shards in rank order (one shard if not `split`). They may be
+        views of a single shard."""
         ...
 
 
@@ -93,7 +94,7 @@ class Split:
         return torch.cat([shard, shard.new_zeros(missing)], dim=self.dim) if missing[self.dim] else shard
 
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        whole = torch.cat(list(shards), dim=self.dim)
+        whole = _join(shards, self.dim)
         return {self.name: whole.narrow(self.dim, 0, self.shape[self.dim])}
 
 
@@ -140,7 +141,7 @@ class QueryKeyValue:
 
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         heads = self._heads()
-        whole = torch.cat(list(shards)).view(self.groups, sum(heads.values()) * self.head_dim, *self.columns)
+        whole = _join(shards).view(self.groups, sum(heads.values()) * self.head_dim, *self.columns)
         parts = whole.split([count * self.head_dim for count in heads.values()], dim=1)
         return {name: part.flatten(0, 1) for name, part in zip(heads, parts, strict=True)}
 
@@ -176,6 +177,11 @@ class GateUp:
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return {
-            self.gate: torch.cat([gate for gate, _ in halves]),
-            self.up: torch.cat([up for _, up in halves]),
+            self.gate: _join([gate for gate, _ in halves]),
+            self.up: _join([up for _, up in halves]),
         }
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts behind each other; one part is itself, not a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)

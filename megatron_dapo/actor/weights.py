@@ -140,6 +140,18 @@ def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     return shards
 
 
+def checkpoint_name(name: str) -> tuple[str, int | None]:
+    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
+
+    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
+    """
+    in_layer = _LAYER_NAME.fullmatch(name)
+    if not in_layer:
+        return name, None
+    prefix, layer, rest = in_layer.groups()
+    return prefix + {local: fused for fused, local in _FUSED_NORMS.items()}.get(rest, rest), int(layer)
+
+
 def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them."""
     return {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}

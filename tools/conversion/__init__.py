@@ -1,0 +1,1 @@
+"""Hugging Face folders and Megatron distributed checkpoints, one into the other; see tools/convert_checkpoint.py."""

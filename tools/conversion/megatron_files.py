@@ -1,0 +1,219 @@
+"""The files of a Megatron distributed checkpoint, as PyTorch's distributed checkpointing defines them, read and written
+chunk by chunk without a process group: any process reads any part, and each worker writes a file of its own."""
+
+import hashlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_dapo.actor.checkpoint import MANIFEST_FILE, read_manifest
+from megatron_dapo.actor.messages import CheckpointError
+from megatron_dapo.actor.safetensors_file import WeightsError
+from tools.conversion.stored import Stored
+
+METADATA_FILE = ".metadata"
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint, one parameter at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._storage = FileSystemReader(self.folder)
+        self.metadata: Metadata = self._storage.read_metadata()
+        self._storage.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def dtype(self, stored: Stored) -> torch.dtype:
+        return self._entry(stored).properties.dtype
+
+    def check(self, stored: Stored) -> None:
+        """Raise WeightsError unless the parameter is there, whole and of the shape that config.json tells."""
+        entry = self._entry(stored)
+        where, found = f"{self.folder / METADATA_FILE}: tensor {stored.key}", tuple(entry.size)
+        expected = stored.global_shape(1)
+        # Rows behind the vocabulary only pad it.
+        padded = stored.layer is None and found[1:] == expected[1:] and found[0] >= expected[0] and stored.shards.split
+        if found != expected and not padded:
+            raise WeightsError(f"{where} has shape {list(found)}, the model of config.json needs {list(expected)}")
+        held = sum(math.prod(item.lengths) for item in self._items(stored))
+        if held != math.prod(self._shape(stored)):
+            layer = "" if stored.layer is None else f", layer {stored.layer},"
+            raise WeightsError(f"{where}{layer} is not whole: {held} of {math.prod(self._shape(stored))} numbers")
+
+    def read(self, stored: Stored) -> Tensor:
+        """The parameter as the checkpoint has it, padding included, on the CPU."""
+        planner = _Into(torch.empty(self._shape(stored), dtype=self.dtype(stored)))
+        self._storage.read_data(LoadPlan(self._items(stored)), planner).wait()
+        return planner.target
+
+    def tensors_in(self, file: str) -> list[str]:
+        """What the file holds of: keys in their order there."""
+        held = [(info.offset, index.fqn) for index, info in self._places.items() if info.relative_path == file]
+        return list(dict.fromkeys(key for _, key in sorted(held)))
+
+    @property
+    def _places(self) -> Mapping[MetadataIndex, _StorageInfo]:
+        return self.metadata.storage_data
+
+    def _entry(self, stored: Stored) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata.get(stored.key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise WeightsError(
+                f"{self.folder / METADATA_FILE}: tensor {stored.key} is missing; the model needs it with shape "
+                f"{list(stored.global_shape(1))}"
+            )
+        return entry
+
+    def _shape(self, stored: Stored) -> tuple[int, ...]:
+        size = tuple(self._entry(stored).size)
+        return size if stored.layer is None else size[1:]
+
+    def _items(self, stored: Stored) -> list[ReadItem]:
+        """Of each chunk that holds a part of the parameter, what part."""
+        lead = 0 if stored.layer is None else 1
+        items = []
+        for chunk in self._entry(stored).chunks:
+            begin = [0] * len(chunk.sizes)
+            if stored.layer is not None:
+                begin[0] = stored.layer - chunk.offsets[0]
+                if not 0 <= begin[0] < chunk.sizes[0]:
+                    continue
+            items.append(
+                ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(stored.key),
+                    dest_offsets=torch.Size(chunk.offsets[lead:]),
+                    storage_index=MetadataIndex(stored.key, chunk.offsets),
+                    storage_offsets=torch.Size(begin),
+                    lengths=torch.Size([1] * lead + list(chunk.sizes[lead:])),
+                )
+            )
+        return items
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the target that the item fills, with the layers' dimension where the item has it."""
+        part = self.target
+        lead = len(read_item.lengths) - part.dim()
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths[lead:], strict=True)):
+            part = part.narrow(dim, start, length)
+        return part[None] if lead else part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: the item was read into its place."""
+
+
+class PartWriter:
+    """One worker's file: items one after the other, hashed as they are written."""
+
+    def __init__(self, file: Path) -> None:
+        self._name = file.name
+        self._stream = file.open("wb")
+        self._hash = hashlib.sha256()
+        self.results: list[WriteResult] = []
+
+    def add(self, key: str, offset: tuple[int, ...] | None, content: Any) -> None:
+        """Write a tensor, or with `offset` None an object."""
+        begin = self._stream.tell()
+        # The manifest has a checksum of the file; one inside it would triple the time.
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(content, cast(IO[bytes], self))
+        finally:
+            torch.serialization.set_crc32_options(before)
+        place = _StorageInfo(self._name, begin, self._stream.tell() - begin)
+        index = MetadataIndex(key) if offset is None else MetadataIndex(key, offset)
+        self.results.append(WriteResult(index=index, size_in_bytes=place.length, storage_data=place))
+
+    def write(self, piece: Any) -> int:
+        """What `torch.save` calls."""
+        self._hash.update(piece)
+        return self._stream.write(piece)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> tuple[list[WriteResult], str]:
+        """Where everything stands, and the file's SHA-256."""
+        self._stream.close()
+        return self.results, self._hash.hexdigest()
+
+
+def write_metadata(
+    folder: Path,
+    parameters: Sequence[Stored],
+    extra: Sequence[str],
+    results: Sequence[list[WriteResult]],
+    *,
+    ranks: int,
+    dtype: torch.dtype,
+) -> None:
+    """`.metadata`: what the checkpoint holds, and where `results` say that it stands."""
+    entries: dict[str, Any] = {}
+    for stored in parameters:
+        lead = () if stored.layer is None else (stored.layer,)
+        new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(stored.global_shape(ranks)), [])
+        for chunk in stored.chunks(ranks):
+            sizes = torch.Size((1,) * len(lead) + chunk.shape)
+            place = ChunkStorageMetadata(offsets=torch.Size(lead + chunk.offset), sizes=sizes)
+            entries.setdefault(stored.key, new).chunks.append(place)
+    entries |= {key: BytesStorageMetadata() for key in extra}
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(Metadata(state_dict_metadata=entries), list(results))
+
+
+def expected_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 by file, from the manifest.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is missing; the message names a tensor that was in it.
+    """
+    expected = read_manifest(folder / MANIFEST_FILE)
+    for name in (METADATA_FILE, *sorted(expected)):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing{held_by(folder, name)}: the checkpoint is not whole")
+    return expected
+
+
+def held_by(folder: Path, file: str) -> str:
+    """In words, which tensors a file of shards holds; nothing for another file."""
+    if not file.endswith(".distcp"):
+        return ""
+    try:
+        keys = CheckpointReader(folder).tensors_in(file)
+    except Exception:  # a damaged .metadata fails to unpickle in any way; the file's own name is then all there is
+        return ""
+    return f" (it holds parts of tensor {keys[0]} and {len(keys) - 1} more)" if keys else ""
+
+
+def nothing() -> io.BytesIO:
+    """A file of Megatron's for values that are not sharded, without any."""
+    stream = io.BytesIO()
+    torch.save({}, stream)
+    return stream

@@ -1,0 +1,127 @@
+"""Where a parameter stands in a Megatron distributed checkpoint.
+
+Such a checkpoint holds whole tensors in chunks. The layers' tensors of one kind are one tensor with the layer as its
+first dimension, so no pipeline split shows. The gated MLP's first matrix is the whole gate, then the whole up
+projection, unlike on a rank, where each rank's two parts lie together.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.hf_files import SafetensorsReader
+from megatron_dapo.actor.shards import GateUp, Shards, Split
+from megatron_dapo.actor.weights import checkpoint_name, model_shards
+
+LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A part that is written as one. Offset and shape are within the parameter, without the layers' dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    rank: int
+    """The tensor-parallel rank that holds it."""
+
+    half: str | None = None
+    """Of a gated MLP's first matrix: the Hugging Face tensor that it is a part of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """One parameter of the model."""
+
+    name: str
+    """Megatron's, with the layer's number, as in `weights.model_shards`."""
+
+    key: str
+    """Of the tensor in the checkpoint."""
+
+    layer: int | None
+    """Its place in the tensor's first dimension; None: it is the tensor."""
+
+    layers: int
+    shards: Shards
+
+    def shape(self, ranks: int) -> tuple[int, ...]:
+        """Of the parameter in the checkpoint; the vocabulary is padded to a multiple of `ranks`."""
+        whole = list(self.shards.local_shape(1))
+        if isinstance(self.shards, Split):
+            whole[self.shards.dim] = self.shards.local_shape(ranks)[self.shards.dim] * ranks
+        return tuple(whole)
+
+    def global_shape(self, ranks: int) -> tuple[int, ...]:
+        """Of the tensor that it is in."""
+        return self.shape(ranks) if self.layer is None else (self.layers, *self.shape(ranks))
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shards.shapes.values())
+
+    def chunks(self, ranks: int) -> Iterator[Chunk]:
+        """What `ranks` tensor-parallel ranks write."""
+        shards, zeros = self.shards, (0,) * len(self.shape(1))
+        if isinstance(shards, GateUp):
+            rows = shards.shape[0] // ranks
+            for number, half in enumerate((shards.gate, shards.up)):
+                for rank in range(ranks):
+                    start = number * shards.shape[0] + rank * rows
+                    yield Chunk(offset=(start, 0), shape=(rows, shards.shape[1]), rank=rank, half=half)
+            return
+        dim = shards.dim if isinstance(shards, Split) else 0
+        shape = shards.local_shape(ranks)
+        for rank in range(ranks if shards.split else 1):
+            offset = (*zeros[:dim], rank * shape[dim], *zeros[dim + 1 :])
+            yield Chunk(offset=offset, shape=shape, rank=rank)
+
+    def read(self, chunk: Chunk, source: SafetensorsReader, ranks: int) -> Tensor:
+        """The chunk's numbers from a Hugging Face folder; nothing else is read."""
+        if chunk.half is not None:
+            start = chunk.rank * chunk.shape[0]
+            return source.read(chunk.half, 0, start, start + chunk.shape[0])
+        return self.shards.local(source.read, chunk.rank, ranks)
+
+    def full(self, whole: Tensor) -> dict[str, Tensor]:
+        """The Hugging Face tensors of the parameter as the checkpoint has it, padding included."""
+        return self.shards.full([whole])
+
+
+def stored_parameters(hf: HFModelConfig) -> list[Stored]:
+    """Every parameter in the model's order."""
+    stored = []
+    for name, shards in model_shards(hf).items():
+        key, layer = checkpoint_name(name)
+        stored.append(Stored(name=name, key=key, layer=layer, layers=hf.num_layers, shards=shards))
+    return stored
+
+
+def extra_state_keys(hf: HFModelConfig) -> list[str]:
+    """Keys of the entries that hold nothing."""
+    return [
+        f"decoder.layers.{linear}._extra_state/shard_{layer}_{hf.num_layers}"
+        for layer in range(hf.num_layers)
+        for linear in LINEARS
+    ]
+
+
+def share(parameters: Sequence[Stored], workers: int) -> list[list[Stored]]:
+    """The parameters over the workers, each with about the same number of elements, in the model's order."""
+    parts: list[list[int]] = [[] for _ in range(workers)]
+    filled = [0] * workers
+    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].elements):
+        least = filled.index(min(filled))
+        parts[least].append(index)
+        filled[least] += parameters[index].elements
+    return [[parameters[index] for index in sorted(part)] for part in parts]
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Itself where it has that type."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,0 +1,135 @@
+"""Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.hf_files import FolderPlan, partial_folder
+from megatron_dapo.actor.messages import CheckpointError
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.actor.weights import hf_shapes
+from megatron_dapo.config.base import ConfigError
+from tools.conversion.megatron_files import CheckpointReader, expected_digests, held_by
+from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
+from tools.conversion.to_megatron import COMPANIONS, common_dtype
+from tools.conversion.workers import Counter, run_parts
+from tools.install.progress import Progress
+
+_PIECE_BYTES = 2**23
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One worker's share."""
+
+    source: Path
+    partial: Path
+    parameters: list[Stored]
+    plan: FolderPlan
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    base: Path | None,
+    max_file_bytes: int,
+    dtype: torch.dtype | None,
+    workers: int,
+    pool: RankPool,
+) -> torch.dtype:
+    """Write the model part of the checkpoint `source` to `target`; the type of its weights.
+
+    Written aside and renamed. `base` has config and tokenizer; None: those of `base_of`.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is missing or damaged.
+        WeightsError: a tensor is missing, partial, or not that of the config.
+    """
+    source = actor_folder(source)
+    base = base or base_of(source)
+    hf = HFModelConfig.load(base)
+    progress = Progress("convert", sys.stderr)
+    check_files(source, workers, pool, progress)
+    parameters = stored_parameters(hf)
+    reader = CheckpointReader(source)
+    for stored in parameters:
+        reader.check(stored)
+    dtype = dtype or common_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source)
+    plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
+    partial = partial_folder(target)
+    plan.create(partial)
+    shares = share(parameters, workers)
+    parts = [Part(source=source, partial=partial, parameters=own, plan=plan) for own in shares]
+    total = sum(file.total_bytes for file in plan.files.values())
+    run_parts(pool, "write", write_part, parts, progress, total)
+    plan.finish(partial, target, base)
+    progress.close(f"{total / 1e6:.0f} MB written to {target}")
+    return dtype
+
+
+def write_part(place: RankPlace, part: Part, counter: Counter) -> None:
+    """Put one worker's tensors in their places; one parameter is in memory at a time."""
+    reader = CheckpointReader(part.source)
+    for stored in part.parameters:
+        for name, tensor in stored.full(reader.read(stored)).items():
+            part.plan.write(part.partial, name, in_dtype(tensor, part.plan.dtype))
+            counter.add(place, tensor.numel() * part.plan.dtype.itemsize)
+
+
+def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        CheckpointError: one is missing or damaged; names a tensor that it holds.
+    """
+    expected = expected_digests(source)
+    by_size = sorted(expected, key=lambda name: -(source / name).stat().st_size)
+    parts = [[source / name for name in by_size[worker::workers]] for worker in range(workers)]
+    total = sum((source / name).stat().st_size for name in expected)
+    found: dict[Path, str] = {}
+    for digests in run_parts(pool, "check", digests_of, parts, progress, total):
+        found |= digests
+    for name, digest in expected.items():
+        if found[source / name] != digest:
+            raise CheckpointError(
+                f"{source / name} is damaged{held_by(source, name)}: its SHA-256 is not that of the manifest"
+            )
+
+
+def digests_of(place: RankPlace, files: list[Path], counter: Counter) -> dict[Path, str]:
+    """SHA-256 of each file."""
+    digests, piece = {}, memoryview(bytearray(_PIECE_BYTES))
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(piece):
+                digest.update(piece[:count])
+                counter.add(place, count)
+        digests[file] = digest.hexdigest()
+    return digests
+
+
+def actor_folder(folder: Path) -> Path:
+    """The trainer's part of a run's checkpoint `step_N`, or the folder itself."""
+    return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def base_of(checkpoint: Path) -> Path:
+    """Where config and tokenizer are: in a converted checkpoint, or where the config of its run says.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    if (checkpoint / COMPANIONS).is_dir():
+        return checkpoint / COMPANIONS
+    # <run>/checkpoints/step_N/actor
+    run_config = checkpoint.absolute().parents[2] / "config.yaml"
+    if run_config.is_file():
+        return Path(yaml.safe_load(run_config.read_text())["model"]["path"])
+    raise ConfigError(f"{checkpoint}: give --base, the model.path of the run (config and tokenizer are not in here)")

@@ -1,0 +1,130 @@
+"""Hugging Face folder -> Megatron distributed checkpoint: every worker streams parameters into a file of its own."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_dapo.actor.checkpoint import MANIFEST_FILE, STATE_FILE, CheckpointState, sha256
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, partial_folder, put_in_place
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.actor.safetensors_file import WeightsError
+from megatron_dapo.actor.weights import hf_shapes, no_parameters
+from megatron_dapo.config.actor import LayoutConfig
+from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
+from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
+from tools.conversion.workers import Counter, run_parts
+from tools.install.progress import Progress
+
+COMPANIONS = "hf"
+"""Folder in the checkpoint with the model's config and tokenizer, so that it converts back by itself."""
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One worker's share."""
+
+    source: Path
+    file: Path
+    parameters: list[Stored]
+    extra: list[str]
+    ranks: int
+    dtype: torch.dtype
+
+
+def to_megatron(
+    source: Path, target: Path, *, tensor: int, dtype: torch.dtype | None, workers: int, pool: RankPool
+) -> torch.dtype:
+    """Write `target`, cut as `tensor` tensor-parallel ranks cut it; the type of its weights.
+
+    Written aside and renamed. It loads at any layout; at that tensor-parallel size each rank reads only its own.
+
+    Raises:
+        WeightsError, ConfigError: the source is not a whole model, with the tensor's or field's name.
+    """
+    hf = HFModelConfig.load(source)
+    check_layout(hf, LayoutConfig(tensor=tensor))
+    parameters = stored_parameters(hf)
+    with SafetensorsReader(source) as reader:
+        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
+        dtype = dtype or common_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source)
+    partial = partial_folder(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    extra = extra_state_keys(hf)
+    parts = [
+        Part(
+            source=source,
+            file=partial / f"__{worker}_0.distcp",
+            parameters=share_of_worker,
+            extra=extra if worker == 0 else [],
+            ranks=tensor,
+            dtype=dtype,
+        )
+        for worker, share_of_worker in enumerate(share(parameters, workers))
+    ]
+    total = sum(stored.elements for stored in parameters) * dtype.itemsize
+    progress = Progress("convert", sys.stderr)
+    written = run_parts(pool, "write", write_part, parts, progress, total)
+    write_metadata(partial, parameters, extra, [results for results, _ in written], ranks=tensor, dtype=dtype)
+    digests = {part.file.name: digest for part, (_, digest) in zip(parts, written, strict=True)}
+    _write_small_files(partial, source, tensor, digests)
+    put_in_place(partial, target)
+    progress.close(f"{total / 1e6:.0f} MB written to {target}")
+    return dtype
+
+
+def write_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[WriteResult], str]:
+    """One worker's file; one chunk is in memory at a time."""
+    writer = PartWriter(part.file)
+    for key in part.extra:
+        writer.add(key, None, [None])
+    with SafetensorsReader(part.source) as source:
+        for stored in part.parameters:
+            lead = () if stored.layer is None else (stored.layer,)
+            for chunk in stored.chunks(part.ranks):
+                tensor = in_dtype(stored.read(chunk, source, part.ranks), part.dtype)
+                writer.add(stored.key, lead + chunk.offset, tensor.view((1,) * len(lead) + chunk.shape))
+                counter.add(place, tensor.nbytes)
+    return writer.close()
+
+
+def common_dtype(dtypes: dict[str, torch.dtype], source: Path) -> torch.dtype:
+    """The type that all tensors have.
+
+    Raises:
+        WeightsError: they differ, or it is none that a model is trained in; with a tensor's name.
+    """
+    first = next(iter(dtypes.values()))
+    for name, dtype in dtypes.items():
+        if dtype not in WEIGHT_DTYPES:
+            raise WeightsError(f"{source}: tensor {name} has type {dtype}; give --dtype float32 or bfloat16")
+        if dtype != first:
+            raise WeightsError(
+                f"{source}: tensor {name} has type {dtype}, others {first}; give --dtype to make them one"
+            )
+    return first
+
+
+def _write_small_files(partial: Path, source: Path, tensor: int, digests: dict[str, str]) -> None:
+    """What the checkpoint has besides weights; the manifest last."""
+    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    (partial / "common.pt").write_bytes(nothing().getbuffer())
+    state = CheckpointState(
+        optimizer_steps=0, layout=dataclasses.asdict(LayoutConfig(tensor=tensor)), distributed_optimizer=None, extra={}
+    )
+    (partial / STATE_FILE).write_text(state.text())
+    (partial / COMPANIONS).mkdir()
+    copy_companions(source, partial / COMPANIONS)
+    files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
+    digests = {name: digests.get(name) or sha256(partial / name) for name in files}
+    (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))

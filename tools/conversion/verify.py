@@ -1,0 +1,182 @@
+"""Compares a Hugging Face folder with a Megatron checkpoint: every tensor's checksum, and the logits of sample texts.
+
+The checksums come from the files. For the logits each side is loaded by its own library: Megatron-Core's distributed
+checkpointing at a given layout, and transformers.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_dapo.actor import process_groups
+from megatron_dapo.actor.device import prepare
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.hf_files import SafetensorsReader
+from megatron_dapo.actor.model import build_model
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.actor.safetensors_file import bytes_of
+from megatron_dapo.actor.sequences import packed_sequences, padded_lengths
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from tools.conversion.megatron_files import CheckpointReader
+from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
+from tools.conversion.workers import DEADLINE_S, Counter, run_parts
+from tools.install.progress import Progress
+
+TEXTS = (
+    "The sum of the first n odd numbers is n^2: 1 + 3 + 5 + 7 = 16.",
+    "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+    "Let x be a real number with |x - 3| < 2. Then 1 < x < 5, and so x^2 lies between 1 and 25.",
+)
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference in float32, as a share of the largest logit."""
+
+
+class VerifyError(RuntimeError):
+    """The two sides are not the same model; the message says where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One worker's share."""
+
+    folder: Path
+    checkpoint: Path
+    parameters: list[Stored]
+    dtype: torch.dtype
+
+
+def verify_tensors(folder: Path, checkpoint: Path, *, dtype: torch.dtype, workers: int, pool: RankPool) -> int:
+    """Compare the SHA-256 of every Hugging Face tensor, brought to `dtype`; how many there are.
+
+    Raises:
+        VerifyError: some differ.
+    """
+    parameters = stored_parameters(HFModelConfig.load(folder))
+    parts = [
+        Part(folder=folder, checkpoint=checkpoint, parameters=own, dtype=dtype) for own in share(parameters, workers)
+    ]
+    total = sum(stored.elements for stored in parameters) * dtype.itemsize
+    progress = Progress("verify", sys.stderr)
+    answers = run_parts(pool, "checksums", compare_part, parts, progress, total)
+    different = [name for names, _ in answers for name in names]
+    if different:
+        raise VerifyError(
+            f"{len(different)} tensors differ between {folder} and {checkpoint}, the first: {different[0]}"
+        )
+    count = sum(compared for _, compared in answers)
+    progress.close(f"{count} tensors have equal checksums")
+    return count
+
+
+def compare_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[str], int]:
+    """(tensors that differ, tensors compared)."""
+    different, compared = [], 0
+    reader = CheckpointReader(part.checkpoint)
+    with SafetensorsReader(part.folder) as folder:
+        for stored in part.parameters:
+            for name, tensor in stored.full(reader.read(stored)).items():
+                other = folder.read(name, 0, 0, tensor.shape[0])
+                if _digest(in_dtype(tensor, part.dtype)) != _digest(in_dtype(other, part.dtype)):
+                    different.append(name)
+                compared += 1
+                counter.add(place, tensor.numel() * part.dtype.itemsize)
+    return different, compared
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(bytes_of(tensor.contiguous())).hexdigest()
+
+
+def verify_logits(folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool: RankPool) -> float:
+    """Compare the logits of TEXTS in float32; the largest difference as a share of the largest logit.
+
+    Each side needs the model in float32 in memory, one after the other.
+
+    Raises:
+        VerifyError: they differ by more than LOGIT_TOLERANCE.
+        ConfigError: the layout does not divide the model.
+    """
+    check_layout(HFModelConfig.load(folder), layout)
+    progress = Progress("verify", sys.stderr)
+    [(sequences, expected)] = pool.run(1, hf_logits, folder, TEXTS, timeout_s=DEADLINE_S)
+    parts = pool.run(layout.world_size, megatron_logits, folder, checkpoint, layout, sequences, timeout_s=DEADLINE_S)
+    pieces = [part for part in parts if part]
+    worst = 0.0
+    for index, reference in enumerate(expected):
+        got = torch.cat([piece[index] for piece in pieces], dim=1)[:, : reference.shape[1]]
+        difference = float((got - reference).abs().max() / reference.abs().max())
+        # A NaN compares as not larger.
+        if not difference <= LOGIT_TOLERANCE:
+            raise VerifyError(
+                f"the logits of {folder} and {checkpoint} differ by {difference:.1e} of the largest one on the text "
+                f"{TEXTS[index]!r}; {LOGIT_TOLERANCE:g} is allowed"
+            )
+        worst = max(worst, difference)
+    tokens = sum(len(sequence) for sequence in sequences)
+    progress.close(f"logits of {tokens} tokens differ by at most {worst:.1e} of the largest one")
+    return worst
+
+
+def hf_logits(place: RankPlace, folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], list[Tensor]]:
+    """Token ids of the texts, and [tokens, vocabulary] logits, by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    sequences = [tokenizer(text)["input_ids"] for text in texts]
+    with torch.no_grad():
+        return sequences, [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
+
+
+def megatron_logits(
+    place: RankPlace, folder: Path, checkpoint: Path, layout: LayoutConfig, sequences: list[list[int]]
+) -> list[Tensor]:
+    """[tokens, vocabulary / TP] logits of each sequence on the last pipeline stage, by Megatron; elsewhere nothing."""
+    device = prepare("cpu")
+    process_groups.initialise(
+        layout,
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        device=device,
+        timeout_s=DEADLINE_S,
+        seed=0,
+    )
+    [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(layout=layout), "float32", device)
+    load_model(chunk, checkpoint)
+
+    def forward_step(batches: Iterator, model: torch.nn.Module) -> tuple:
+        ids = next(batches)
+        lengths = padded_lengths([ids.shape[1]], context_parallel=1, tensor_parallel=1)
+        packed = packed_sequences(lengths, context_parallel=1, context_rank=0, device=device.device)
+        return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), lambda output, **_: output[0]
+
+    with torch.no_grad():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([torch.tensor([sequence]) for sequence in sequences]),
+            model=chunk,
+            num_microbatches=len(sequences),
+            seq_length=max(map(len, sequences)),
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+
+
+def load_model(chunk: GPTModel, checkpoint: Path) -> None:
+    """Fill a rank's model from a distributed checkpoint, with Megatron's own loader."""
+    metadata = {
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict(metadata=metadata)}, str(checkpoint))
+    chunk.load_state_dict(loaded["model"])

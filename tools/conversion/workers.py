@@ -1,0 +1,85 @@
+"""Runs a job on several processes while a line tells how far it is and how long it will take."""
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from tools.install.progress import Progress
+
+DEADLINE_S = 24 * 3600
+"""Of one phase; a worker that fails or dies ends it at once."""
+
+START_DEADLINE_S = 600
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """Bytes done, by rank, in a file that all processes map."""
+
+    file: str
+    workers: int
+
+    def add(self, place: RankPlace, count: int) -> None:
+        """Called by rank `place` alone for its entry."""
+        self._mapped()[place.rank] += count
+
+    def total(self) -> int:
+        return int(self._mapped().sum())
+
+    def _mapped(self) -> np.ndarray:
+        return np.memmap(self.file, dtype=np.int64, mode="r+", shape=(self.workers,))
+
+
+def run_parts(
+    pool: RankPool, title: str, function: Callable[..., Any], parts: list[Any], progress: Progress, total: int
+) -> list[Any]:
+    """`function(place, part, counter)` for each part in a process of its own; its answers in order.
+
+    `total`: bytes that the parts count together in `counter`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        counter = Counter(file=str(Path(folder) / "bytes"), workers=len(parts))
+        Path(counter.file).write_bytes(bytes(8 * len(parts)))
+        finished = threading.Event()
+        watcher = threading.Thread(target=_show, args=(progress, title, counter, total, finished), daemon=True)
+        watcher.start()
+        try:
+            return pool.run(len(parts), part_of, function, parts, counter, timeout_s=DEADLINE_S)
+        finally:
+            finished.set()
+            watcher.join()
+
+
+def part_of(place: RankPlace, function: Callable[..., Any], parts: list[Any], counter: Counter) -> Any:
+    """What a worker runs."""
+    return function(place, parts[place.rank], counter)
+
+
+def start_workers(pool: RankPool, workers: int) -> None:
+    """Start the processes ahead, so that what follows is timed and foretold without their start."""
+    progress = Progress("start", sys.stderr)
+    pool.run(workers, ready, timeout_s=START_DEADLINE_S)
+    progress.close(f"{workers} processes")
+
+
+def ready(place: RankPlace) -> None:
+    """Import what the phases need."""
+    import tools.conversion.to_hf
+    import tools.conversion.to_megatron
+    import tools.conversion.verify  # noqa: F401
+
+
+def _show(progress: Progress, title: str, counter: Counter, total: int, finished: threading.Event) -> None:
+    while not finished.wait(_POLL_S):
+        done = counter.total()
+        left = progress.elapsed * (total - done) / done if done else None
+        progress.show(f"{title}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", left_s=left)

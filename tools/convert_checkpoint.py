@@ -1,0 +1,131 @@
+"""Hugging Face folder <-> Megatron distributed checkpoint, both ways, bit for bit.
+
+python -m tools.convert_checkpoint to-megatron Qwen2.5-32B checkpoints/base --tensor 8 --verify
+python -m tools.convert_checkpoint to-hf runs/dapo/checkpoints/step_100 exported/step_100 --verify
+
+Weights are streamed by several processes: none holds more than one tensor. A target is written aside and renamed.
+
+`to-megatron` writes the model without an optimizer. A checkpoint has no pipeline in it and loads at any layout, uneven
+splits of the layers too; --tensor pads the vocabulary and cuts the tensors so that each of that many tensor-parallel
+ranks reads only its own. `to-hf` takes the model part of a run's checkpoint (its `step_N` folder) or of a converted
+one, after comparing every file with the manifest.
+
+Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or partial, or an option is.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.actor.messages import CheckpointError
+from megatron_dapo.actor.ranks import RankPool
+from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.base import ConfigError
+
+EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert as the arguments say; the exit code."""
+    options = _parser().parse_args(arguments)
+    import_megatron()
+    from megatron_dapo.actor.safetensors_file import WeightsError
+    from tools.conversion.verify import VerifyError
+    from tools.conversion.workers import start_workers
+
+    try:
+        _check_paths(options)
+        with RankPool() as pool:
+            start_workers(pool, options.processes)
+            convert(options, pool)
+    except VerifyError as error:
+        print(error, file=sys.stderr)
+        return EXIT_DIFFERENT
+    except (ConfigError, CheckpointError, WeightsError, OSError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    return EXIT_OK
+
+
+def convert(options: argparse.Namespace, pool: RankPool) -> None:
+    """The conversion, and with --verify the comparison."""
+    import torch
+
+    from tools.conversion.to_hf import actor_folder, to_hf
+    from tools.conversion.to_megatron import to_megatron
+    from tools.conversion.verify import verify_logits, verify_tensors
+
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
+    common = {"dtype": dtype, "workers": options.processes, "pool": pool}
+    if options.command == "to-megatron":
+        written = to_megatron(options.source, options.target, tensor=options.tensor, **common)
+        folder, checkpoint = options.source, options.target
+    else:
+        max_bytes = int(options.max_file_gb * 1e9)
+        written = to_hf(options.source, options.target, base=options.base, max_file_bytes=max_bytes, **common)
+        folder, checkpoint = options.target, actor_folder(options.source)
+    if options.verify:
+        verify_tensors(folder, checkpoint, dtype=written, workers=options.processes, pool=pool)
+        layout = LayoutConfig(tensor=options.tensor, pipeline=options.pipeline)
+        verify_logits(folder, checkpoint, layout=layout, pool=pool)
+
+
+def import_megatron() -> None:
+    """Make Megatron importable without a GPU, and import it without its warnings of what is not installed."""
+    from megatron_dapo.actor.device import prepare
+
+    prepare("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import tools.conversion.verify  # noqa: F401
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, source, target in (("to-megatron", "MODEL", "CHECKPOINT"), ("to-hf", "CHECKPOINT", "MODEL")):
+        command = commands.add_parser(name, help=f"{source} -> {target}")
+        command.add_argument("source", type=Path, metavar=source)
+        command.add_argument("target", type=Path, metavar=target)
+        command.add_argument("--processes", type=_positive, default=min(16, os.cpu_count() or 1), help="how many copy")
+        command.add_argument("--dtype", choices=("float32", "bfloat16"), help="type written (default: the source's)")
+        command.add_argument("--overwrite", action="store_true", help="replace a target that is there")
+        command.add_argument(
+            "--verify",
+            action="store_true",
+            help="compare every tensor's checksum and the logits of sample texts; the latter need the model in float32 "
+            "in memory, in TENSOR x PIPELINE processes",
+        )
+        command.add_argument("--tensor", type=_positive, default=1, help="tensor-parallel size")
+        command.add_argument("--pipeline", type=_positive, default=1, help="pipeline stages of --verify")
+        if name == "to-hf":
+            _add_folder_options(command)
+    return parser
+
+
+def _add_folder_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--base", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
+    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, 1e9 bytes")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    if not options.source.is_dir():
+        raise ConfigError(f"{options.source}: no such folder")
+    if options.target.exists() and not options.overwrite:
+        raise ConfigError(f"{options.target} is there already; give --overwrite to replace it")
+    if options.target.resolve() == options.source.resolve():
+        raise ConfigError(f"{options.target}: source and target are the same folder")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
