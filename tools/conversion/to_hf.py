@@ -12,6 +12,7 @@ from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.hf_files import FolderPlan, partial_folder
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.actor.safetensors_file import PIECE_BYTES
 from megatron_dapo.actor.weights import hf_shapes
 from megatron_dapo.config.base import ConfigError
 from tools.conversion.megatron_files import CheckpointReader, expected_digests, held_by
@@ -19,8 +20,6 @@ from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.to_megatron import COMPANIONS, common_dtype
 from tools.conversion.workers import Counter, run_parts
 from tools.install.progress import Progress
-
-_PIECE_BYTES = 2**23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) 
 
 def digests_of(place: RankPlace, files: list[Path], counter: Counter) -> dict[Path, str]:
     """SHA-256 of each file."""
-    digests, piece = {}, memoryview(bytearray(_PIECE_BYTES))
+    digests, piece = {}, memoryview(bytearray(PIECE_BYTES))
     for file in files:
         digest = hashlib.sha256()
         with file.open("rb", buffering=0) as stream:
