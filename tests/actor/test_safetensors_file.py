@@ -61,7 +61,7 @@ def test_a_tensor_that_was_not_planned_so_is_refused(tmp_path):
     plan.create(tmp_path / "x.safetensors")
     with pytest.raises(WeightsError, match=r"c.weight is planned as \[4, 6\] of torch.float32, got \[6, 4\]"):
         plan.write(tmp_path / "x.safetensors", "c.weight", torch.zeros(6, 4))
-    with pytest.raises(WeightsError, match="torch.bfloat16"):
+    with pytest.raises(WeightsError, match=r"of torch\.bfloat16"):
         plan.write(tmp_path / "x.safetensors", "c.weight", torch.zeros(4, 6, dtype=torch.bfloat16))
 
 
@@ -111,7 +111,10 @@ def folder(tmp_path) -> Path:
 
 def test_a_file_that_the_index_names_and_is_not_there(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with SafetensorsReader(folder) as reader, pytest.raises(WeightsError, match=r"is missing; it holds tensor c.weight"):
+    with (
+        SafetensorsReader(folder) as reader,
+        pytest.raises(WeightsError, match=r"is missing; it holds tensor c.weight"),
+    ):
         reader.check(SHAPES, ignored=set())
 
 
