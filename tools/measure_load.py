@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.actor.ranks import RankPlace, RankPool
@@ -23,11 +24,11 @@ SLACK = 0.5 * GIB
 LAYOUTS = (LayoutConfig(), LayoutConfig(tensor=2), LayoutConfig(pipeline=2))
 
 
-def main() -> int:
-    """Print a row a rank."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row a rank; 1 if one was above its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the temporary model goes (default: the system's)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     worst = 0.0
     print("| layout | rank | weights, GiB | largest tensor, GiB | peak, GiB | bound, GiB |")
     print("|---|---|---|---|---|---|")

@@ -19,6 +19,8 @@ DEADLINE_S = 24 * 3600
 
 START_DEADLINE_S = 600
 
+KEPT_BYTES = 2**27
+
 _POLL_S = 0.2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -70,12 +72,12 @@ def part_of(place: RankPlace, function: Callable[..., Any], parts: list[Any], co
 def _keep_memory() -> None:
     """Let the allocator reuse what a tensor leaves instead of giving it back: fresh pages cost more than the reading.
 
-    What it keeps is what a worker needed at its peak. Only GNU's C library has the call.
+    Larger blocks than KEPT_BYTES it gives back, or their gaps would add up. Only GNU's C library has the call.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            mallopt(option, 2**30)
+            mallopt(option, KEPT_BYTES)
 
 
 def start_workers(pool: RankPool, workers: int) -> None:
