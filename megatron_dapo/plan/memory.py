@@ -1,0 +1,195 @@
+"""Bytes of trainer ranks and servers in every phase.
+
+Activations are those that backward needs, counted tensor by tensor for the layer of Qwen and Llama with flash attention,
+a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank, in numbers of the weights' type (t = tensor-
+parallel size; with sequence parallel the first term is divided by t too):
+
+    none        4 h + ((heads + 2 groups) + (heads + groups) + heads) x head size / t + 3 ffn / t
+    selective   without the rotated queries and keys, which the attention core makes again: - (heads + groups) x head size / t
+    full        h, and for the one layer that is being repeated what `none` has
+
+Pipeline stage i of p keeps them for min(p - i, micro-batches) micro-batches at once (1F1B); with v virtual chunks a
+stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
+"""
+
+from dataclasses import dataclass
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.packing import round_up
+from megatron_dapo.config import Config
+from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.plan.calibration import Calibration
+from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters, rank_state
+
+PIECE_ELEMENTS = 2**26
+"""Logits that the actor brings to float32 at a time on a GPU (`actor.vocabulary.piece_elements`; a test compares)."""
+
+_PIECES = 3
+"""Copies of such a piece that are alive at once: the piece, its exponentials, one temporary."""
+
+EXPORT_FILE_BYTES = 5 * 10**9
+"""Of a weight file (`actor.weights.EXPORT_FILE_BYTES`; a test compares)."""
+
+_TOKEN_BYTES = 28
+"""Of a response token: id, version, log-probs of engine and trainer, entropy, advantage, weight."""
+
+PHASES = ("rollout", "log-probs", "update", "weight sync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """A trainer rank on a pipeline stage: the fullest of that stage's data-parallel ranks."""
+
+    stage: int
+    state: StateBytes
+    items: dict[str, dict[str, float]]
+    """Bytes by phase, then by what they hold; the state's parts among them."""
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Bytes by phase."""
+        return {phase: sum(items.values()) for phase, items in self.items.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerMemory:
+    """One GPU of a server."""
+
+    weights: float
+    kv_cache: float
+    """What `rollout.memory_fraction` leaves for it, or `kv_cache_tokens` takes; negative: the weights alone are more."""
+
+    kv_bytes_per_token: float
+    """On this GPU."""
+
+    rest: float
+    """Outside `memory_fraction`: activations, graphs, the framework, and a trainer that shares the GPU."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the server's cache holds."""
+        return max(0, int(self.kv_cache / self.kv_bytes_per_token))
+
+
+def trainer_memory(config: Config, hf: HFModelConfig, constants: Calibration) -> list[RankMemory]:
+    """One for each pipeline stage."""
+    layout = config.actor.layout
+    micro_batches = _micro_batches(config, constants)
+    return [_rank_memory(config, hf, constants, stage, micro_batches) for stage in range(layout.pipeline)]
+
+
+def row_tokens(config: Config) -> int:
+    """Tokens of the longest row on one rank: the budget, or one sequence that is longer than it."""
+    layout = config.actor.layout
+    return max(config.actor.micro_batch_tokens, round_up(config.model.context_length, layout.context) // layout.context)
+
+
+def activation_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: int, *, layers: float) -> float:
+    """Of `layers` layers for one micro-batch of `tokens` tokens on a rank, without the layer being repeated."""
+    return layers * tokens * size * _kept_numbers(hf, actor, actor.recompute)
+
+
+def _kept_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> float:
+    tensor = actor.layout.tensor
+    whole = tensor if actor.layout.sequence_parallel else 1
+    heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_query_groups, hf.head_dim
+    if recompute == "full":
+        return hf.hidden_size / whole
+    rotated = 0 if recompute == "selective" else heads + kv_heads
+    attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
+    return 4 * hf.hidden_size / whole + (attention + 3 * hf.ffn_hidden_size) / tensor
+
+
+def _micro_batches(config: Config, constants: Calibration) -> int:
+    """Micro-batches of an optimizer step on one rank, about."""
+    layout = config.actor.layout
+    mean = min(constants.mean_response, config.rollout.max_new_tokens) + constants.mean_prompt
+    tokens = config.algorithm.mini_batch_responses * mean / (layout.data * layout.context)
+    return max(1, round(tokens / config.actor.micro_batch_tokens))
+
+
+def _alive(stage: int, config: Config, micro_batches: int) -> float:
+    """Micro-batches whose activations of the whole stage are kept at once."""
+    stages, virtual = config.actor.layout.pipeline, config.actor.layout.virtual_pipeline
+    if virtual is None:
+        return min(stages - stage, micro_batches)
+    return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, virtual * micro_batches) / virtual
+
+
+def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stage: int, batches: int) -> RankMemory:
+    actor, layout, size = config.actor, config.actor.layout, DTYPE_BYTES[config.model.dtype]
+    ranks = layout.data * layout.context
+    states = [
+        rank_state(hf, actor, config.model.dtype, stage=stage, data_rank=rank, overlap=ranks > 1)
+        for rank in range(ranks if actor.optimizer.distributed else 1)
+    ]
+    state = max(states, key=lambda one: one.total)
+    resident = {
+        "parameters": float(state.parameters),
+        "gradients": float(state.gradients),
+        "master weights": float(state.master_weights),
+        "moments": float(state.moments),
+        "framework": constants.framework_memory,
+    }
+    tokens, layers = row_tokens(config), hf.num_layers / layout.pipeline
+    spare = 1 + constants.fragmentation
+    repeated = tokens * size * _kept_numbers(hf, actor, "none")
+    kept = activation_bytes(hf, actor, size, tokens, layers=layers) * _alive(stage, config, batches)
+    kept += repeated if actor.recompute == "full" else 0
+    last = stage == layout.pipeline - 1
+    forward = {"activations": repeated * spare}
+    update = {"activations": kept * spare}
+    if last:
+        forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
+        update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
+    # The whole of one parameter is gathered on rank 0, and joined there once more.
+    sync = {"sync bucket": float(2 * _largest_tensor(hf) * size)} if stage == 0 else {}
+    extra = {"rollout": {}, "log-probs": forward, "update": update, "weight sync": sync}
+    return RankMemory(stage=stage, state=state, items={phase: resident | extra[phase] for phase in PHASES})
+
+
+def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: int, *, backward: bool) -> float:
+    columns = -(-hf.vocab_size // actor.layout.tensor)
+    rows = actor.logprob_chunk_tokens
+    piece = min(PIECE_ELEMENTS if rows is None else rows * columns, tokens * columns) * 4 * _PIECES
+    if actor.fused_linear_log_prob:
+        # Hidden states whole on each rank, their gradient in float32, the gradient of the layer's weight.
+        hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
+        return piece + hidden * size + (hidden * (4 + size) + weight * size if backward else 0)
+    return piece + tokens * columns * size * (2 if backward else 1)
+
+
+def _largest_tensor(hf: HFModelConfig) -> int:
+    return max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size
+
+
+def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> ServerMemory:
+    """Of each GPU of a server."""
+    rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
+    parallel = rollout.tensor_parallel
+    weights = model_parameters(hf) * size / parallel
+    # A tensor-parallel size above the key/value heads stores some of them twice.
+    heads = max(1, hf.num_query_groups / parallel)
+    token = 2.0 * hf.num_layers * heads * hf.head_dim * size
+    cache = rollout.memory_fraction * gpu_memory - weights
+    if rollout.kv_cache_tokens is not None:
+        cache = min(cache, rollout.kv_cache_tokens * token)
+    return ServerMemory(
+        weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=(1 - rollout.memory_fraction) * gpu_memory
+    )
+
+
+def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_tokens: float) -> dict[str, float]:
+    """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
+    size, layout = DTYPE_BYTES[config.model.dtype], config.actor.layout
+    model = model_parameters(hf) * size
+    # The reference's weights, and the rank's own while the reference is swapped in.
+    reference = 2 * model / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
+    responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    return {
+        "a trainer process": constants.process_memory + reference,
+        "a server process": constants.process_memory,
+        "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES) + 2.0 * _largest_tensor(hf) * size,
+        "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
+        "page cache that one weight version fills": float(model),
+    }

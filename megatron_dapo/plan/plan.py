@@ -1,0 +1,157 @@
+"""The whole plan of a config: does it fit, how long does it take."""
+
+from dataclasses import dataclass, replace
+
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.plan.calibration import Calibration
+from megatron_dapo.plan.lengths import Workload, highest_pass_rate
+from megatron_dapo.plan.memory import (
+    RankMemory,
+    ServerMemory,
+    host_memory,
+    server_memory,
+    trainer_memory,
+)
+from megatron_dapo.plan.step import Servers, StepPlan, plan_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumptions:
+    """What the user may set instead of the calibration's and the config's values."""
+
+    gpu_memory: float | None = None
+    mean_response: float | None = None
+    sigma: float | None = None
+    pass_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Misfit:
+    """Something that does not fit."""
+
+    what: str
+    needed: float
+    """Bytes."""
+
+    there: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that is printed."""
+
+    ranks: list[RankMemory]
+    server: ServerMemory | None
+    """None where `rollout.urls` names servers that someone else runs."""
+
+    servers: Servers
+    shared: bool
+    """Trainer and server use one GPU in turns."""
+
+    gpu_memory: float
+    misfits: list[Misfit]
+    workload: Workload
+    step: StepPlan | None
+    """None where something does not fit."""
+
+    host: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Nothing exceeds the GPUs."""
+        return not self.misfits
+
+    def gpu_hours(self, rollout_steps: int) -> float:
+        """Of the whole run."""
+        assert self.step is not None
+        return self.step.seconds * rollout_steps * self.step.gpus / 3600
+
+
+def make_plan(
+    config: Config, hf: HFModelConfig, constants: Calibration, assumed: Assumptions | None = None, *, steps: int = 3
+) -> Plan:
+    """Memory of everything, and time if it fits.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or an assumption is impossible.
+    """
+    assumed = assumed or Assumptions()
+    check_layout(hf, config.actor.layout)
+    workload = workload_of(config, constants, assumed)
+    gpu_memory = assumed.gpu_memory or constants.gpu_memory
+    servers = Servers(
+        count=len(config.rollout.urls) or config.rollout.servers, tensor_parallel=config.rollout.tensor_parallel
+    )
+    if hf.num_attention_heads % servers.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {servers.tensor_parallel}: must divide the model's num_attention_heads = "
+            f"{hf.num_attention_heads}"
+        )
+    shared = not config.rollout.urls and config.actor.layout.world_size == servers.gpus == 1
+    ranks = trainer_memory(config, hf, constants)
+    server = server_memory(config, hf, constants, gpu_memory)
+    misfits = _misfits(config, ranks, server, gpu_memory, shared=shared)
+    gpus = 1 if shared else config.actor.layout.world_size + servers.gpus
+    step = None
+    if not misfits:
+        state = max((rank.state for rank in ranks), key=lambda one: one.total)
+        step = plan_step(
+            config, hf, constants, workload, servers=servers, memory=server, state=state, gpus=gpus, steps=steps
+        )
+    mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
+    return Plan(
+        ranks=ranks,
+        server=None if config.rollout.urls else server,
+        servers=servers,
+        shared=shared,
+        gpu_memory=gpu_memory,
+        misfits=misfits,
+        workload=workload,
+        step=step,
+        host=host_memory(config, hf, constants, mean),
+    )
+
+
+def workload_of(config: Config, constants: Calibration, assumed: Assumptions) -> Workload:
+    """Lengths and pass rate: the user's, or else the calibration's and `initial_pass_rate`."""
+    group = config.algorithm.group_size
+    most = highest_pass_rate(group)
+    rate = assumed.pass_rate or config.algorithm.dynamic_sampling.initial_pass_rate
+    if not 0 < rate < 1:
+        raise ConfigError(f"pass rate {rate:g}: must be above 0 and below 1; give --pass-rate")
+    return Workload(
+        mean_response=assumed.mean_response or constants.mean_response,
+        sigma=constants.response_sigma if assumed.sigma is None else assumed.sigma,
+        difficulty_share=constants.difficulty_share,
+        mean_prompt=min(constants.mean_prompt, config.data.max_prompt_tokens),
+        pass_rate=min(rate, most),
+        longest=config.rollout.max_new_tokens,
+        group_size=group,
+    )
+
+
+def _misfits(
+    config: Config, ranks: list[RankMemory], server: ServerMemory, gpu_memory: float, *, shared: bool
+) -> list[Misfit]:
+    taken = config.rollout.memory_fraction * gpu_memory if shared else 0.0
+    there = gpu_memory - taken
+    found = []
+    for rank in ranks:
+        phase, peak = max(rank.peaks.items(), key=lambda one: one[1])
+        if peak > there:
+            found.append(Misfit(what=f"trainer, pipeline stage {rank.stage}, {phase}", needed=peak, there=there))
+    if config.rollout.urls:
+        return found
+    longest = config.model.context_length * server.kv_bytes_per_token
+    if server.kv_cache < longest:
+        held = config.rollout.memory_fraction * gpu_memory
+        what = "server: weights and the KV cache of one response of full length"
+        found.append(Misfit(what=what, needed=server.weights + longest, there=held))
+    return found
+
+
+def with_layout(config: Config, **sizes: int | bool | None) -> Config:
+    """`config` with another `actor.layout`."""
+    layout = replace(config.actor.layout, **sizes)  # type: ignore[arg-type]
+    return replace(config, actor=replace(config.actor, layout=layout))

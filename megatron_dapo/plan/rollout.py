@@ -1,0 +1,172 @@
+"""Seconds in which the servers fill a batch: dynamic sampling in prompt order over a long tail of lengths.
+
+All servers together are one: they hold equally many responses, which all grow by one token a decode step. A decode step
+reads the weights and the KV cache of what is running once, or calculates, whichever takes longer, and has an overhead.
+Prompts are dispatched as `coordinator.sampler` does it, by the same two functions: in prompt order, as many as the
+pass rate asks for, until the batch is full; the step ends when nothing is in flight, and the surplus is carried over.
+
+Left out: what the balancer leaves unequal, a server's own retractions when its KV cache is full (instead only as many
+run as have room at their mean length), and rewards, which are judged meanwhile.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate, prompts_to_dispatch
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.plan.lengths import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """All servers as one."""
+
+    slots: int
+    """Responses that run at the same time."""
+
+    mean_prompt: float
+
+    prefill_s: float
+    """Seconds in which the fleet reads one response's prompt."""
+
+    fixed_s: float
+    """Of a decode step: the overhead, and reading the weights."""
+
+    cache_s: float
+    """Of a decode step, for each token of context that is running."""
+
+    response_s: float
+    """Of a decode step, for each response that is running: the arithmetic."""
+
+    overhead_s: float
+    """Part of `fixed_s` that is there whatever the step does."""
+
+    def step_s(self, running: int, context: float) -> float:
+        """Seconds of one decode step with `running` responses of `context` tokens in all."""
+        return max(self.fixed_s + self.cache_s * context, self.overhead_s + self.response_s * running)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filled:
+    """One batch, filled."""
+
+    seconds: float
+    tokens: int
+    """Generated in this step; what was carried into it not counted."""
+
+    groups: int
+    """Generated in this step."""
+
+    lengths: tuple[int, ...]
+    """Response tokens of the batch's responses."""
+
+    tail_s: float
+    """From when fewer responses run than half the slots, to the end."""
+
+    carried: int
+    """Groups that the next step begins with."""
+
+
+def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list[Filled]:
+    """`steps` rollout steps one after the other; the first has nothing carried over."""
+    sampling = algorithm.dynamic_sampling
+    rate = PassRate.start(sampling.initial_pass_rate)
+    carried: deque[Group] = deque()
+    limit = int((sampling.max_oversampling if sampling.enabled else 1) * algorithm.prompts_per_step)
+    done = []
+    for _ in range(steps):
+        step = _Step(fleet, source, carried if sampling.max_staleness else deque())
+        kept: list[Group] = []
+        while len(kept) < algorithm.prompts_per_step:
+            missing = algorithm.prompts_per_step - len(kept)
+            more = prompts_to_dispatch(missing, len(step.flight), rate.mean if sampling.enabled else 1.0)
+            step.dispatch(min(more, limit - step.groups))
+            if not step.flight:
+                break  # the limit: the smaller batch is trained
+            group = step.head()
+            rate = rate.update(kept=int(group.kept), filtered=int(not group.kept))
+            if group.kept or not sampling.enabled:
+                kept.append(group)
+        step.drain()
+        carried = deque(group for group, _ in step.flight)
+        done.append(
+            Filled(
+                seconds=step.now,
+                tokens=step.tokens,
+                groups=step.groups,
+                lengths=tuple(length for group in kept for length in group.lengths),
+                tail_s=step.now - step.full_until,
+                carried=len(carried),
+            )
+        )
+    return done
+
+
+class _Step:
+    """The clock of one rollout step. Every running response grows alike, so one is finished when the tokens of a
+    response that had run from the start reach a mark of its own: a heap of marks is all that is needed."""
+
+    def __init__(self, fleet: Fleet, source: Iterator[Group], carried: "deque[Group]") -> None:
+        self.fleet = fleet
+        self.source = source
+        self.flight: deque[tuple[Group, int]] = deque((group, -1) for group in carried)
+        self.now = self.full_until = 0.0
+        self.tokens = self.groups = 0
+        self._clock = 0.0
+        self._running: list[tuple[float, int, int]] = []
+        self._context = 0.0
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._left: list[int] = []
+
+    def dispatch(self, count: int) -> None:
+        """Send the next `count` prompts."""
+        for _ in range(max(0, count)):
+            group = next(self.source)
+            number = len(self._left)
+            self._left.append(len(group.lengths))
+            self._waiting.extend((length, number) for length in group.lengths)
+            self.flight.append((group, number))
+            self.groups += 1
+            self.tokens += sum(group.lengths)
+        self._admit()
+
+    def head(self) -> Group:
+        """The first group in prompt order, once it is finished."""
+        group, number = self.flight.popleft()
+        while number >= 0 and self._left[number]:
+            self._advance()
+        return group
+
+    def drain(self) -> None:
+        """Until nothing runs."""
+        while self._running:
+            self._advance()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.fleet.slots:
+            length, number = self._waiting.popleft()
+            heapq.heappush(self._running, (self._clock + length, number, length))
+            self._context += self.fleet.mean_prompt
+            self.now += self.fleet.prefill_s
+        if len(self._running) * 2 >= self.fleet.slots:
+            self.full_until = self.now
+
+    def _advance(self) -> None:
+        """To the end of the next response."""
+        mark, number, length = heapq.heappop(self._running)
+        running, tokens = len(self._running) + 1, mark - self._clock
+        grown = running * tokens
+        self.now += tokens * self.fleet.step_s(running, self._context + grown / 2)
+        self._clock = mark
+        self._left[number] -= 1
+        self._context += grown - length - self.fleet.mean_prompt
+        self._admit()
+
+
+def mean_running_context(lengths: np.ndarray, mean_prompt: float) -> float:
+    """Tokens of context that a running response has on average over its life, long ones running longer."""
+    return mean_prompt + float((lengths.astype(float) ** 2).sum() / (2 * lengths.sum()))

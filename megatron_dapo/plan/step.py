@@ -1,0 +1,229 @@
+"""One rollout step in seconds, and the run in GPU-hours.
+
+Phases follow `coordinator.loop`: the servers fill the batch while the trainer takes old log-probs of what is already
+kept; then the optimizer steps; then the new weights through a disk to the servers. Evaluation, checkpoints and the start
+of the run are not counted; verdicts are taken to be judged while the servers write.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.config import Config
+from megatron_dapo.plan.calibration import Calibration
+from megatron_dapo.plan.lengths import Workload, groups
+from megatron_dapo.plan.memory import ServerMemory
+from megatron_dapo.plan.rollout import Filled, Fleet, fill_batches, mean_running_context
+from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters
+from megatron_dapo.plan.train import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
+
+WARM_STEPS = 1
+"""Simulated before those that count: the first one has nothing carried over and knows no pass rate."""
+
+LOG_PROB_PARTS = 8
+"""As `coordinator.log_prob_stream.CHUNKS`; a test compares."""
+
+_SAMPLED_GROUPS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Servers:
+    """How many, and how many GPUs each."""
+
+    count: int
+    tensor_parallel: int
+
+    @property
+    def gpus(self) -> int:
+        """Of all of them."""
+        return self.count * self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """A rollout step, mean of those simulated."""
+
+    rollout_s: float
+    tail_s: float
+    """Part of `rollout_s` in which fewer than half as many responses run as could."""
+
+    log_prob_s: float
+    """What of it is left when the rollout is over."""
+
+    log_prob_total_s: float
+    update_s: float
+    update: PassTime
+    """Of one optimizer step: the mean."""
+
+    optimizer_steps: float
+    sync_s: float
+    generated_tokens: float
+    trained_tokens: float
+    generated_groups: float
+    mean_length: float
+    """Trained response tokens."""
+
+    longest: int
+    cut_off: float
+    """Share of the trained responses that reach `rollout.max_new_tokens`."""
+
+    slots: int
+    """Responses that run at once, over all servers."""
+
+    gpus: int
+    mfu: float
+    """Model FLOPs of log-probs and updates over what the trainer's GPUs could do in those seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """From batch to batch."""
+        return self.rollout_s + self.log_prob_s + self.update_s + self.sync_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Trained prompt-less tokens over the whole step and all GPUs."""
+        return self.trained_tokens / self.seconds / self.gpus
+
+
+def plan_step(
+    config: Config,
+    hf: HFModelConfig,
+    constants: Calibration,
+    workload: Workload,
+    *,
+    servers: Servers,
+    memory: ServerMemory,
+    state: StateBytes,
+    gpus: int,
+    steps: int = 3,
+    seed: int = 0,
+) -> StepPlan:
+    """Time of a rollout step in the long run.
+
+    Args:
+        memory: of one GPU of a server; says how many responses fit.
+        state: of the fullest trainer rank.
+        gpus: of trainer and servers together, those that both use counted once.
+        steps: rollout steps that are simulated and averaged, after `WARM_STEPS`.
+    """
+    fleet = fleet_of(config, hf, constants, workload, servers, memory)
+    filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
+    shares = gpus < servers.gpus + config.actor.layout.world_size
+    trained = [_trained(one, config, hf, constants, workload, state, shared=shares) for one in filled]
+    lengths = np.concatenate([np.array(one.lengths) for one in filled])
+    busy = sum(one.log_prob_total_s + one.update_s for one in trained)
+    flops = sum(one.flops for one in trained)
+    capacity = busy * config.actor.layout.world_size * constants.peak_flops
+    updates = [update for one in trained for update in one.updates]
+    return StepPlan(
+        rollout_s=_mean([one.seconds for one in filled]),
+        tail_s=_mean([one.tail_s for one in filled]),
+        log_prob_s=_mean([one.log_prob_s for one in trained]),
+        log_prob_total_s=_mean([one.log_prob_total_s for one in trained]),
+        update_s=_mean([one.update_s for one in trained]),
+        update=PassTime(
+            compute_s=_mean([update.compute_s for update in updates]),
+            bubble_s=_mean([update.bubble_s for update in updates]),
+            tensor_s=_mean([update.tensor_s for update in updates]),
+            data_s=_mean([update.data_s for update in updates]),
+        ),
+        optimizer_steps=len(updates) / len(trained),
+        sync_s=sync_seconds(config, hf, constants, servers),
+        generated_tokens=_mean([one.tokens for one in filled]),
+        trained_tokens=_mean([sum(one.lengths) for one in filled]),
+        generated_groups=_mean([one.groups for one in filled]),
+        mean_length=float(lengths.mean()),
+        longest=int(lengths.max()),
+        cut_off=float((lengths >= workload.longest).mean()),
+        slots=fleet.slots,
+        gpus=gpus,
+        mfu=flops / capacity,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trained:
+    log_prob_s: float
+    log_prob_total_s: float
+    updates: Sequence[PassTime]
+    flops: float
+
+    @property
+    def update_s(self) -> float:
+        return sum(update.seconds for update in self.updates)
+
+
+def _trained(
+    filled: Filled,
+    config: Config,
+    hf: HFModelConfig,
+    constants: Calibration,
+    workload: Workload,
+    state: StateBytes,
+    *,
+    shared: bool,
+) -> _Trained:
+    sequences = np.array(filled.lengths) + round(workload.mean_prompt)
+    whole = log_prob_time(hf, config.actor, constants, sequences)
+    # The last part of the batch is known only at its end; a trainer that shares the servers' GPUs does all of it then.
+    left = whole.seconds if shared else max(whole.seconds / LOG_PROB_PARTS, whole.seconds - filled.seconds)
+    sequences = np.random.default_rng(0).permutation(sequences)
+    size = config.algorithm.mini_batch_responses
+    updates = [
+        update_time(hf, config.actor, constants, sequences[start : start + size], state)
+        for start in range(0, len(sequences), size)
+    ]
+    return _Trained(
+        log_prob_s=left,
+        log_prob_total_s=whole.seconds,
+        updates=updates,
+        flops=whole.flops + sum(update.flops for update in updates),
+    )
+
+
+def fleet_of(
+    config: Config,
+    hf: HFModelConfig,
+    constants: Calibration,
+    workload: Workload,
+    servers: Servers,
+    memory: ServerMemory,
+) -> Fleet:
+    """The servers as one: what limits a decode step and how many responses run."""
+    sample = groups(workload, seed=1)
+    lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
+    context = mean_running_context(lengths, workload.mean_prompt)
+    each = max(1, min(config.rollout.max_running_requests, int(memory.kv_tokens / context)))
+    parallel = servers.tensor_parallel
+    bandwidth = constants.memory_bandwidth * constants.decode_efficiency
+    reductions = 2 * hf.num_layers if parallel > 1 else 0
+    overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
+    prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
+    speed = constants.peak_flops * constants.prefill_efficiency * parallel
+    return Fleet(
+        slots=servers.count * each,
+        mean_prompt=workload.mean_prompt,
+        prefill_s=prefill / speed / servers.count,
+        fixed_s=overhead + memory.weights / bandwidth,
+        cache_s=memory.kv_bytes_per_token / bandwidth / servers.count,
+        overhead_s=overhead,
+        response_s=2 * matrix_parameters(hf) / speed / servers.count,
+    )
+
+
+def sync_seconds(config: Config, hf: HFModelConfig, constants: Calibration, servers: Servers) -> float:
+    """Gather on rank 0 and write, one after the other; then every node's servers read, and the checksums of the file
+    are computed meanwhile; a server's own checksums run at its memory's speed."""
+    model = model_parameters(hf) * DTYPE_BYTES[config.model.dtype]
+    nodes = -(-servers.gpus // constants.gpus_per_node)
+    readers = servers.count / nodes  # the first on a node fills its page cache; all wait for the same disk
+    read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
+    return model / constants.gather_bandwidth + model / constants.disk_write + max(
+        read, model / constants.checksum_bandwidth
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

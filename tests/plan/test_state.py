@@ -1,0 +1,127 @@
+"""The planner's bytes against Megatron's own tensors: parameters, gradient buffers, master weights, moments."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig, OptimizerConfig
+from megatron_dapo.plan.shapes import BUILT_IN
+from megatron_dapo.plan.state import StateBytes, model_parameters, rank_state
+from tests.actor.tiny import save_tiny
+
+LAYOUTS = [
+    {"data": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {"context": 2},
+    {"tensor": 2, "pipeline": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        save_tiny(folder / "qwen2", "qwen2", tied=True),
+        save_tiny(folder / "qwen3", "qwen3", tied=False),
+    ]
+
+
+def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tuple[int, int, StateBytes]]:
+    """On one rank, for each model, type and optimizer: pipeline stage, data rank, and the bytes of Megatron's tensors."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for at, folder in enumerate(folders):
+        for dtype in ("float32", "bfloat16"):
+            for distributed in (True, False):
+                state = _state_of_megatron(place, folder, layout, dtype, distributed=distributed)
+                stage = parallel_state.get_pipeline_model_parallel_rank()
+                data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+                found[at, dtype, distributed] = (stage, data, state)
+    return found
+
+
+def _state_of_megatron(place: RankPlace, folder: Path, layout: dict, dtype: str, *, distributed: bool) -> StateBytes:
+    from tests.actor.ranks import build
+
+    built = build(place, folder, layout, dtype=dtype)
+    from megatron_dapo.actor.learning_rate import LearningRate
+    from megatron_dapo.actor.optimizer import ActorOptimizer
+
+    config = OptimizerConfig(distributed=distributed)
+    optimizer = ActorOptimizer(
+        built.chunks, config, LearningRate.of(config, steps_per_rollout=1), overlap=False
+    )
+    optimizer.zero_grad()
+    for chunk in optimizer.chunks:
+        chunk.finish_grad_sync()
+    optimizer.step()  # Adam makes its moments at the first step
+    parameters = {parameter.untyped_storage().data_ptr(): parameter for chunk in optimizer.chunks for parameter in chunk.parameters()}
+    gradients = {
+        parameter.main_grad.untyped_storage().data_ptr(): parameter.main_grad
+        for chunk in optimizer.chunks
+        for parameter in chunk.parameters()
+    }
+    moments, masters = [], []
+    for one in getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron]):
+        for state in one.optimizer.state.values():
+            moments += [value for name, value in state.items() if name in ("exp_avg", "exp_avg_sq")]
+        groups = getattr(one, "shard_fp32_from_float16_groups", getattr(one, "fp32_from_float16_groups", []))
+        masters += [tensor for group in groups for tensor in group if tensor is not None]
+    return StateBytes(
+        parameters=_storages(parameters.values()),
+        gradients=_storages(gradients.values()),
+        master_weights=_bytes(masters),
+        moments=_bytes(moments),
+    )
+
+
+def _storages(tensors) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_byte_is_megatrons(layout, ranks, models):
+    sizes = LayoutConfig(**layout)
+    for found in ranks.run(sizes.world_size, held, models, layout, timeout_s=200):
+        for (at, dtype, distributed), (stage, data_rank, state) in found.items():
+            actor = ActorConfig(layout=sizes, optimizer=OptimizerConfig(distributed=distributed))
+            planned = rank_state(
+                HFModelConfig.load(models[at]), actor, dtype, stage=stage, data_rank=data_rank, overlap=False
+            )
+            assert planned == state, (models[at].name, dtype, distributed, stage, data_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("Qwen2.5-32B", 32.8e9), ("Qwen2.5-7B", 7.61e9), ("Qwen2.5-1.5B", 1.54e9), ("Qwen3-32B", 32.8e9)],
+)
+def test_a_built_in_shape_has_the_published_number_of_parameters(name, published):
+    assert model_parameters(BUILT_IN[name]) == pytest.approx(published, rel=0.004)
+
+
+def test_the_optimizer_shards_of_all_data_ranks_are_the_whole_model():
+    actor = ActorConfig(layout=LayoutConfig(tensor=8, pipeline=2, data=4))
+    hf = BUILT_IN["Qwen2.5-32B"]
+    shards = [
+        rank_state(hf, actor, "bfloat16", stage=stage, data_rank=data, overlap=True)
+        for stage in range(2)
+        for data in range(4)
+    ]
+    vectors = hf.num_layers * 2 * hf.hidden_size + hf.hidden_size  # norms: whole on each tensor-parallel rank
+    assert sum(shard.moments for shard in shards) * 8 == 8 * (model_parameters(hf) + 7 * vectors)
