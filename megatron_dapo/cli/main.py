@@ -153,6 +153,34 @@ def replay(
 
 
 @app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB (10^9 bytes) of a GPU; 80 if not given.")] = None,
+    mean_length: Annotated[float | None, typer.Option(min=1, help="Tokens of a response, uncut, on average.")] = None,
+    sigma: Annotated[float | None, typer.Option(min=0, help="Deviation of the logarithm of the length.")] = None,
+    pass_rate: Annotated[
+        float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept; else initial_pass_rate.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Constants of the hardware instead of the package's.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
+) -> None:
+    """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
+    from megatron_dapo.cli.plan import plan_command
+    from megatron_dapo.plan.plan import Assumptions
+
+    assumed = Assumptions(
+        gpu_memory=None if gpu_memory is None else gpu_memory * 1e9,
+        mean_response=mean_length,
+        sigma=sigma,
+        pass_rate=pass_rate,
+    )
+    raise typer.Exit(plan_command(config, overrides or [], assumed, calibration, as_json=json))
+
+
+@app.command()
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.reference import reference_page

@@ -1,11 +1,11 @@
 """Bytes of trainer ranks and servers in every phase.
 
-Activations are those that backward needs, counted tensor by tensor for the layer of Qwen and Llama with flash attention,
-a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank, in numbers of the weights' type (t = tensor-
-parallel size; with sequence parallel the first term is divided by t too):
+Activations are those that backward needs, counted tensor by tensor for the layer of Qwen and Llama with flash
+attention, a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank, in numbers of the
+weights' type (t = tensor-parallel size; with sequence parallel the first term is divided by t too):
 
     none        4 h + ((heads + 2 groups) + (heads + groups) + heads) x head size / t + 3 ffn / t
-    selective   without the rotated queries and keys, which the attention core makes again: - (heads + groups) x head size / t
+    selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
     full        h, and for the one layer that is being repeated what `none` has
 
 Pipeline stage i of p keeps them for min(p - i, micro-batches) micro-batches at once (1F1B); with v virtual chunks a
@@ -57,7 +57,7 @@ class ServerMemory:
 
     weights: float
     kv_cache: float
-    """What `rollout.memory_fraction` leaves for it, or `kv_cache_tokens` takes; negative: the weights alone are more."""
+    """What `rollout.memory_fraction` leaves for it, or `kv_cache_tokens` takes; negative: the weights are more."""
 
     kv_bytes_per_token: float
     """On this GPU."""
@@ -189,7 +189,8 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     return {
         "a trainer process": constants.process_memory + reference,
         "a server process": constants.process_memory,
-        "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES) + 2.0 * _largest_tensor(hf) * size,
+        "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES)
+        + 2.0 * _largest_tensor(hf) * size,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
         "page cache that one weight version fills": float(model),
     }

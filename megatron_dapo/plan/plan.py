@@ -1,6 +1,7 @@
 """The whole plan of a config: does it fit, how long does it take."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
@@ -30,6 +31,7 @@ class Assumptions:
 class Misfit:
     """Something that does not fit."""
 
+    part: Literal["trainer", "server"]
     what: str
     needed: float
     """Bytes."""
@@ -69,7 +71,7 @@ class Plan:
 
 
 def make_plan(
-    config: Config, hf: HFModelConfig, constants: Calibration, assumed: Assumptions | None = None, *, steps: int = 3
+    config: Config, hf: HFModelConfig, constants: Calibration, assumed: Assumptions | None = None, *, steps: int = 2
 ) -> Plan:
     """Memory of everything, and time if it fits.
 
@@ -88,10 +90,10 @@ def make_plan(
             f"rollout.tensor_parallel = {servers.tensor_parallel}: must divide the model's num_attention_heads = "
             f"{hf.num_attention_heads}"
         )
-    shared = not config.rollout.urls and config.actor.layout.world_size == servers.gpus == 1
+    shared = share_one_gpu(config)
     ranks = trainer_memory(config, hf, constants)
     server = server_memory(config, hf, constants, gpu_memory)
-    misfits = _misfits(config, ranks, server, gpu_memory, shared=shared)
+    misfits = find_misfits(config, hf, constants, gpu_memory)
     gpus = 1 if shared else config.actor.layout.world_size + servers.gpus
     step = None
     if not misfits:
@@ -131,27 +133,26 @@ def workload_of(config: Config, constants: Calibration, assumed: Assumptions) ->
     )
 
 
-def _misfits(
-    config: Config, ranks: list[RankMemory], server: ServerMemory, gpu_memory: float, *, shared: bool
-) -> list[Misfit]:
-    taken = config.rollout.memory_fraction * gpu_memory if shared else 0.0
-    there = gpu_memory - taken
+def share_one_gpu(config: Config) -> bool:
+    """One trainer rank and one server of one GPU: they take turns on the same one, if a machine has no other."""
+    rollout = config.rollout
+    return not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
+
+
+def find_misfits(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> list[Misfit]:
+    """What needs more of a GPU than there is, the trainer's pipeline stages first."""
+    server = server_memory(config, hf, constants, gpu_memory)
+    there = gpu_memory * (1 - config.rollout.memory_fraction if share_one_gpu(config) else 1)
     found = []
-    for rank in ranks:
+    for rank in trainer_memory(config, hf, constants):
         phase, peak = max(rank.peaks.items(), key=lambda one: one[1])
         if peak > there:
-            found.append(Misfit(what=f"trainer, pipeline stage {rank.stage}, {phase}", needed=peak, there=there))
+            found.append(Misfit(part="trainer", what=f"pipeline stage {rank.stage}, {phase}", needed=peak, there=there))
     if config.rollout.urls:
         return found
     longest = config.model.context_length * server.kv_bytes_per_token
     if server.kv_cache < longest:
         held = config.rollout.memory_fraction * gpu_memory
-        what = "server: weights and the KV cache of one response of full length"
-        found.append(Misfit(what=what, needed=server.weights + longest, there=held))
+        what = "weights and the KV cache of one response of full length"
+        found.append(Misfit(part="server", what=what, needed=server.weights + longest, there=held))
     return found
-
-
-def with_layout(config: Config, **sizes: int | bool | None) -> Config:
-    """`config` with another `actor.layout`."""
-    layout = replace(config.actor.layout, **sizes)  # type: ignore[arg-type]
-    return replace(config, actor=replace(config.actor, layout=layout))

@@ -1,8 +1,8 @@
 """One rollout step in seconds, and the run in GPU-hours.
 
 Phases follow `coordinator.loop`: the servers fill the batch while the trainer takes old log-probs of what is already
-kept; then the optimizer steps; then the new weights through a disk to the servers. Evaluation, checkpoints and the start
-of the run are not counted; verdicts are taken to be judged while the servers write.
+kept; then the optimizer steps; then the new weights through a disk to the servers. Evaluation, checkpoints and the
+start of the run are not counted; verdicts are taken to be judged while the servers write.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def plan_step(
     memory: ServerMemory,
     state: StateBytes,
     gpus: int,
-    steps: int = 3,
+    steps: int = 2,
     seed: int = 0,
 ) -> StepPlan:
     """Time of a rollout step in the long run.
@@ -166,9 +166,10 @@ def _trained(
     shared: bool,
 ) -> _Trained:
     sequences = np.array(filled.lengths) + round(workload.mean_prompt)
-    whole = log_prob_time(hf, config.actor, constants, sequences)
+    parts = [log_prob_time(hf, config.actor, constants, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
+    whole = sum(part.seconds for part in parts)
     # The last part of the batch is known only at its end; a trainer that shares the servers' GPUs does all of it then.
-    left = whole.seconds if shared else max(whole.seconds / LOG_PROB_PARTS, whole.seconds - filled.seconds)
+    left = whole if shared else max(parts[-1].seconds, whole - filled.seconds)
     sequences = np.random.default_rng(0).permutation(sequences)
     size = config.algorithm.mini_batch_responses
     updates = [
@@ -177,9 +178,9 @@ def _trained(
     ]
     return _Trained(
         log_prob_s=left,
-        log_prob_total_s=whole.seconds,
+        log_prob_total_s=whole,
         updates=updates,
-        flops=whole.flops + sum(update.flops for update in updates),
+        flops=sum(one.flops for one in (*parts, *updates)),
     )
 
 
@@ -220,8 +221,10 @@ def sync_seconds(config: Config, hf: HFModelConfig, constants: Calibration, serv
     nodes = -(-servers.gpus // constants.gpus_per_node)
     readers = servers.count / nodes  # the first on a node fills its page cache; all wait for the same disk
     read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
-    return model / constants.gather_bandwidth + model / constants.disk_write + max(
-        read, model / constants.checksum_bandwidth
+    return (
+        model / constants.gather_bandwidth
+        + model / constants.disk_write
+        + max(read, model / constants.checksum_bandwidth)
     )
 
 

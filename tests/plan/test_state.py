@@ -38,7 +38,7 @@ def models(tmp_path_factory) -> list[Path]:
 
 
 def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tuple[int, int, StateBytes]]:
-    """On one rank, for each model, type and optimizer: pipeline stage, data rank, and the bytes of Megatron's tensors."""
+    """On one rank, by model, type and optimizer: pipeline stage, data rank, and the bytes of Megatron's tensors."""
     from megatron.core import parallel_state
 
     found = {}
@@ -60,14 +60,16 @@ def _state_of_megatron(place: RankPlace, folder: Path, layout: dict, dtype: str,
     from megatron_dapo.actor.optimizer import ActorOptimizer
 
     config = OptimizerConfig(distributed=distributed)
-    optimizer = ActorOptimizer(
-        built.chunks, config, LearningRate.of(config, steps_per_rollout=1), overlap=False
-    )
+    optimizer = ActorOptimizer(built.chunks, config, LearningRate.of(config, steps_per_rollout=1), overlap=False)
     optimizer.zero_grad()
     for chunk in optimizer.chunks:
         chunk.finish_grad_sync()
     optimizer.step()  # Adam makes its moments at the first step
-    parameters = {parameter.untyped_storage().data_ptr(): parameter for chunk in optimizer.chunks for parameter in chunk.parameters()}
+    parameters = {
+        parameter.untyped_storage().data_ptr(): parameter
+        for chunk in optimizer.chunks
+        for parameter in chunk.parameters()
+    }
     gradients = {
         parameter.main_grad.untyped_storage().data_ptr(): parameter.main_grad
         for chunk in optimizer.chunks

@@ -1,0 +1,219 @@
+"""`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.plan.alternatives import Changes, Split, other_splits, remedies
+from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.memory import PHASES
+from megatron_dapo.plan.plan import Assumptions, Plan, make_plan
+from megatron_dapo.plan.shapes import ModelShape, model_shape
+from megatron_dapo.plan.state import model_parameters
+from megatron_dapo.plan.step import StepPlan
+
+WIDTH = 120
+GB = 1e9
+
+
+def plan_command(
+    path: Path, overrides: Sequence[str], assumed: Assumptions, calibration: Path | None, *, as_json: bool
+) -> ExitCode:
+    """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none."""
+    try:
+        config = load_config(path, overrides)
+        constants = load_calibration(calibration)
+        shape = model_shape(config.model.path)
+        plan = make_plan(config, shape.hf, constants, assumed)
+        if plan.fits:
+            splits, ways = other_splits(config, shape.hf, constants, plan, assumed), []
+        else:
+            splits, ways = [], remedies(config, shape.hf, constants, plan.gpu_memory)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIG
+    if as_json:
+        print(json.dumps(plan_tree(config, shape, plan, splits, ways), indent=2))
+    else:
+        _print(config, shape, plan, splits, ways)
+    return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
+
+
+def plan_tree(
+    config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split], ways: Sequence[Changes]
+) -> dict[str, Any]:
+    """The plan as JSON holds it: bytes, seconds, tokens."""
+    return {
+        "model": {"source": shape.source, "parameters": model_parameters(shape.hf)},
+        "fits": plan.fits,
+        "gpu_memory": plan.gpu_memory,
+        "trainer": [dataclasses.asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
+        "server": None if plan.server is None else dataclasses.asdict(plan.server),
+        "host": plan.host,
+        "misfits": [dataclasses.asdict(misfit) for misfit in plan.misfits],
+        "remedies": [dict(way) for way in ways],
+        "workload": dataclasses.asdict(plan.workload),
+        "step": None if plan.step is None else _step_tree(plan.step, plan.gpu_hours(config.run.rollout_steps)),
+        "splits": [
+            {
+                "layout": dataclasses.asdict(split.layout),
+                "servers": split.servers,
+                "chosen": split.chosen,
+                "fits": split.plan.fits,
+                "seconds": split.plan.step.seconds if split.plan.step else None,
+            }
+            for split in splits
+        ],
+    }
+
+
+def _step_tree(step: StepPlan, gpu_hours: float) -> dict[str, Any]:
+    derived = {"seconds": step.seconds, "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu, "gpu_hours": gpu_hours}
+    return dataclasses.asdict(step) | derived
+
+
+def _print(config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split], ways: Sequence[Changes]) -> None:
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    console.print(Text(f"Model: {model_parameters(shape.hf) / 1e9:.2f} billion parameters, {shape.source}"))
+    console.print(Text(_gpus(config, plan)))
+    console.print(_memory_table(plan))
+    if plan.server is not None:
+        server = plan.server
+        console.print(
+            Text(
+                f"Server, each GPU: weights {_gb(server.weights)}, KV cache {_gb(server.kv_cache)} = "
+                f"{server.kv_tokens} tokens a server, outside memory_fraction {_gb(server.rest)}"
+            )
+        )
+    console.print(Text("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items())))
+    if plan.step is None:
+        _print_misfits(console, plan, ways)
+        return
+    console.print(Text(f"\nEverything fits {_gb(plan.gpu_memory)} a GPU. A rollout step, modelled:"))
+    console.print(_time_table(plan.step))
+    console.print(Text(_summary(config, plan, plan.step)))
+    if len(splits) > 1:
+        console.print(Text("\nThe same GPUs, split otherwise (* as configured):"))
+        console.print(_split_table(config, splits))
+    console.print(Text(_assumptions(plan)))
+
+
+def _gpus(config: Config, plan: Plan) -> str:
+    layout = config.actor.layout
+    sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
+    if plan.shared:
+        return f"1 GPU that trainer and server share ({config.rollout.memory_fraction:g} of it the server's)"
+    servers = f"{plan.servers.count} servers of {plan.servers.tensor_parallel}"
+    return f"{layout.world_size} GPUs train ({sizes}), {plan.servers.gpus} generate ({servers})"
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = _table("a trainer rank, GB", "stage", *PHASES)
+    for rank in plan.ranks:
+        names = dict.fromkeys(name for items in rank.items.values() for name in items)
+        for name in names:
+            values = [rank.items[phase].get(name, 0.0) for phase in PHASES]
+            table.add_row(name, str(rank.stage), *(f"{value / GB:.2f}" if value else "" for value in values))
+        table.add_row("all", str(rank.stage), *(f"{rank.peaks[phase] / GB:.2f}" for phase in PHASES), style="bold")
+        table.add_section()
+    return table
+
+
+def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> None:
+    console.print(Text(f"\nDoes not fit {_gb(plan.gpu_memory)} a GPU:", style="bold"))
+    for misfit in plan.misfits:
+        console.print(
+            Text(f"  {misfit.part}, {misfit.what}: needs {_gb(misfit.needed)}, there are {_gb(misfit.there)}")
+        )
+    for way in ways:
+        console.print(Text(f"  would fit with: {_overrides(way)}"))
+    if not ways:
+        console.print(Text("  no single change of recompute, micro-batch, layout or server size is known to help"))
+
+
+def _time_table(step: StepPlan) -> Table:
+    table = _table("phase", "seconds", "what it is made of")
+    table.add_row(
+        "rollout",
+        f"{step.rollout_s:.0f}",
+        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
+        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many",
+    )
+    overlapped = step.log_prob_total_s - step.log_prob_s
+    table.add_row("log-probs", f"{step.log_prob_s:.0f}", f"{overlapped:.0f} s more during the rollout")
+    one = step.update
+    table.add_row(
+        "update",
+        f"{step.update_s:.0f}",
+        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
+        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
+    )
+    table.add_row("weight sync", f"{step.sync_s:.0f}", "gather, write, read, checksums")
+    table.add_row("all", f"{step.seconds:.0f}", f"trainer's MFU in log-probs and updates {step.mfu:.0%}", style="bold")
+    return table
+
+
+def _summary(config: Config, plan: Plan, step: StepPlan) -> str:
+    hours = step.seconds * config.run.rollout_steps / 3600
+    return (
+        f"{step.tokens_per_s_per_gpu:.0f} trained and {step.generated_tokens / step.seconds / step.gpus:.0f} generated "
+        f"tokens/s a GPU. {config.run.rollout_steps} rollout steps: {hours:.0f} hours on {step.gpus} GPUs, "
+        f"{plan.gpu_hours(config.run.rollout_steps):.0f} GPU-hours."
+    )
+
+
+def _split_table(config: Config, splits: Sequence[Split]) -> Table:
+    table = _table("trainer", "layout", "servers", "rollout s", "update s", "step s", "tokens/s/GPU", "GPU-hours")
+    for split in splits:
+        sizes = f"TP {split.layout.tensor} PP {split.layout.pipeline} DP {split.layout.data}"
+        names = (f"{split.layout.world_size} GPUs{' *' if split.chosen else ''}", sizes, str(split.servers))
+        step = split.plan.step
+        if step is None:
+            table.add_row(*names, "does not fit", "", "", "", "")
+            continue
+        figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu)
+        hours = split.plan.gpu_hours(config.run.rollout_steps)
+        table.add_row(*names, *(f"{figure:.0f}" for figure in figures), f"{hours:.0f}")
+    return table
+
+
+def _assumptions(plan: Plan) -> str:
+    work = plan.workload
+    lengths = ""
+    if plan.step is not None:
+        lengths = (
+            f" (of those trained: mean {plan.step.mean_length:.0f}, longest {plan.step.longest}, "
+            f"{plan.step.cut_off:.1%} cut off)"
+        )
+    return (
+        f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
+        f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; dynamic sampling keeps "
+        f"{work.pass_rate:.0%} of the groups. Not counted: evaluation, checkpoints, the start, failures. Set your own "
+        "with --mean-length, --sigma, --pass-rate, --gpu-memory; constants of the hardware with --calibration FILE. "
+        "docs/plan.md holds the formulas, docs/measurements/plan.md how far the model is from published steps."
+    )
+
+
+def _overrides(way: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in way.items())
+
+
+def _gb(value: float) -> str:
+    return f"{value / GB:.1f} GB"
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for at, head in enumerate(heads):
+        table.add_column(Text(head), overflow="fold", justify="left" if at == 0 or "what" in head else "right")
+    return table

@@ -1,0 +1,14 @@
+"""The recipes, and the constants that come with the package."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.plan.calibration import Calibration, load_calibration
+
+RECIPES = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
+
+
+@pytest.fixture(scope="session")
+def constants() -> Calibration:
+    return load_calibration()

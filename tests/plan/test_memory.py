@@ -1,0 +1,107 @@
+"""Memory on top of the state: against Megatron's own saved activations, and what makes it grow and shrink."""
+
+import pytest
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.config import load_config
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.coordinator import log_prob_stream
+from megatron_dapo.plan import memory, step
+from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.memory import activation_bytes, server_memory, trainer_memory
+from megatron_dapo.plan.shapes import BUILT_IN
+from tests.actor.tiny import random_sequences, save_tiny
+from tests.plan.conftest import RECIPES
+
+HF = BUILT_IN["Qwen2.5-32B"]
+
+
+def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int) -> int:
+    """Bytes of storage that autograd keeps for backward after the forward pass of one sequence, weights not counted."""
+    import torch
+
+    from tests.actor.ranks import build, micro_batch
+
+    built = build(place, folder, {}, recompute=recompute)
+    [chunk] = built.chunks
+    chunk.train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids, packed = micro_batch(built, random_sequences([tokens]))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = chunk(ids, torch.zeros_like(ids), None, packed_seq_params=packed)
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(("recompute", "more"), [("full", 1.1), ("none", 1.9)])
+def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, tmp_path):
+    """The formula counts fused kernels; PyTorch's own keep intermediate results of norm and SwiGLU too, never less."""
+    tokens, per_layer = 128, []
+    with RankPool() as pool:
+        for layers in (2, 4):
+            folder = save_tiny(tmp_path / f"{recompute}{layers}", "qwen2", tied=False, num_hidden_layers=layers)
+            [kept] = pool.run(1, saved_bytes, folder, recompute, tokens)
+            per_layer.append(kept)
+    measured = (per_layer[1] - per_layer[0]) / 2
+    hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(), recompute=recompute)
+    planned = activation_bytes(hf, actor, 4, tokens, layers=1)
+    assert 1.0 <= measured / planned <= more
+
+
+def test_constants_that_stand_in_modules_with_torch_are_the_same():
+    import torch
+
+    from megatron_dapo.actor.vocabulary import piece_elements
+
+    assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
+    assert log_prob_stream.CHUNKS == step.LOG_PROB_PARTS
+
+
+def update_peak(changes: dict, constants, stage: int = -1) -> float:
+    config = changed(load_config(RECIPES / "h100_32.yaml"), changes)
+    return trainer_memory(config, HF, constants)[stage].peaks["update"]
+
+
+def test_each_remedy_lowers_the_peak(constants):
+    usual = {"actor.recompute": "none"}
+    peak = update_peak(usual, constants)
+    assert update_peak({"actor.recompute": "selective"}, constants) < peak
+    assert update_peak({"actor.recompute": "full"}, constants) < update_peak(
+        {"actor.recompute": "selective"}, constants
+    )
+    assert update_peak(usual | {"actor.fused_linear_log_prob": True}, constants) < peak
+    assert update_peak(usual | {"actor.layout.data": 2}, constants) < peak
+    assert update_peak(usual | {"actor.layout.sequence_parallel": False}, constants) > peak
+    assert update_peak(usual | {"actor.micro_batch_tokens": 45056}, constants) > peak
+
+
+def test_a_budget_below_one_sequence_saves_nothing(constants):
+    assert update_peak({"actor.micro_batch_tokens": 1024}, constants) == update_peak({}, constants)
+
+
+def test_the_first_stage_keeps_more_micro_batches_than_the_last(constants):
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.layout.pipeline": 4, "actor.recompute": "none"})
+    kept = [rank.items["update"]["activations"] for rank in trainer_memory(config, HF, constants)]
+    assert [value / kept[-1] for value in kept] == pytest.approx([4, 3, 2, 1])
+
+
+def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):
+    config = load_config(RECIPES / "h100_32.yaml")
+    server = server_memory(config, HF, constants, 80e9)
+    assert server.kv_bytes_per_token * config.rollout.tensor_parallel == 256 * 1024
+    assert server.weights * 4 == pytest.approx(65.5e9, rel=0.001)
+    assert server.kv_cache == pytest.approx(0.8 * 80e9 - server.weights)
+
+
+def test_more_ranks_than_key_heads_store_them_twice(constants):
+    config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"rollout.tensor_parallel": 8})
+    hf = BUILT_IN["Qwen2.5-7B"]
+    assert server_memory(config, hf, constants, 80e9).kv_bytes_per_token == 2 * 28 * 128 * 2

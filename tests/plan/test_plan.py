@@ -1,0 +1,118 @@
+"""Whole plans: every recipe, what does not fit and what is said then, other splits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.plan.alternatives import changed, other_splits, remedies
+from megatron_dapo.plan.plan import Assumptions, make_plan
+from megatron_dapo.plan.shapes import BUILT_IN, model_shape
+from tests.plan.conftest import RECIPES
+
+FITTING = {"h100_32": 32, "h100_128": 128, "qwen2.5_7b_8gpu": 8, "qwen2.5_1.5b_1gpu": 1}
+WITHOUT_LAYOUT = {"paper", "verl"}
+
+
+def planned(constants, recipe: str, changes: dict | None = None, **assumed):
+    config = changed(load_config(RECIPES / f"{recipe}.yaml"), changes or {})
+    return make_plan(config, model_shape(config.model.path).hf, constants, Assumptions(**assumed), steps=1)
+
+
+def test_every_recipe_is_planned_here():
+    assert {file.stem for file in RECIPES.glob("*.yaml")} == set(FITTING) | WITHOUT_LAYOUT
+
+
+@pytest.mark.parametrize("recipe", FITTING)
+def test_a_recipe_with_a_layout_fits_on_its_gpus(recipe, constants):
+    plan = planned(constants, recipe)
+    assert plan.fits, plan.misfits
+    assert plan.step.gpus == FITTING[recipe]
+    assert plan.step.optimizer_steps == 16
+    assert plan.step.trained_tokens < plan.step.generated_tokens
+    assert 0.05 < plan.step.mfu < constants.train_efficiency
+    assert plan.gpu_hours(10) == pytest.approx(plan.step.seconds * 10 * FITTING[recipe] / 3600)
+
+
+@pytest.mark.parametrize("recipe", sorted(WITHOUT_LAYOUT))
+def test_one_without_a_layout_does_not_and_the_keys_that_help_are_named(recipe, constants):
+    config = load_config(RECIPES / f"{recipe}.yaml")
+    hf = BUILT_IN["Qwen2.5-32B"]
+    plan = make_plan(config, hf, constants)
+    assert {misfit.part for misfit in plan.misfits} == {"trainer", "server"}
+    ways = remedies(config, hf, constants, plan.gpu_memory)
+    assert len(ways) == 2
+    assert make_plan(changed(config, ways[0] | ways[1]), hf, constants, steps=1).fits
+
+
+def test_what_costs_time_only_is_named_before_more_gpus(constants):
+    config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"actor.recompute": "none"})
+    hf = BUILT_IN["Qwen2.5-7B"]
+    [way] = remedies(config, hf, constants, 60e9)
+    assert not any(key.startswith("actor.layout") for key in way)
+
+
+def test_longer_responses_and_a_lower_pass_rate_cost_time(constants):
+    usual = planned(constants, "h100_128").step
+    assert planned(constants, "h100_128", mean_response=8000.0).step.rollout_s > 1.3 * usual.rollout_s
+    rare = planned(constants, "h100_128", pass_rate=0.25).step
+    assert rare.generated_groups > 1.5 * usual.generated_groups
+    assert rare.seconds > usual.seconds
+
+
+def test_without_dynamic_sampling_nothing_is_generated_in_vain(constants):
+    step = planned(constants, "h100_128", {"algorithm.dynamic_sampling.enabled": False}).step
+    assert step.generated_groups == 512
+    assert step.generated_tokens == step.trained_tokens
+
+
+def test_other_splits_use_the_same_gpus(constants):
+    config = load_config(RECIPES / "h100_128.yaml")
+    hf = BUILT_IN["Qwen2.5-32B"]
+    plan = make_plan(config, hf, constants)
+    splits = other_splits(config, hf, constants, plan, Assumptions())
+    assert [split.chosen for split in splits].count(True) == 1
+    assert all(124 < split.layout.world_size + 4 * split.servers <= 128 for split in splits)
+    steps = [(split.plan.step.rollout_s, split.servers) for split in splits if split.plan.fits]
+    assert len(steps) >= 4
+    assert sorted(steps, key=lambda one: one[0]) == sorted(steps, key=lambda one: -one[1]), "more servers, less rollout"
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused(constants):
+    with pytest.raises(ConfigError, match=r"actor.layout.pipeline"):
+        planned(constants, "h100_32", {"actor.layout.pipeline": 3})
+
+
+def test_an_unknown_model_is_named_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"model.path = models/Unknown.*Qwen2.5-32B"):
+        model_shape("models/Unknown")
+
+
+def test_the_command_prints_tables_or_json():
+    recipe = str(RECIPES / "qwen2.5_7b_8gpu.yaml")
+    text = CliRunner().invoke(app, ["plan", recipe])
+    assert text.exit_code == 0
+    for word in ("master weights", "KV cache", "optimizer steps", "GPU-hours", "split otherwise", "Assumed"):
+        assert word in text.stdout
+    tree = json.loads(CliRunner().invoke(app, ["plan", recipe, "--json", "actor.recompute=full"]).stdout)
+    assert tree["fits"]
+    assert tree["step"]["gpu_hours"] > 0
+
+
+def test_the_command_fails_where_something_does_not_fit():
+    answer = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), "--gpu-memory", "40"])
+    assert answer.exit_code == 2
+    assert "would fit with: actor." in answer.stdout
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from megatron_dapo.cli.main import app; "
+        f"assert CliRunner().invoke(app, ['plan', {str(RECIPES / 'paper.yaml')!r}]).exit_code == 2; "
+        "assert not {'torch', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

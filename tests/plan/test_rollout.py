@@ -1,0 +1,95 @@
+"""The rollout model against cases that can be worked out by hand, and the length model against its own promises."""
+
+import dataclasses
+import itertools
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.plan.lengths import Group, Workload, groups
+from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
+
+WORKLOAD = Workload(
+    mean_response=4000,
+    sigma=0.9,
+    difficulty_share=0.5,
+    mean_prompt=200,
+    pass_rate=0.5,
+    longest=20480,
+    group_size=16,
+)
+SECOND_A_TOKEN = Fleet(slots=2, mean_prompt=0, prefill_s=0, fixed_s=1.0, cache_s=0, response_s=0, overhead_s=0)
+
+
+def algorithm(prompts: int, **sampling) -> AlgorithmConfig:
+    return AlgorithmConfig(
+        prompts_per_step=prompts,
+        group_size=2,
+        mini_batch_responses=2,
+        dynamic_sampling=DynamicSamplingConfig(**sampling),
+    )
+
+
+def test_slots_are_taken_in_order_and_the_longest_ends_the_step():
+    source = iter([Group(lengths=(10, 30), correct=1), Group(lengths=(5, 40), correct=0)])
+    [step] = fill_batches(algorithm(2, enabled=False), SECOND_A_TOKEN, source, 1)
+    # Two slots: 10 and 30 begin; 5 follows at 10; 40 at 15 and ends at 55, alone since 30.
+    assert step.seconds == 55
+    assert step.tail_s == 25
+    assert (step.tokens, step.groups, step.lengths, step.carried) == (85, 2, (10, 30, 5, 40), 0)
+
+
+def test_a_decode_step_costs_what_its_context_costs():
+    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=0, cache_s=1.0, mean_prompt=100)
+    [step] = fill_batches(algorithm(1, enabled=False), fleet, iter([Group(lengths=(4, 4), correct=1)]), 1)
+    assert step.seconds == 4 * (2 * 100 + 2 * 2), "both contexts, at their mean over the four tokens"
+
+
+def test_arithmetic_bounds_a_decode_step_from_below():
+    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=1.0, overhead_s=0.5, response_s=2.0)
+    assert fleet.step_s(3, context=0) == 6.5
+
+
+def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():
+    useless, useful = Group(lengths=(1, 1), correct=0), Group(lengths=(2, 2), correct=1)
+    source = itertools.chain([useless], itertools.repeat(useful))
+    first, second = fill_batches(algorithm(2, initial_pass_rate=0.5), SECOND_A_TOKEN, source, 2)
+    # Four are sent for two. The useless one brings the pass rate from 2/4 to 2/5: five must be in flight, three are.
+    assert (first.groups, first.lengths, first.carried) == (6, (2, 2, 2, 2), 3)
+    # Two of three were kept, the rate is 4/7: four must be in flight for the next two, three are.
+    assert (second.groups, second.lengths, second.carried, second.seconds) == (1, (2, 2, 2, 2), 2, 2.0)
+
+
+def test_the_limit_of_oversampling_ends_a_batch_that_cannot_be_filled():
+    source = itertools.repeat(Group(lengths=(1, 1), correct=2))
+    [step] = fill_batches(algorithm(4, max_oversampling=3.0), SECOND_A_TOKEN, source, 1)
+    assert (step.groups, step.lengths) == (12, ())
+
+
+@pytest.mark.parametrize("pass_rate", [0.2, 0.5, 0.9])
+def test_the_length_model_keeps_the_pass_rate_and_the_mean(pass_rate):
+    workload = dataclasses.replace(WORKLOAD, pass_rate=pass_rate, longest=10**9)
+    drawn = list(itertools.islice(groups(workload, seed=3), 4000))
+    assert mean(group.kept for group in drawn) == pytest.approx(pass_rate, abs=0.03)
+    lengths = np.array([group.lengths for group in drawn])
+    assert lengths.mean() == pytest.approx(4000, rel=0.05)
+    assert np.log(lengths).std() == pytest.approx(0.9, rel=0.03)
+
+
+def test_hard_prompts_have_long_responses():
+    drawn = list(itertools.islice(groups(WORKLOAD, seed=3), 2000))
+    right = [mean(group.lengths) for group in drawn if group.correct == 16]
+    wrong = [mean(group.lengths) for group in drawn if group.correct == 0]
+    assert mean(wrong) > 2 * mean(right)
+
+
+def test_lengths_are_cut_off():
+    drawn = list(itertools.islice(groups(dataclasses.replace(WORKLOAD, longest=3000), seed=3), 200))
+    assert max(length for group in drawn for length in group.lengths) == 3000
+
+
+def test_context_of_a_running_response_weighs_long_ones_by_their_life():
+    # Seen at a random moment, the one of 30 tokens is there three times as often, and half done.
+    assert mean_running_context(np.array([10, 30]), 7) == 7 + 0.25 * 5 + 0.75 * 15

@@ -1,0 +1,193 @@
+"""`python -m tools.compare_plan`: the planner's step times beside published ones, as Markdown.
+
+What a publication does not state is assumed here, and each row says what: the error is that of model and assumptions
+together.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dapo.config import load_config
+from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.calibration import Calibration, load_calibration
+from megatron_dapo.plan.lengths import Workload
+from megatron_dapo.plan.memory import server_memory, trainer_memory
+from megatron_dapo.plan.shapes import BUILT_IN
+from megatron_dapo.plan.step import Servers, plan_step
+
+RECIPE = Path(__file__).parents[1] / "examples" / "qwen2.5_32b" / "paper.yaml"
+SIGMA = 0.9
+SHARED_MEMORY_FRACTION = 0.6
+A800 = {
+    "peak_flops": 312e12,
+    "memory_bandwidth": 2.04e12,
+    "nvlink_bandwidth": 200e9,
+    "network_bandwidth": 25e9,
+}
+"""Data sheet of the A800, and one 200 Gb/s adapter a GPU assumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """One published step, on GPUs that trainer and servers share, and what is assumed of it."""
+
+    name: str
+    seconds: tuple[float, float]
+    """From, to; equal where one figure is published."""
+
+    model: str
+    gpus: int
+    prompts: int
+    """Generated; all at once."""
+
+    group: int
+    trained_responses: int
+    optimizer_steps: int
+    longest: int
+    mean: float
+    """Response tokens, cut at `longest`."""
+
+    tensor: int
+    pipeline: int
+    assumed: str
+    constants: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+NEMO_TOKENS = 571 * 32 * 376
+"""Of a step, from its own tokens/s/GPU, GPUs and seconds."""
+
+_NEMO_16K = "batch, lengths, layout, generation settings: all"
+_VERL = "TP 8, DP 16; 32 servers of TP 4; the mean length"
+
+STEPS = (
+    Published(
+        name="NeMo-RL, Qwen3-32B GRPO, 32 H100, 4096 tokens",
+        seconds=(376, 376),
+        model="Qwen3-32B",
+        gpus=32,
+        prompts=64,
+        group=32,
+        trained_responses=2048,
+        optimizer_steps=1,
+        longest=4096,
+        mean=NEMO_TOKENS / 2048 - 200,
+        tensor=4,
+        pipeline=4,
+        assumed="2048 responses in one optimizer step; lengths from its tokens/s; TP 4, PP 4, DP 2",
+    ),
+    *(
+        Published(
+            name="NeMo, Qwen2.5-32B, 256 H100, 16k tokens",
+            seconds=(220, 310),
+            model="Qwen2.5-32B",
+            gpus=256,
+            prompts=responses // 16,
+            group=16,
+            trained_responses=responses,
+            optimizer_steps=responses // 512,
+            longest=16384,
+            mean=4000,
+            tensor=8,
+            pipeline=2,
+            assumed=f"{_NEMO_16K}; here {responses} responses of 4000 tokens",
+        )
+        for responses in (2048, 8192)
+    ),
+    *(
+        Published(
+            name="verl DAPO, Qwen2.5-32B, 128 A800, 20480 tokens",
+            seconds=(31 * 60, 31 * 60),
+            model="Qwen2.5-32B",
+            gpus=128,
+            prompts=1536,
+            group=16,
+            trained_responses=8192,
+            optimizer_steps=16,
+            longest=20480,
+            mean=mean,
+            tensor=8,
+            pipeline=1,
+            assumed=f"{_VERL}, here {mean}; one batch of 1536 prompts gives 512",
+            constants=A800,
+        )
+        for mean in (2000, 4000)
+    ),
+)
+
+
+def modelled_seconds(published: Published, constants: Calibration) -> tuple[float, float, float]:
+    """Rollout, log-probs, updates. Without weight sync: the published systems move weights in memory."""
+    constants = dataclasses.replace(constants, **published.constants)
+    hf, data = BUILT_IN[published.model], published.gpus // (published.tensor * published.pipeline)
+    config = changed(
+        load_config(RECIPE),
+        {
+            "actor.layout.tensor": published.tensor,
+            "actor.layout.pipeline": published.pipeline,
+            "actor.layout.data": data,
+            "actor.layout.sequence_parallel": True,
+            "actor.recompute": "full",
+            "rollout.tensor_parallel": 4,
+            "rollout.max_new_tokens": published.longest,
+            "rollout.memory_fraction": SHARED_MEMORY_FRACTION,
+            "algorithm.dynamic_sampling.enabled": False,
+            "algorithm.group_size": published.group,
+            "algorithm.mini_batch_responses": published.trained_responses // published.optimizer_steps,
+        },
+    )
+    servers = Servers(count=published.gpus // 4, tensor_parallel=4)
+    workload = Workload(
+        mean_response=uncut_mean(published.mean, published.longest),
+        sigma=SIGMA,
+        difficulty_share=constants.difficulty_share,
+        mean_prompt=constants.mean_prompt,
+        pass_rate=0.5,
+        longest=published.longest,
+        group_size=published.group,
+    )
+    memory = server_memory(config, hf, constants, constants.gpu_memory)
+    state = trainer_memory(config, hf, constants)[0].state
+    common = {"servers": servers, "memory": memory, "state": state, "gpus": published.gpus, "steps": 1}
+    generated = changed(config, {"algorithm.prompts_per_step": published.prompts})
+    trained = changed(config, {"algorithm.prompts_per_step": published.trained_responses // published.group})
+    rollout = plan_step(generated, hf, constants, workload, **common).rollout_s  # type: ignore[arg-type]
+    train = plan_step(trained, hf, constants, workload, **common)  # type: ignore[arg-type]
+    return rollout, train.log_prob_s, train.update_s
+
+
+def uncut_mean(mean: float, longest: int) -> float:
+    """Mean of a lognormal whose values, cut at `longest`, have the mean `mean`."""
+    draws = np.random.default_rng(0).standard_normal(20000)
+    low, high = 1.0, 100.0 * longest
+    for _ in range(60):
+        middle = (low + high) / 2
+        cut = np.minimum(np.exp(np.log(middle) - SIGMA**2 / 2 + SIGMA * draws), longest).mean()
+        low, high = (middle, high) if cut < mean else (low, middle)
+    return low
+
+
+def table() -> str:
+    """All of `STEPS` as a Markdown table."""
+    constants = load_calibration()
+    lines = [
+        "| published | s | modelled: rollout + log-probs + update | s | error | assumed, since not stated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for published in STEPS:
+        parts = modelled_seconds(published, constants)
+        low, high = published.seconds
+        shown = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+        error = sum(parts) / ((low + high) / 2) - 1
+        parts_shown = " + ".join(f"{part:.0f}" for part in parts)
+        lines.append(
+            f"| {published.name} | {shown} | {parts_shown} | {sum(parts):.0f} | {error:+.0%} | {published.assumed} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(print(table()))
