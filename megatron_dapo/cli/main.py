@@ -181,6 +181,18 @@ def plan(
 
 
 @app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What is to be run here.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
+) -> None:
+    """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its mend."""
+    from megatron_dapo.cli.doctor import doctor_command
+
+    raise typer.Exit(doctor_command(config, overrides or [], with_dry_run=dry_run))
+
+
+@app.command()
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.reference import reference_page

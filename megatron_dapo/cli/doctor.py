@@ -1,0 +1,94 @@
+"""`megatron-dapo doctor`: can this machine run that config; one line a check, with the mend."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.text import Text
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, needed_gpus, visible_gpus
+from megatron_dapo.doctor.machine import (
+    check_disk,
+    check_open_files,
+    check_ports,
+    check_run_dir,
+    check_shared_memory,
+)
+from megatron_dapo.doctor.result import Ask, Finding, Status, ask, failed
+from megatron_dapo.doctor.run import (
+    bytes_on_disk,
+    check_data,
+    check_host_memory,
+    check_model,
+    check_tokenizer,
+    dry_run,
+)
+from megatron_dapo.doctor.software import software
+
+_STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
+_WIDEST = 200
+"""Columns where the output is no terminal."""
+
+
+def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run: bool) -> ExitCode:
+    """Print every check as it is made. FAILED if one of them says fail; the dry run is made only if none does."""
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=_WIDEST)
+    if with_dry_run and path is None:
+        print("doctor --dry-run: give the config that is to be run", file=sys.stderr)
+        return ExitCode.CONFIG
+    counts: Counter[Status] = Counter()
+    config: Config | None = None
+    if path is not None:
+        try:
+            config = load_config(path, overrides)
+        except ConfigError as error:
+            _print(console, counts, failed("config", str(error), "the message says it"))
+    for finding in examine(config, ask):
+        _print(console, counts, finding)
+    if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
+        console.print("dry run: starting trainer and servers")
+        _print(console, counts, dry_run(path, overrides, config))
+    console.print(", ".join(f"{counts[status]} {status}" for status in Status))
+    return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED
+
+
+def examine(config: Config | None, asked: Ask) -> Iterator[Finding]:
+    """All checks but the dry run; without a config, those of the machine alone."""
+    yield from software()
+    gpus = visible_gpus(asked)
+    cores = len(os.sched_getaffinity(0))
+    yield from check_gpus(gpus, config, on_cluster="RAY_ADDRESS" in os.environ, cores=cores)
+    yield from check_interconnect(asked)
+    yield check_collectives(gpus=bool(gpus))
+    yield from check_ports(config)
+    yield check_shared_memory()
+    yield check_open_files()
+    if config is None:
+        yield from check_disk(Path.cwd(), 0.0, 0.0)
+        return
+    yield check_run_dir(Path(config.run.dir), resume=config.run.resume)
+    hf, findings = check_model(config)
+    yield from check_disk(Path(config.run.dir), *((0.0, 0.0) if hf is None else bytes_on_disk(config, hf)))
+    yield from findings
+    if hf is not None:
+        available = float(psutil.virtual_memory().available)
+        processes = min(needed_gpus(config), len(gpus)) if gpus else needed_gpus(config)
+        yield check_host_memory(config, hf, available, processes=processes, on_gpu=bool(gpus))
+    yield check_tokenizer(config)
+    yield check_data(config)
+
+
+def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:
+    counts[finding.status] += 1
+    line = Text.assemble(
+        (f"{finding.status:<8}", _STYLES[finding.status]), (f"{finding.check}: ", "bold"), finding.found
+    )
+    console.print(line)
+    if finding.mend:
+        console.print(Text(f"        mend: {finding.mend}"))

@@ -1,0 +1,120 @@
+"""GPUs, their links, and the library that ties them together."""
+
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config import Config
+from megatron_dapo.doctor.result import Ask, Finding, failed, passed, warning
+from megatron_dapo.plan.plan import share_one_gpu
+
+INFINIBAND = Path("/sys/class/infiniband")
+_BUSY_SHARE = 0.1
+_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+
+
+def needed_gpus(config: Config) -> int:
+    """Of trainer and own servers together."""
+    servers = 0 if config.rollout.urls else config.rollout.servers * config.rollout.tensor_parallel
+    return 1 if share_one_gpu(config) else config.actor.layout.world_size + servers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One that nvidia-smi lists; memory in MiB."""
+
+    name: str
+    memory: float
+    used: float
+    driver: str
+
+
+def visible_gpus(ask: Ask) -> list[Gpu]:
+    """None where nvidia-smi is not there or finds no device."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in (ask(_QUERY) or "").splitlines()]
+    return [Gpu(name=row[0], memory=float(row[1]), used=float(row[2]), driver=row[3]) for row in rows if len(row) == 4]
+
+
+def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, cores: int) -> Iterator[Finding]:
+    """How many there are, whether they suffice, whether others use them.
+
+    Args:
+        on_cluster: several nodes may share the run (RAY_ADDRESS is set), so this one need not hold it.
+        cores: of this machine's CPUs.
+    """
+    if not gpus:
+        yield _without_gpus(config, on_cluster=on_cluster, cores=cores)
+        return
+    kinds = sorted({gpu.name for gpu in gpus})
+    shown = f"{len(gpus)} x {', '.join(kinds)}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
+    busy = [str(at) for at, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]
+    short = config is not None and not on_cluster and needed_gpus(config) > len(gpus)
+    if config is not None and short:
+        mend = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
+        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", mend)
+    if len(kinds) > 1:
+        yield warning("GPUs", f"several kinds: {', '.join(kinds)}", "use equal ones: the slowest sets the pace")
+    if busy:
+        yield warning("GPUs", f"{shown}; memory of number {', '.join(busy)} is in use", "nvidia-smi names who uses it")
+    if not (short or busy or len(kinds) > 1):
+        yield passed("GPUs", shown)
+
+
+def _without_gpus(config: Config | None, *, on_cluster: bool, cores: int) -> Finding:
+    if config is None or on_cluster:
+        return passed("GPUs", "none on this machine")
+    if config.actor.device == "cuda":
+        return failed("GPUs", "none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
+    processes = needed_gpus(config)
+    if processes > 2 * cores:
+        return failed(
+            "GPUs",
+            f"none, and {processes} processes of trainer and servers are too many for {cores} cores",
+            "run it where the GPUs are: megatron-dapo slurm writes the job; or lower actor.layout and rollout.servers",
+        )
+    return passed("GPUs", "none: the run takes the CPU")
+
+
+def check_interconnect(ask: Ask, infiniband: Path = INFINIBAND) -> Iterator[Finding]:
+    """NVLink between the GPUs of this node, and adapters to the next one."""
+    topology = ask(("nvidia-smi", "topo", "-m"))
+    links = [re.split(r"\s+", line)[1:] for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
+    count = len(links)
+    if count > 1:
+        between = {links[row][column] for row in range(count) for column in range(count) if row != column}
+        slow = sorted(link for link in between if not re.fullmatch(r"NV\d+", link))
+        if slow:
+            yield warning(
+                "interconnect",
+                f"{count} GPUs, some linked by {', '.join(slow)} only",
+                "keep actor.layout.tensor within GPUs that NVLink joins (nvidia-smi topo -m)",
+            )
+        else:
+            yield passed("interconnect", f"{count} GPUs, all joined by NVLink ({', '.join(sorted(between))})")
+    if count:
+        adapters = sorted(path.name for path in infiniband.glob("*"))
+        if adapters:
+            yield passed("network", f"InfiniBand or RoCE adapters: {', '.join(adapters)}")
+        else:
+            yield warning("network", "no InfiniBand or RoCE adapter", "a run over several nodes would crawl over TCP")
+
+
+def check_collectives(*, gpus: bool) -> Finding:
+    """NCCL for GPUs, gloo for CPUs, as the installed torch has them."""
+    if importlib.util.find_spec("torch") is None:
+        return failed("collectives", "torch is not installed", "make install")
+    import torch
+
+    if not gpus:
+        if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+            return passed("collectives", "gloo")
+        return failed("collectives", "this torch has no gloo", "install another build of torch")
+    if not torch.cuda.is_available():
+        return failed(
+            "collectives",
+            f"torch {torch.__version__} sees no GPU, nvidia-smi does",
+            "install a CUDA build of torch that the driver supports, and look at CUDA_VISIBLE_DEVICES",
+        )
+    return passed("collectives", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")

@@ -1,0 +1,163 @@
+"""The command on the quickstart, healthy and with a fault planted in what its config names."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.config import load_config
+from megatron_dapo.doctor.result import Status
+from megatron_dapo.doctor.run import bytes_on_disk, check_data, check_host_memory, check_model, check_tokenizer
+from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.shapes import BUILT_IN
+from tests.plan.conftest import RECIPES
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The quickstart with a copy of its model that a test may spoil."""
+    shutil.copytree(ROOT / "examples" / "quickstart" / "base", tmp_path / "base")
+    return changed(load_config(QUICKSTART), {"model.path": str(tmp_path / "base"), "run.dir": str(tmp_path / "run")})
+
+
+def doctor(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_the_quickstart_passes(tmp_path):
+    answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}")
+    assert answer.exit_code == 0, answer.stdout
+    assert " 0 fail" in answer.stdout
+    for check in (
+        "versions",
+        "collectives",
+        "ports",
+        "disk space",
+        "disk speed",
+        "clock",
+        "model",
+        "tokenizer",
+        "data",
+    ):
+        assert f"{check}: " in answer.stdout
+    assert not (tmp_path / "run").exists(), "it leaves nothing behind"
+
+
+def test_the_machine_alone_passes():
+    assert doctor().exit_code == 0
+
+
+def test_a_fault_is_a_line_with_its_mend_and_an_exit_code(tmp_path):
+    answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "model.path=nowhere")
+    assert answer.exit_code == 1
+    assert "fail    model: nowhere/config.json is not there\n        mend: set model.path" in answer.stdout
+
+
+def test_a_config_that_is_none_is_a_fault(tmp_path):
+    answer = doctor(str(QUICKSTART), "algorithm.group_sise=8")
+    assert answer.exit_code == 1
+    assert "algorithm.group_size" in answer.stdout
+
+
+def test_a_dry_run_needs_a_config():
+    assert doctor("--dry-run").exit_code == 2
+
+
+def test_a_healthy_model_passes(config):
+    hf, [finding] = check_model(config)
+    assert finding.status is Status.PASS
+    assert hf is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor.layout.tensor": 3}, "actor.layout.tensor = 3"),
+        ({"model.context_length": 10**6}, "model.context_length"),
+    ],
+)
+def test_a_layout_or_length_that_the_model_does_not_know_fails(changes, said, config):
+    _, [finding] = check_model(changed(config, changes))
+    assert finding.status is Status.FAIL
+    assert said in finding.found
+
+
+def test_a_missing_weight_file_is_named(config):
+    folder = Path(config.model.path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, [finding] = check_model(config)
+    assert finding.status is Status.FAIL
+    assert "model-00002-of-00002.safetensors" in finding.found
+
+
+def test_a_tokenizer_says_where_a_response_ends(config):
+    finding = check_tokenizer(config)
+    assert finding.status is Status.PASS
+    assert "'</s>'" in finding.found
+
+
+def test_one_without_an_end_token_fails(config):
+    folder = Path(config.model.path)
+    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            fields = json.loads((folder / name).read_text())
+            fields.pop("eos_token", None)
+            fields.pop("eos_token_id", None)
+            (folder / name).write_text(json.dumps(fields))
+    finding = check_tokenizer(config)
+    assert finding.status is Status.FAIL
+    assert "end token" in finding.found
+
+
+def test_a_broken_row_fails_with_file_and_line(config, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "no answer"}\n')
+    finding = check_data(changed(config, {"data.path": str(rows)}))
+    assert finding.status is Status.FAIL
+    assert "rows.jsonl" in finding.found
+    assert "2" in finding.found
+
+
+def test_data_passes_with_its_counts(config):
+    finding = check_data(config)
+    assert finding.status is Status.PASS
+    assert "4000 used" in finding.found
+
+
+def test_disk_and_memory_are_those_of_the_model():
+    config, hf = load_config(RECIPES / "h100_32.yaml"), BUILT_IN["Qwen2.5-32B"]
+    needed, weights = bytes_on_disk(config, hf)
+    assert weights == pytest.approx(65.5e9, rel=0.001)
+    assert needed == pytest.approx(3 * weights + 3 * 32.76e9 * 14, rel=0.001), "two checkpoints and one being written"
+    assert check_host_memory(config, hf, 500e9, processes=8, on_gpu=True).status is Status.PASS
+    assert check_host_memory(config, hf, 20e9, processes=8, on_gpu=True).status is Status.WARNING
+
+
+@pytest.mark.slow
+def test_a_dry_run_makes_a_step_and_leaves_nothing(tmp_path):
+    answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "--dry-run")
+    assert answer.exit_code == 0, answer.stdout
+    assert "pass    dry run" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_dry_run_that_fails_says_why(tmp_path):
+    arguments = [f"run.dir={tmp_path / 'run'}", "rollout.extra_args=[--no-such-flag]", "--dry-run"]
+    answer = doctor(str(QUICKSTART), *arguments)
+    assert answer.exit_code == 1
+    assert "no-such-flag" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
