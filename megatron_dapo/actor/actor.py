@@ -23,6 +23,7 @@ from megatron_dapo.config.model import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.step import LossSums
     from megatron_dapo.algorithm.policy_loss import Objective
 
@@ -91,6 +92,7 @@ class MegatronActor:
     def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
         """Model with its weights, optimizer, reference and passes; the process groups are up."""
         from megatron_dapo.actor.model import build_model
+        from megatron_dapo.actor.offload import parts_at_rest
         from megatron_dapo.actor.optimizer import ActorOptimizer
         from megatron_dapo.actor.reference import ReferenceWeights
         from megatron_dapo.actor.step import ForwardBackward
@@ -114,6 +116,8 @@ class MegatronActor:
             fused_linear=config.fused_linear_log_prob,
             device=self.device.device,
         )
+        self.memory = self.optimizer.memory
+        self.memory.offload(*parts_at_rest(config.offload))
 
     def describe(self) -> dict[str, Any]:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
@@ -131,6 +135,7 @@ class MegatronActor:
             "collectives": self.device.backend,
             "kernels": {kernel.part: f"{kernel.name} ({kernel.reason})" for kernel in self.device.kernels},
             "optimizer": "distributed AdamW" if self.config.optimizer.distributed else "AdamW",
+            "in host memory between phases": ", ".join(self.memory.away) or "nothing",
             "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
             "dtype": self.model.dtype,
             "model": self.model.path,
@@ -143,7 +148,8 @@ class MegatronActor:
     def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
         """Log-probs and entropies of all N response tokens at `temperature`: on rank 0 in the order of `responses`,
         whatever the plan; None on the other ranks."""
-        return self.passes.log_probs(responses, plan, temperature)
+        with self.memory.resident("parameters"):
+            return self.passes.log_probs(responses, plan, temperature)
 
     def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
         """The same under the weights that the actor was built with.
@@ -153,7 +159,7 @@ class MegatronActor:
         """
         if self.reference is None:
             raise ValueError("reference_log_probs: the actor keeps no reference weights; build it with keep_reference")
-        with self.reference.swapped_in():
+        with self.memory.resident("parameters"), self.reference.swapped_in():
             return self.passes.log_probs(responses, plan, temperature)
 
     def update(
@@ -165,26 +171,29 @@ class MegatronActor:
             NonFiniteUpdateError: on every rank, if a loss or gradient is not finite. That step was not made; the ones
                 before it were.
         """
-        reports = []
-        for mini_batch in mini_batches:
-            start = time.perf_counter()
-            self.optimizer.zero_grad()
-            sums = self.passes.backward(mini_batch, objective, temperature)
-            self._check_finite(sums)
-            result = self.optimizer.step()
-            reports.append(
-                UpdateMetrics(
-                    optimizer_step=self.optimizer.optimizer_steps,
-                    loss=sums.loss,
-                    grad_norm=result.grad_norm,
-                    lr=result.lr,
-                    tokens=sums.tokens,
-                    sums=sums.sums,
-                    micro_batches=mini_batch.plan.micro_batches_per_rank,
-                    seconds=time.perf_counter() - start,
-                )
-            )
+        needed: tuple[Part, ...] = ("parameters", "gradients")
+        if not self.config.offload.optimizer_state:
+            needed += ("optimizer",)
+        with self.memory.resident(*needed):
+            reports = [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
         return self._with_seconds_of_rank_0(reports)
+
+    def _optimizer_step(self, mini_batch: MiniBatch, objective: "Objective", temperature: float) -> UpdateMetrics:
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        sums = self.passes.backward(mini_batch, objective, temperature)
+        self._check_finite(sums)
+        result = self.optimizer.step()
+        return UpdateMetrics(
+            optimizer_step=self.optimizer.optimizer_steps,
+            loss=sums.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=sums.tokens,
+            sums=sums.sums,
+            micro_batches=mini_batch.plan.micro_batches_per_rank,
+            seconds=time.perf_counter() - start,
+        )
 
     def loss_and_gradients(
         self, mini_batch: MiniBatch, objective: "Objective", temperature: float
@@ -195,10 +204,11 @@ class MegatronActor:
 
         from megatron_dapo.actor.weights import hf_tensors
 
-        self.optimizer.zero_grad()
-        sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-        gathered = hf_tensors(self.optimizer.chunks, self.hf, dtype=torch.float32, value=attrgetter("main_grad"))
-        tensors = dict(gathered)
+        with self.memory.resident("parameters", "gradients"):
+            self.optimizer.zero_grad()
+            sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
+            gathered = hf_tensors(self.optimizer.chunks, self.hf, dtype=torch.float32, value=attrgetter("main_grad"))
+            tensors = dict(gathered)
         return (sums.loss, tensors) if self.rank == 0 else None
 
     def export_hf(self, folder: Path) -> int:
@@ -209,14 +219,16 @@ class MegatronActor:
         from megatron_dapo.actor.weights import export_hf
 
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
-        return export_hf(self.optimizer.chunks, self.hf, Path(folder), Path(self.model.path), dtype=dtype)
+        with self.memory.resident("parameters"):
+            return export_hf(self.optimizer.chunks, self.hf, Path(folder), Path(self.model.path), dtype=dtype)
 
     def save_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
         there. `extra`: the caller's own small values, as JSON holds them."""
         from megatron_dapo.actor import checkpoint
 
-        checkpoint.save(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout), extra=extra)
+        with self.memory.resident(*self.memory.parts):
+            checkpoint.save(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout), extra=extra)
 
     def load_checkpoint(self, folder: Path) -> Mapping[str, Any]:
         """Go on from a checkpoint, also of another layout; the `extra` it was saved with.
@@ -226,7 +238,17 @@ class MegatronActor:
         """
         from megatron_dapo.actor import checkpoint
 
-        return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
+        with self.memory.resident(*self.memory.parts):
+            return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
+
+    def offload(self) -> None:
+        """Free the device memory of weights, gradients and optimizer; `update` and the other calls still work, each
+        bringing what it needs for as long as it runs. `actor.offload` does so by itself, for the parts it names."""
+        self.memory.offload(*self.memory.parts)
+
+    def onload(self) -> None:
+        """Bring everything back to the device, bit for bit (gradients: zeros), to stay there."""
+        self.memory.onload(*self.memory.parts)
 
     def close(self) -> None:
         """Leave the process groups; the actor is of no use afterwards."""

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_dapo.actor.learning_rate import LearningRate
 from megatron_dapo.actor.messages import NonFiniteUpdateError
+from megatron_dapo.actor.offload import DeviceMemory
 from megatron_dapo.config.actor import OptimizerConfig
 
 
@@ -67,6 +68,7 @@ class ActorOptimizer:
         self.megatron = get_megatron_optimizer(
             megatron_config, self.chunks, config_overrides={no_decay: {"wd_mult": 0.0}}
         )
+        self.memory = DeviceMemory(self.chunks, self.megatron)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -93,11 +95,16 @@ class ActorOptimizer:
         self.megatron.zero_grad()
 
     def step(self) -> StepResult:
-        """Clip and apply the gradients that forward and backward have left in the chunks.
+        """Clip and apply the gradients that forward and backward have left in the chunks. Moments and master weights
+        that are off the device are on it meanwhile.
 
         Raises:
             NonFiniteUpdateError: the gradient is not finite; on all ranks, and nothing has changed.
         """
+        with self.memory.resident("optimizer"):
+            return self._step()
+
+    def _step(self) -> StepResult:
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_dapo.actor.offload import to_host
+
 
 class ReferenceWeights:
     """A copy of a rank's own shard of the weights, in host memory; as large as the shard."""
@@ -30,7 +32,7 @@ class ReferenceWeights:
         return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
 
     def _copy(self) -> list[Tensor]:
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        return [to_host(parameter) for parameter in self._parameters()]
 
     @torch.no_grad()
     def _set(self, weights: Sequence[Tensor]) -> None:

@@ -58,9 +58,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class OffloadConfig:
+    optimizer_state: bool = False
+    """Keep moments and master weights in host memory: they come to the device for each optimizer step alone."""
+
+    between_phases: Literal["none", "optimizer", "all"] = "none"
+    """What leaves the device for host memory while the trainer has nothing to do: `optimizer` gradients, moments and
+    master weights, `all` the weights too. For a GPU that trainer and rollout server share."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    offload: OffloadConfig = OffloadConfig()
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where a GPU is visible, else the CPU over gloo."""

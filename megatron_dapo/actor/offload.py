@@ -1,0 +1,147 @@
+"""The actor's tensors moved to host memory and back: between phases, and the optimizer's outside its step.
+
+A tensor stays the same object: only its storage is emptied and later filled again, so every view (Megatron's flat
+buffers, their parts in parameters, master weights and gradients) is valid afterwards, bit for bit. While a part is
+away its tensors must not be touched: they have no memory.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from megatron_dapo.config.actor import OffloadConfig
+
+Part = Literal["parameters", "gradients", "optimizer"]
+"""`parameters`: the weights of forward and backward; `gradients`: their buffers; `optimizer`: moments and master
+weights."""
+
+PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+
+
+def parts_at_rest(config: OffloadConfig) -> tuple[Part, ...]:
+    """What is in host memory while the actor has nothing to do."""
+    if config.between_phases == "all":
+        return PARTS
+    if config.between_phases == "optimizer":
+        return ("gradients", "optimizer")
+    return ("optimizer",) if config.optimizer_state else ()
+
+
+class DeviceMemory:
+    """Which parts of a rank's actor are on its device. All parts are at the start."""
+
+    parts = PARTS
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], megatron_optimizer: Any) -> None:
+        """`chunks`: in Megatron's DistributedDataParallel; `megatron_optimizer`: a ChainedOptimizer over them."""
+        self._chunks = list(chunks)
+        self._megatron = megatron_optimizer
+        self._away: dict[Part, list[UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._host: dict[Part, dict[int, Tensor]] = {}
+
+    @property
+    def away(self) -> tuple[Part, ...]:
+        """Parts that are off the device."""
+        return tuple(part for part in PARTS if part in self._away)
+
+    def offload(self, *parts: Part) -> None:
+        """Free the device memory of `parts`; what is away already stays away.
+
+        Weights, moments and master weights go to the host, pinned where the device is CUDA; gradients are dropped and
+        come back as zeros. The host copies' memory is kept for the next time.
+        """
+        for part in parts:
+            if part not in self._away:
+                self._release(part)
+        if parts and torch.cuda.is_initialized():
+            # Another process on this GPU gets the memory only once PyTorch's cache has given it back.
+            torch.cuda.empty_cache()
+
+    def onload(self, *parts: Part) -> None:
+        """Bring `parts` back to the device; what is there already stays."""
+        for part in parts:
+            host = self._host.get(part, {})
+            for storage in self._away.pop(part, []):
+                storage.resize_(self._sizes.pop(storage._cdata))
+                kept = host.get(storage._cdata)
+                if kept is None:
+                    _bytes_of(storage).zero_()
+                else:
+                    _bytes_of(storage).copy_(kept, non_blocking=True)
+
+    @contextmanager
+    def resident(self, *parts: Part) -> Iterator[None]:
+        """`parts` are on the device inside; afterwards those that were away are away again."""
+        brought = [part for part in parts if part in self._away]
+        if brought:
+            self.onload(*brought)
+        try:
+            yield
+        finally:
+            if brought:
+                self.offload(*brought)
+
+    def _release(self, part: Part) -> None:
+        if part == "gradients":
+            # Master weights keep views of the gradient buffers until the next step.
+            self._megatron.zero_grad()
+        storages = self._storages(part)
+        if part != "gradients":
+            earlier = self._host.get(part, {})
+            # Only what is still there: a loaded checkpoint replaces the optimizer's tensors.
+            self._host[part] = {storage._cdata: _copied(storage, earlier.get(storage._cdata)) for storage in storages}
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        for storage in storages:
+            self._sizes[storage._cdata] = storage.nbytes()
+            storage.resize_(0)
+        self._away[part] = storages
+
+    def _storages(self, part: Part) -> list[UntypedStorage]:
+        weights = {_storage(parameter)._cdata: _storage(parameter) for parameter in self._parameters()}
+        if part == "parameters":
+            return list(weights.values())
+        if part == "gradients":
+            tensors: Iterable[Tensor] = (parameter.main_grad for parameter in self._parameters())
+        else:
+            tensors = self._optimizer_tensors()
+        found = {_storage(tensor)._cdata: _storage(tensor) for tensor in tensors}
+        # Without low-precision weights the master weights are the weights themselves.
+        return [storage for key, storage in found.items() if key not in weights]
+
+    def _parameters(self) -> Iterator[Any]:
+        for chunk in self._chunks:
+            yield from chunk.parameters()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for optimizer in self._megatron.chained_optimizers:
+            for group in optimizer.optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned if `tensor` is on CUDA: only such memory is copied at the bus's full speed."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach())
+
+
+def _storage(tensor: Tensor) -> UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copied(storage: UntypedStorage, host: Tensor | None) -> Tensor:
+    """The storage's bytes in `host`, or in new memory."""
+    source = _bytes_of(storage)
+    if host is None or host.numel() != source.numel():
+        return to_host(source)
+    return host.copy_(source, non_blocking=True)
