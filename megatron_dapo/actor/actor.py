@@ -66,7 +66,15 @@ class MegatronActor:
         self.config = config
         self.model = model
         self.rank = rank
-        self.device = device.prepare(config.device)
+        self.device = device.prepare_for(
+            device.Asked(
+                device=config.device,
+                dtype=model.dtype,
+                reducing_ranks=config.layout.data * config.layout.context,
+                fp8=config.fp8,
+                fp8_recipe=config.fp8_recipe,
+            )
+        )
         # From here on Megatron may be imported.
         import torch
 
@@ -102,10 +110,7 @@ class MegatronActor:
         chunks = build_model(self.hf, config, self.model.dtype, self.device)
         load_hf_weights(chunks, self.hf, Path(self.model.path))
         self.optimizer = ActorOptimizer(
-            chunks,
-            config.optimizer,
-            learning_rate,
-            overlap=self.device.device.type == "cuda" and config.layout.data * config.layout.context > 1,
+            chunks, config.optimizer, learning_rate, overlap=self.device.overlap_grad_reduce
         )
         self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
         self.passes = ForwardBackward(
@@ -115,6 +120,7 @@ class MegatronActor:
             chunk_tokens=config.logprob_chunk_tokens,
             fused_linear=config.fused_linear_log_prob,
             device=self.device.device,
+            row_multiple=config.row_multiple,
         )
         self.memory = self.optimizer.memory
         self.memory.offload(*parts_at_rest(config.offload))

@@ -1,6 +1,5 @@
 """Build the model chunks that one rank holds."""
 
-import importlib.util
 import math
 
 import torch
@@ -104,7 +103,9 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=device.transformer_engine,
-        gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        gradient_accumulation_fusion=device.gradient_accumulation,
+        fp8=None if actor.fp8 == "none" else actor.fp8,
+        fp8_recipe=actor.fp8_recipe,
         **_pipeline_settings(layout, cuda=cuda),
         **_recompute_settings(actor),
     )

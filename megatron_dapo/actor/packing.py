@@ -180,9 +180,16 @@ def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig,
 
 
 def pack_micro_batch(
-    responses: "Responses", indices: Int[np.ndarray, " S"], layout: LayoutConfig, *, context_rank: int = 0
+    responses: "Responses",
+    indices: Int[np.ndarray, " S"],
+    layout: LayoutConfig,
+    *,
+    context_rank: int = 0,
+    row_multiple: int = 1,
 ) -> PackedMicroBatch:
     """The micro-batch of the responses at `indices` as the given context-parallel rank sees it.
+
+    `row_multiple`: what the tokens that a rank's layers see are rounded up to.
 
     No indices: one short sequence of token 0 without response tokens. The model runs on it as on any other, so that the
     ranks stay in step, and its loss is a sum over nothing.
@@ -193,7 +200,7 @@ def pack_micro_batch(
         lengths, prompts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))
     # Sequence parallel cuts the row into equal parts too: what is missing is padding after the last sequence.
-    occupied[-1] += -occupied.sum() % _row_multiple(layout)
+    occupied[-1] += -occupied.sum() % _row_multiple(layout, row_multiple)
     starts = exclusive_sum(occupied)
 
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
@@ -259,10 +266,10 @@ def sequence_multiple(layout: LayoutConfig) -> int:
     return 2 * layout.context if layout.context > 1 else 1
 
 
-def _row_multiple(layout: LayoutConfig) -> int:
+def _row_multiple(layout: LayoutConfig, row_multiple: int) -> int:
     """What the length of the whole row is rounded up to, over all context-parallel ranks."""
     shards = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-    return math.lcm(sequence_multiple(layout), shards)
+    return math.lcm(sequence_multiple(layout), shards * row_multiple)
 
 
 def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, balance: bool) -> np.ndarray | None:

@@ -77,16 +77,18 @@ class ForwardBackward:
         chunk_tokens: int | None,
         fused_linear: bool,
         device: torch.device,
+        row_multiple: int = 1,
     ) -> None:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
         `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
-        states instead of logits."""
+        states instead of logits. `row_multiple`: what a rank's tokens of a micro-batch are rounded up to."""
         self.chunks = list(chunks)
         self.layout = layout
         self.vocabulary = vocabulary
         self.chunk_tokens = chunk_tokens
         self.fused_linear = fused_linear
         self.device = device
+        self.row_multiple = row_multiple
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -149,7 +151,9 @@ class ForwardBackward:
                 f"token_ids holds {responses.token_ids.max()}; the model's vocabulary has {self.vocabulary} tokens"
             )
         return [
-            pack_micro_batch(responses, indices, self.layout, context_rank=self.context_rank)
+            pack_micro_batch(
+                responses, indices, self.layout, context_rank=self.context_rank, row_multiple=self.row_multiple
+            )
             for indices in plan.micro_batches[self.data_rank]
         ]
 

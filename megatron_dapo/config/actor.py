@@ -82,6 +82,13 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: `selective` the attention core, `full` every layer."""
 
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    """FP8 format of the matrix products inside the layers, by TransformerEngine on CUDA; `hybrid`: E4M3 forward, E5M2
+    backward. Weights, gradients, embedding and output layer stay as they are. Refused where it cannot be had."""
+
+    fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+    """How TransformerEngine scales FP8 tensors; `blockwise` needs Hopper, `mxfp8` Blackwell."""
+
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits are brought to float32 at a time; none: what the CPU's cache keeps, or fills a GPU."""
 
@@ -91,3 +98,10 @@ class ActorConfig:
 
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""
+
+    @property
+    def row_multiple(self) -> int:
+        """What the tokens of a packed row on one rank are rounded up to: FP8 products take whole blocks of them."""
+        if self.fp8 == "none":
+            return 1
+        return 128 if self.fp8_recipe == "blockwise" else 32 if self.fp8_recipe == "mxfp8" else 16

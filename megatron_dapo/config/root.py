@@ -98,6 +98,11 @@ def contradictions(config: Config) -> Iterator[str]:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:
         yield f"actor.layout.virtual_pipeline = {layout.virtual_pipeline}: needs layout.pipeline > 1"
+    fp8 = config.actor.fp8
+    if fp8 != "none" and config.actor.device == "cpu":
+        yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"
+    if fp8 != "none" and config.model.dtype != "bfloat16":
+        yield f"actor.fp8 = {fp8}: the rest of the model is then bfloat16; set model.dtype to that"
     if max(config.actor.optimizer.betas) >= 1 or min(config.actor.optimizer.betas) < 0:
         yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
     if rollout.port and rollout.port + rollout.servers - 1 > 65535:

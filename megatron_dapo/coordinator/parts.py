@@ -109,6 +109,8 @@ async def start_parts(
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", _manifest(config, inputs, described))
     console.note(_one_line(described))
+    for part, choice in described["kernels"].items():
+        console.note(f"  {part}: {choice}")
     if progress.rollout_step:
         await _load_trainer(trainer, run_dir)
     services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)

@@ -293,7 +293,7 @@ def test_describe_counts_parameters(gloo, model):
     assert described[0]["parameters"] == sum(p.numel() for p in load_reference(model).parameters())
     assert sum(d["parameters_here"] for d in described) == described[0]["parameters"]
     assert described[0]["device"] == "cpu"
-    assert set(described[0]["kernels"]) == {"attention", "norm", "optimizer"}
+    assert {"attention", "norm", "optimizer"} < set(described[0]["kernels"])
 
 
 def test_a_layout_for_another_number_of_ranks_is_refused(gloo, model):

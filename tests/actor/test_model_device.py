@@ -77,7 +77,7 @@ def cuda_configs(place: RankPlace, folder: Path) -> list[tuple[bool, bool, bool]
     from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 
     hf = HFModelConfig.load(folder)
-    cuda = DeviceChoice(device=torch.device("cuda", 0), backend="nccl", transformer_engine=False, kernels=())
+    cuda = DeviceChoice(device=torch.device("cuda", 0), backend="nccl", transformer_engine=False)
     configs = []
     for recompute in ("none", "selective", "full"):
         actor = ActorConfig(layout=LayoutConfig(tensor=2, sequence_parallel=True, context=2), recompute=recompute)

@@ -194,6 +194,25 @@ def test_packing_by_hand():
     assert packed.response_lengths.tolist() == [3, 1]
 
 
+@pytest.mark.parametrize("layout", [ONE_RANK, LayoutConfig(context=2), LayoutConfig(tensor=2, sequence_parallel=True)])
+def test_rows_for_blocks_of_tokens(layout):
+    """FP8: each rank's tokens are whole blocks; padding stands behind the last sequence and predicts nothing."""
+    assert [ActorConfig(fp8="hybrid", fp8_recipe=r).row_multiple for r in ("tensorwise", "mxfp8", "blockwise")] == [
+        16,
+        32,
+        128,
+    ]
+    responses = responses_of(([5, 6], [7, 8, 2]), ([1], [1]), ([9], [2]))
+    packed = pack_micro_batch(responses, np.array([0, 2]), layout, row_multiple=16)
+    assert len(packed.input_ids) // (layout.tensor if layout.sequence_parallel else 1) == 16
+    assert packed.sequence_bounds[-1] == 16 * layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    plain = pack_micro_batch(responses, np.array([0, 2]), layout)
+    assert packed.columns.tolist() == plain.columns.tolist()
+    if layout == ONE_RANK:
+        assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2, *[0] * 9]
+        assert (packed.rows.tolist(), packed.targets.tolist()) == (plain.rows.tolist(), plain.targets.tolist())
+
+
 def test_zigzag_by_hand():
     assert zigzag_positions(np.array([8, 4]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag_positions(np.array([8, 4]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]

@@ -130,6 +130,45 @@ def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, model, d
     assert max(errors.values()) < 5e-6, errors
 
 
+def gradients_in_blocks(place: RankPlace, folder: Path, data: Columns):
+    config = actor_config({"tensor": 2, "sequence_parallel": True})
+    actor = start_actor(place, folder, config)
+    actor.passes.row_multiple = 16
+    widths = []
+    actor.optimizer.chunks[0].module.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    result = actor.loss_and_gradients(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
+    return widths, None if result is None else result[1]
+
+
+def test_nor_on_rows_padded_to_blocks(gloo, one_process, model, data):
+    widths, gradient = gloo(2, gradients_in_blocks, model, data)[0]
+    assert widths
+    assert not any(width % 32 for width in widths)
+    errors = relative_error(gradient, one_process)
+    assert errors[""] < 1e-6
+    assert max(errors.values()) < 5e-6, errors
+
+
+def gradients_in_bfloat16(place: RankPlace, folder: Path, data: Columns):
+    config = actor_config()
+    actor = start_actor(place, folder, config, dtype="bfloat16")
+    result = actor.loss_and_gradients(mini_batch(data, config, without=NONE_OF), SupervisedObjective(), TEMPERATURE)
+    return result[1]
+
+
+def test_in_bfloat16_the_gradient_is_near(gloo, model, data):
+    """Against float64 with the same, unrounded weights. 8 bits through four layers; the objective has no clip, whose
+    edge a rounded ratio may cross."""
+    supervised = Columns(responses=data.responses, columns={"weights": data.columns["weights"]})
+    model_64 = load_reference(model).double()
+    log_probs, _ = reference_log_probs(model_64, data.responses)
+    (-torch.from_numpy(data.columns["weights"]) * log_probs).sum().backward()
+    wanted = {name: parameter.grad for name, parameter in model_64.named_parameters()}
+    errors = relative_error(gloo(1, gradients_in_bfloat16, model, supervised)[0], wanted)
+    assert errors[""] < 0.05
+    assert max(errors.values()) < 0.15, errors
+
+
 def output_and_gradient(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], fused: bool):
     """Last dimension of what the last stage's output layer gives (0 elsewhere), log-probs, and the gradient."""
     config = actor_config(layout, fused_linear_log_prob=fused)

@@ -80,21 +80,21 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         )
 
 
-def choose(device: torch.device) -> dict[str, str]:
-    """Name and reason of the Adam that Megatron's optimizers will use; puts ours in place where it has no fused one.
+def fused_package() -> str | None:
+    """The package whose FusedAdam Megatron has imported: transformer_engine or apex; None: neither is there."""
+    optimizer = megatron.core.optimizer
+    if optimizer.Adam is FusedLayoutAdam or optimizer.USING_PYTORCH_OPTIMIZER:
+        return None
+    return optimizer.Adam.__module__.partition(".")[0]
 
-    On the CPU ours is used in any case: the fused ones are CUDA kernels.
-    """
+
+def put_in_place() -> None:
+    """Make FusedLayoutAdam the Adam of Megatron's optimizers; on the CPU in any case, the fused ones are CUDA
+    kernels."""
     optimizer = megatron.core.optimizer
     distributed = megatron.core.optimizer.distrib_optimizer
-    fused = optimizer.Adam is not FusedLayoutAdam and not optimizer.USING_PYTORCH_OPTIMIZER
-    if device.type == "cuda" and fused:
-        package = optimizer.Adam.__module__.partition(".")[0]
-        return {"name": f"FusedAdam of {package}", "reason": f"{package} is importable"}
     optimizer.Adam = distributed.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     # "TransformerEngine or Apex" selects, in the distributed optimizer, the state layout that FusedLayoutAdam has.
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
     distributed.USING_TE_OPTIMIZER = False
-    reason = "the fused ones need CUDA" if device.type == "cpu" else "neither TransformerEngine nor Apex is importable"
-    return {"name": "AdamW of this package in FusedAdam's state layout", "reason": reason}

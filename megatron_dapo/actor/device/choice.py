@@ -1,0 +1,176 @@
+"""Which kernels the trainer uses, from what was found and what is asked: a pure function, without Megatron."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Least CUDA compute capability with TransformerEngine's kernels for an FP8 recipe: Ada, Hopper, Blackwell."""
+
+NO_CUDA = "no CUDA device is used"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What this process can see and import."""
+
+    capability: tuple[int, int] | None = None
+    """Of its CUDA device; None: there is none."""
+
+    index: int = 0
+    """Of that device."""
+
+    transformer_engine: str | None = None
+    """Version, if Megatron can import it."""
+
+    fused_adam: str | None = None
+    """Package of the FusedAdam that Megatron has imported: transformer_engine or apex."""
+
+    gradient_accumulation: bool = False
+    """Apex's `fused_weight_gradient_mlp_cuda`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the config asks for."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    reducing_ranks: int = 1
+    """Data- times context-parallel size: the ranks that gradients are summed over."""
+
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """Which implementation does one part of the work, and why this one.
+
+    Example: Kernel(part="norm", name="RMSNorm in PyTorch", reason="TransformerEngine is not importable").
+    """
+
+    part: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChoice:
+    """What the trainer processes run on; `str()` gives the lines for the start of a run."""
+
+    device: torch.device
+    backend: Literal["gloo", "nccl"]
+    """torch.distributed backend of every group of model ranks."""
+
+    transformer_engine: bool = False
+    """The model is built from TransformerEngine's layers (Megatron's TE layer spec)."""
+
+    fused_adam: bool = False
+    """The optimizer is TransformerEngine's or Apex's; else `device.adam.FusedLayoutAdam`."""
+
+    gradient_accumulation: bool = False
+    """Weight gradients are added to their buffer by the matrix product itself."""
+
+    overlap_grad_reduce: bool = False
+    """Gradients are summed over ranks while backward still runs."""
+
+    kernels: tuple[Kernel, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"device {self.device}, torch.distributed over {self.backend}"]
+        lines += [f"{kernel.part}: {kernel.name} ({kernel.reason})" for kernel in self.kernels]
+        return "\n".join(lines)
+
+
+def choose(asked: Asked, found: Found) -> DeviceChoice:
+    """The device, and for each part of the work the fastest kernels that are there and that it can use.
+
+    Raises:
+        ValueError: CUDA or FP8 is asked for and cannot be had; the message names the key and what is missing.
+    """
+    if asked.device == "cuda" and found.capability is None:
+        raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
+    capability = None if asked.device == "cpu" else found.capability
+    cuda = capability is not None
+    why_not = _why_no_transformer_engine(asked, found, cuda=cuda)
+    if asked.fp8 != "none":
+        _check_fp8(asked, why_not, capability)
+    choice = DeviceChoice(
+        device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
+        backend="nccl" if cuda else "gloo",
+        transformer_engine=why_not is None,
+        fused_adam=cuda and found.fused_adam is not None,
+        gradient_accumulation=cuda and found.gradient_accumulation,
+        overlap_grad_reduce=cuda and asked.reducing_ranks > 1,
+    )
+    layers = _layer_kernels(asked, why_not or f"TransformerEngine {found.transformer_engine} is importable", choice)
+    return replace(choice, kernels=(*layers, *_gradient_kernels(asked, choice), _optimizer_kernel(found, choice)))
+
+
+def _layer_kernels(asked: Asked, reason: str, choice: DeviceChoice) -> tuple[Kernel, ...]:
+    attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
+    if choice.transformer_engine:
+        attention = "TransformerEngine's dot-product attention"
+        norm = "TransformerEngine's RMSNorm, fused with the linear after it"
+    products, why = asked.dtype, "actor.fp8 is none"
+    if asked.fp8 != "none":
+        products, why = f"FP8 {asked.fp8}, {asked.fp8_recipe} scaling", "actor.fp8 asks for it"
+    return (
+        Kernel(part="attention", name=attention, reason=reason),
+        Kernel(part="norm", name=norm, reason=reason),
+        Kernel(part="matrix products", name=products, reason=why),
+    )
+
+
+def _gradient_kernels(asked: Asked, choice: DeviceChoice) -> tuple[Kernel, ...]:
+    cuda = choice.device.type == "cuda"
+    sums = "fused into the matrix product" if choice.gradient_accumulation else "an addition after the matrix product"
+    why = "Apex's fused_weight_gradient_mlp_cuda is" + ("" if choice.gradient_accumulation else " not") + " importable"
+    when, over = "after backward", "over gloo it would take backward's cores"
+    if choice.overlap_grad_reduce:
+        when, over = "during backward", f"{asked.reducing_ranks} data- and context-parallel ranks over NCCL"
+    elif asked.reducing_ranks == 1:
+        over = "there is one data-parallel rank"
+    return (
+        Kernel(part="gradient accumulation", name=sums, reason=why if cuda else NO_CUDA),
+        Kernel(part="gradient reduction", name=when, reason=over),
+    )
+
+
+def _optimizer_kernel(found: Found, choice: DeviceChoice) -> Kernel:
+    if choice.fused_adam:
+        return Kernel(
+            part="optimizer", name=f"FusedAdam of {found.fused_adam}", reason=f"{found.fused_adam} is importable"
+        )
+    reason = "neither TransformerEngine nor Apex is importable"
+    if choice.device.type == "cpu":
+        reason = "the fused ones need CUDA"
+    return Kernel(part="optimizer", name="AdamW of this package in FusedAdam's state layout", reason=reason)
+
+
+def _why_no_transformer_engine(asked: Asked, found: Found, *, cuda: bool) -> str | None:
+    """None: its layers are used."""
+    if not cuda:
+        return NO_CUDA
+    if found.transformer_engine is None:
+        return "TransformerEngine is not importable"
+    if asked.dtype == "float32":
+        return "TransformerEngine's attention has no packed sequences in float32"
+    return None
+
+
+def _check_fp8(asked: Asked, why_not: str | None, capability: tuple[int, int] | None) -> None:
+    key = f"actor.fp8 = {asked.fp8}"
+    if capability is None or why_not is not None:
+        raise ValueError(
+            f"{key}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 to none, or install "
+            "transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
+        )
+    least = FP8_CAPABILITY[asked.fp8_recipe]
+    if capability < least:
+        raise ValueError(
+            f"{key} with actor.fp8_recipe = {asked.fp8_recipe}: needs compute capability {least[0]}.{least[1]}, this "
+            f"GPU has {capability[0]}.{capability[1]}; use another recipe, or set actor.fp8 to none"
+        )
