@@ -122,6 +122,8 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["algorithm.clip.dual=1.1"], ["clip.dual = 1.1", "must exceed"]),
         ("", ["rollout.max_new_tokens=40000"], ["model.context_length"]),
         ("", ["actor.layout.sequence_parallel=true"], ["sequence_parallel", "layout.tensor is 1"]),
+        ("", ["actor.fp8=hybrid", "actor.device=cpu"], ["actor.fp8 = hybrid", "needs CUDA", "set actor.fp8 to none"]),
+        ("", ["actor.fp8=e4m3", "model.dtype=float32"], ["actor.fp8 = e4m3", "set model.dtype"]),
         ("run: {dir: y}\n", [], ["given twice"]),
         ("", ["run"], ["section.key=value"]),
         ("a: [\n", [], ["not valid YAML"]),

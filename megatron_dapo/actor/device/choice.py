@@ -114,7 +114,8 @@ def _layer_kernels(asked: Asked, reason: str, choice: DeviceChoice) -> tuple[Ker
     if choice.transformer_engine:
         attention = "TransformerEngine's dot-product attention"
         norm = "TransformerEngine's RMSNorm, fused with the linear after it"
-    products, why = asked.dtype, "actor.fp8 is none"
+    products: str = asked.dtype
+    why = "actor.fp8 is none"
     if asked.fp8 != "none":
         products, why = f"FP8 {asked.fp8}, {asked.fp8_recipe} scaling", "actor.fp8 asks for it"
     return (
