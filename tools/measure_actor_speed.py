@@ -46,10 +46,10 @@ class Case:
     longest: int
     micro_batch_tokens: int
 
-    def config(self, layout: dict[str, int], threads: int) -> ActorConfig:
+    def config(self, layout: LayoutConfig, threads: int) -> ActorConfig:
         """The actor's; the rate is so low that the weights hardly move."""
         return ActorConfig(
-            layout=LayoutConfig(**layout),
+            layout=layout,
             optimizer=OptimizerConfig(lr=1e-9, warmup_rollout_steps=0),
             device="cpu",
             micro_batch_tokens=self.micro_batch_tokens,
@@ -104,12 +104,20 @@ def cases(folder: Path) -> list[Case]:
 
 
 class PlainLoop:
-    """What one writes first: transformers' model, padded micro-batches, torch's AdamW."""
+    """What one writes first: transformers' model, padded micro-batches, torch's AdamW. On CUDA too (`tests/gpu`)."""
 
-    def __init__(self, folder: Path, batch: MiniBatch, config: ActorConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batch: MiniBatch,
+        config: ActorConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
         self.model.train()
         optimizer = config.optimizer
         self.adamw = torch.optim.AdamW(
@@ -122,7 +130,8 @@ class PlainLoop:
         )
         self.clip_norm = optimizer.clip_norm
         self.micro_batches = [
-            _padded(batch, indices) for indices in _similar(batch.responses.sequence_lengths, config.micro_batch_tokens)
+            [None if tensor is None else tensor.to(device) for tensor in _padded(batch, indices)]
+            for indices in _similar(batch.responses.sequence_lengths, config.micro_batch_tokens)
         ]
 
     def update(self) -> tuple[float, float]:
@@ -133,11 +142,10 @@ class PlainLoop:
         self.adamw.step()
         return float(loss), float(norm)
 
-    def _backward(
-        self, ids: Tensor, mask: Tensor | None, rows: Tensor, weights: Tensor, advantages: Tensor, old: Tensor
-    ) -> float:
+    def _backward(self, ids: Any, mask: Any, rows: Any, weights: Any, advantages: Any, old: Any) -> float:
+        """The tensors of `_padded`."""
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1][rows]
-        log_probs = torch.log_softmax(logits, dim=-1).gather(1, ids[:, 1:][rows][:, None])[:, 0]
+        log_probs = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[:, 1:][rows][:, None])[:, 0]
         ratio = (log_probs - old).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         loss = -(weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
@@ -189,7 +197,7 @@ def start(case: Case, place: RankPlace, config: ActorConfig) -> tuple[MegatronAc
 
 def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str, Any]:
     """Seconds of an update of both, turn by turn, and how far their first loss and gradient norm differ."""
-    config = case.config({}, threads)
+    config = case.config(LayoutConfig(), threads)
     actor, batch = start(case, place, config)
     plain = PlainLoop(case.folder, batch, config)
     clock = time.process_time if threads == 1 else time.perf_counter
@@ -211,7 +219,7 @@ def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str,
     }
 
 
-def seconds_of(place: RankPlace, case: Case, layout: dict[str, int], turns: int) -> list[float]:
+def seconds_of(place: RankPlace, case: Case, layout: LayoutConfig, turns: int) -> list[float]:
     """Seconds, by the clock, of `turns` updates after a first one."""
     actor, batch = start(case, place, case.config(layout, 1))
     reports = [actor.update([batch], PolicyObjective(), 1.0)[0] for _ in range(turns + 1)]
@@ -254,13 +262,14 @@ def main() -> None:
 
 def efficiencies(pool: RankPool, case: Case, rounds: int) -> list[str]:
     """Of TP=2 and PP=2, round by round next to one process."""
-    found: dict[str, list[float]] = {"tensor": [], "pipeline": []}
+    layouts = (LayoutConfig(tensor=2), LayoutConfig(pipeline=2))
+    found: list[list[float]] = [[] for _ in layouts]
     for _ in range(rounds):
-        one = median(pool.run(1, seconds_of, case, {}, 5, timeout_s=3600)[0])
-        for kind, values in found.items():
-            two = median(pool.run(2, seconds_of, case, {kind: 2}, 5, timeout_s=3600)[0])
+        one = median(pool.run(1, seconds_of, case, LayoutConfig(), 5, timeout_s=3600)[0])
+        for layout, values in zip(layouts, found, strict=True):
+            two = median(pool.run(2, seconds_of, case, layout, 5, timeout_s=3600)[0])
             values.append(one / (2 * two))
-    return [spread(values) for values in found.values()]
+    return [spread(values) for values in found]
 
 
 if __name__ == "__main__":

@@ -30,11 +30,32 @@ class Rotary:
         if self._last is None or self._last[0] is not sequences or self._last[1].dtype != x.dtype:
             positions = sequences.plan.positions.to(torch.float32)
             angles = torch.outer(positions, self.inverse_frequencies.to(x.device))[:, None]
-            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-            self._last = (sequences, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+            self._last = (sequences, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         _, cos, sin = self._last
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((second, first), dim=-1) * sin
+        return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """Each pair (x_i, x_{i + D/2}) turned by its angle; its gradient is turned back. cos and sin: [t, 1, D / 2]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    to_first, to_second = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    return turned
 
 
 class PackedAttention(MegatronModule):
@@ -75,6 +96,9 @@ class PackedAttention(MegatronModule):
         if self.context_group is not None:
             gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.context_group)
             key, value = gathered.unbind(1)
+        if plan.equal:
+            batch = [x.unflatten(0, (len(plan.lengths), -1)) for x in (query, key, value)]
+            return self._attend(*batch, mask=None)
         outputs = []
         if plan.alone:
             # One split for all: its backward is one concatenation, that of a slice each would be a full-sized sum each.

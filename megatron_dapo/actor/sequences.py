@@ -53,6 +53,9 @@ class AttentionPlan:
     lengths: tuple[int, ...]
     """Local tokens of each sequence, in the stream's order."""
 
+    equal: bool
+    """All sequences are equally long: the stream is a batch as it lies, and nothing stands in the fields below."""
+
     alone: tuple[int, ...]
     """Sequences computed by themselves, without padding."""
 
@@ -138,6 +141,10 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
     for own in positions:
         starts.append(starts[-1] + len(own))
     rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
+    local_lengths = tuple(len(own) for own in positions)
+    if ranks == 1 and len(set(lengths)) == 1:
+        here = torch.cat(positions).to(device)
+        return AttentionPlan(positions=here, lengths=local_lengths, equal=True, alone=(), buckets=(), slots=None)
     # Gathered keys of a sequence do not lie next to each other: under context parallelism nothing is computed alone.
     longest_in_bucket = BUCKET_LONGEST[device.type] if ranks == 1 else max(lengths)
     alone = [i for i, length in enumerate(lengths) if length > longest_in_bucket]
@@ -157,7 +164,8 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
         order.append(queries.flatten())
     return AttentionPlan(
         positions=torch.cat(positions).to(device),
-        lengths=tuple(len(own) for own in positions),
+        lengths=local_lengths,
+        equal=False,
         alone=tuple(alone),
         buckets=tuple(buckets),
         slots=_first_places(torch.cat(order), starts[-1], device) if buckets else None,

@@ -230,9 +230,11 @@ class ForwardBackward:
             group=self.tensor_group,
         )
         wanted = (item.rows, item.targets, shard)
+        # An index [0] instead would write the whole gradient once more in backward.
+        output = output.squeeze(0)
         if weight is None:
             log_probs, entropy = token_log_probs(
-                output[0],
+                output,
                 *wanted,
                 temperature=temperature,
                 chunk=self.chunk_tokens,
@@ -240,7 +242,7 @@ class ForwardBackward:
             )
         else:
             log_probs, entropy = linear_token_log_probs(
-                output[0], weight, *wanted, temperature=temperature, entropy_gradient=entropy_gradient
+                output, weight, *wanted, temperature=temperature, entropy_gradient=entropy_gradient
             )
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])

@@ -44,6 +44,9 @@ def test_every_row_has_one_context_rank_and_plans_agree(lengths, ranks):
         assert torch.equal(plan.positions, part - starts[owner])
         # Each local row is the query of exactly one slot, and that is the slot where its output is looked up.
         own = torch.arange(len(part)).split(plan.lengths)
+        if plan.equal:
+            assert len(set(padded)) == 1
+            continue
         queries = torch.cat([own[i] for i in plan.alone] + [bucket.queries.flatten() for bucket in plan.buckets])
         assert torch.equal(queries if plan.slots is None else queries[plan.slots], torch.arange(len(part)))
 
@@ -96,6 +99,13 @@ def check_attention(lengths: list[int], heads: tuple[int, int]) -> None:
     gradients = torch.autograd.grad(ours, qkv, upstream), torch.autograd.grad(theirs, qkv, upstream.double())
     for our, their in zip(*gradients, strict=True):
         torch.testing.assert_close(our.double(), their.double(), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("lengths", [[7], [40, 40, 40], [5, 5]])
+def test_sequences_of_one_length_are_a_batch_as_they_lie(lengths):
+    plan = packed_sequences(lengths, device=CPU).plan
+    assert plan.equal
+    check_attention(lengths, (4, 2))
 
 
 def test_many_short_sequences_take_few_calls():
