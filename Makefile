@@ -4,6 +4,7 @@
 #   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
 #                https://download.pytorch.org/whl/cpu
 #   ARGS         added to the command: ARGS="-k overlong -x" make test
+#   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
 
 VENV ?= .venv

@@ -20,6 +20,9 @@ weights."""
 
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 
+PIECE_BYTES = 2**28
+"""Of a host copy: PyTorch rounds each pinned allocation up to a power of two, which would double a large one."""
+
 
 def parts_at_rest(config: OffloadConfig) -> tuple[Part, ...]:
     """What is in host memory while the actor has nothing to do."""
@@ -41,7 +44,7 @@ class DeviceMemory:
         self._megatron = megatron_optimizer
         self._away: dict[Part, list[UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        self._host: dict[Part, dict[int, Tensor]] = {}
+        self._host: dict[Part, dict[int, list[Tensor]]] = {}
 
     @property
     def away(self) -> tuple[Part, ...]:
@@ -71,7 +74,8 @@ class DeviceMemory:
                 if kept is None:
                     _bytes_of(storage).zero_()
                 else:
-                    _bytes_of(storage).copy_(kept, non_blocking=True)
+                    for target, piece in zip(_pieces(storage), kept, strict=True):
+                        target.copy_(piece, non_blocking=True)
 
     @contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
@@ -139,9 +143,13 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copied(storage: UntypedStorage, host: Tensor | None) -> Tensor:
+def _pieces(storage: UntypedStorage) -> tuple[Tensor, ...]:
+    return _bytes_of(storage).split(PIECE_BYTES)
+
+
+def _copied(storage: UntypedStorage, host: list[Tensor] | None) -> list[Tensor]:
     """The storage's bytes in `host`, or in new memory."""
-    source = _bytes_of(storage)
-    if host is None or host.numel() != source.numel():
-        return to_host(source)
-    return host.copy_(source, non_blocking=True)
+    pieces = _pieces(storage)
+    if host is None or [len(piece) for piece in host] != [len(piece) for piece in pieces]:
+        return [to_host(piece) for piece in pieces]
+    return [kept.copy_(piece, non_blocking=True) for kept, piece in zip(host, pieces, strict=True)]

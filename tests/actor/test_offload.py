@@ -48,6 +48,9 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, layout: dict, distributed: bool) -> dict:
+    from megatron_dapo.actor import offload
+
+    offload.PIECE_BYTES = 50_000  # several pieces, and a rest
     config = actor_config(layout, optimizer={"distributed": distributed})
     actor = start_actor(place, folder, config, dtype=dtype)
     actor.update([mini_batch(data, config, without=NONE_OF)], PolicyObjective(), TEMPERATURE)

@@ -1,0 +1,191 @@
+"""Tokens per second, model FLOPs utilisation and peak memory of an update on one GPU, against a plain loop.
+
+Models of Qwen2.5's widths with random weights, bfloat16, packed rows of 8 192 and 16 384 tokens. The plain loop is that
+of `tools/measure_actor_speed`: transformers with PyTorch's scaled-dot-product attention, on sequences of equal length,
+so that it pads nothing; its weights and AdamW are bfloat16, without master weights.
+"""
+
+import gc
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.actor.messages import MiniBatch, Responses
+from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
+from megatron_dapo.config.model import ModelConfig
+from tests.actor.gloo import RankPlace
+from tools.measure_actor_speed import PlainLoop
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s from the vendor's data sheets (SXM)."""
+
+VOCABULARY = 151936
+SEQUENCES = 4
+"""Equally long ones in a row."""
+
+ROWS = 2
+"""Micro-batches of an update."""
+
+TURNS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Qwen2.5 model's width, and how many of its layers are built."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    layers: int
+    tied: bool
+
+    def save(self, folder: Path) -> Path:
+        """Random weights in Hugging Face format, drawn on the GPU."""
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            max_position_embeddings=32768,
+            tie_word_embeddings=self.tied,
+            dtype="bfloat16",
+        )
+        with torch.device("cuda"):
+            model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
+        return folder
+
+    def flops(self, lengths: np.ndarray) -> float:
+        """Of forward and backward (three times forward): 2 a weight and token, and causal attention's two products."""
+        size = self.hidden // self.heads
+        layer = self.hidden * (2 * self.heads + 2 * self.groups) * size + 3 * self.hidden * self.ffn
+        weights = self.layers * layer + self.hidden * VOCABULARY
+        attention = self.layers * 2 * float((lengths.astype(np.float64) ** 2).sum()) * self.heads * size
+        return 3 * (2 * weights * int(lengths.sum()) + attention)
+
+
+SHAPES = [
+    Shape(name="1.5B", hidden=1536, ffn=8960, heads=12, groups=2, layers=28, tied=True),
+    Shape(name="7B width, 4 layers", hidden=3584, ffn=18944, heads=28, groups=4, layers=4, tied=False),
+]
+
+
+def mini_batch(row: int, config: ActorConfig, hidden: int) -> MiniBatch:
+    rng = np.random.default_rng(0)
+    lengths = np.full(SEQUENCES * ROWS, row // SEQUENCES, dtype=np.int32)
+    prompts = np.full(len(lengths), 128, dtype=np.int32)
+    tokens = int((lengths - prompts).sum())
+    return MiniBatch(
+        responses=Responses(
+            token_ids=rng.integers(0, VOCABULARY, lengths.sum()).astype(np.int32),
+            sequence_lengths=lengths,
+            prompt_lengths=prompts,
+        ),
+        weights=np.full(tokens, 1 / tokens, dtype=np.float32),
+        plan=plan_for_actor(lengths, config, hidden_size=hidden),
+        advantages=rng.normal(size=tokens).astype(np.float32),
+        old_log_probs=np.full(tokens, -np.log(VOCABULARY), dtype=np.float32),
+    )
+
+
+def config_of(row: int, fields: dict[str, Any]) -> ActorConfig:
+    optimizer = OptimizerConfig(lr=1e-9, warmup_rollout_steps=0)
+    return ActorConfig(**{"device": "cuda", "micro_batch_tokens": row, "optimizer": optimizer} | fields)
+
+
+def timed(update: Callable[[], Any]) -> dict[str, float]:
+    """Median seconds of an update after the first, and the peak of allocated GiB."""
+    update()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(TURNS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        update()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": median(seconds), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+
+
+def fresh() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def actor_update(place: RankPlace, folder: Path, row: int, hidden: int, fields: dict[str, Any]) -> dict[str, Any]:
+    from megatron_dapo.actor.actor import MegatronActor
+
+    fresh()
+    config = config_of(row, fields)
+    actor = MegatronActor(
+        config,
+        ModelConfig(path=str(folder), context_length=row, dtype="bfloat16"),
+        rank=0,
+        world_size=1,
+        rendezvous=place.rendezvous,
+        steps_per_rollout=1,
+        seed=0,
+        timeout_s=300,
+    )
+    batch = mini_batch(row, config, hidden)
+    found = timed(lambda: actor.update([batch], PolicyObjective(), 1.0))
+    return found | {"kernels": actor.describe()["kernels"]}
+
+
+def plain_update(place: RankPlace, folder: Path, row: int, hidden: int) -> dict[str, Any]:
+    fresh()
+    config = config_of(row, {})
+    loop = PlainLoop(folder, mini_batch(row, config, hidden), config, dtype=torch.bfloat16, device="cuda")
+    try:
+        return timed(loop.update)
+    except torch.cuda.OutOfMemoryError as error:
+        return {"out of memory": str(error).splitlines()[0]}
+
+
+@pytest.mark.parametrize("row", [8192, 16384])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_an_update(cuda, record, shape, row, tmp_path):
+    folder = shape.save(tmp_path / "model")
+    lengths = np.full(SEQUENCES * ROWS, row // SEQUENCES)
+    tokens, flops = int(lengths.sum()), shape.flops(lengths)
+    gpu = torch.cuda.get_device_name()
+    peak = next((value for name, value in PEAK_FLOPS.items() if name in gpu), None)
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "actor": lambda: cuda(actor_update, folder, row, shape.hidden, {}, timeout_s=600),
+        "actor, fused linear": lambda: cuda(
+            actor_update, folder, row, shape.hidden, {"fused_linear_log_prob": True}, timeout_s=600
+        ),
+        "plain": lambda: cuda(plain_update, folder, row, shape.hidden, timeout_s=600),
+    }
+    found = {}
+    for name, way in ways.items():
+        found[name] = way()
+        if "seconds" in found[name]:
+            found[name]["tokens_per_second"] = round(tokens / found[name]["seconds"])
+            found[name]["mfu"] = peak and round(flops / found[name]["seconds"] / peak, 4)
+    shutil.rmtree(folder)
+    record(f"update of {shape.name}, rows of {row}", found)
+    actor, plain = found["actor"], found["plain"]
+    assert actor["tokens_per_second"] > 0
+    if "seconds" in plain:
+        assert actor["tokens_per_second"] > plain["tokens_per_second"]
