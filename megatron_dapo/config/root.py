@@ -51,7 +51,15 @@ class Config:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
-    algorithm, layout, rollout = config.algorithm, config.actor.layout, config.rollout
+    yield from _of_algorithm(config)
+    yield from _of_data(config)
+    yield from _of_actor(config)
+    yield from _of_rollout(config)
+    yield from _of_run(config)
+
+
+def _of_algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
     responses, group = algorithm.mini_batch_responses, algorithm.group_size
     if group < 2:
         yield f"algorithm.group_size = {group}: eq. 9 compares responses of one prompt; use 2 or more"
@@ -80,6 +88,10 @@ def contradictions(config: Config) -> Iterator[str]:
             f"algorithm.importance.lower = {importance.lower:g}: must be below importance.upper = "
             f"{importance.upper:g}, else every token is dropped"
         )
+
+
+def _of_data(config: Config) -> Iterator[str]:
+    rollout = config.rollout
     if config.data.max_prompt_tokens + rollout.max_new_tokens > config.model.context_length:
         yield (
             f"model.context_length = {config.model.context_length}: below data.max_prompt_tokens + "
@@ -94,6 +106,10 @@ def contradictions(config: Config) -> Iterator[str]:
             f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = "
             f"{config.run.step_deadline_s:g}, else a service that is away looks like a stall"
         )
+
+
+def _of_actor(config: Config) -> Iterator[str]:
+    layout = config.actor.layout
     if layout.sequence_parallel and layout.tensor == 1:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:
@@ -105,6 +121,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"actor.fp8 = {fp8}: the rest of the model is then bfloat16; set model.dtype to that"
     if max(config.actor.optimizer.betas) >= 1 or min(config.actor.optimizer.betas) < 0:
         yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
+
+
+def _of_rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
     if rollout.port and rollout.port + rollout.servers - 1 > 65535:
         yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
     if rollout.api_key_file is not None and not rollout.urls:
@@ -115,6 +135,9 @@ def contradictions(config: Config) -> Iterator[str]:
     addresses = [url.rstrip("/") for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
+
+
+def _of_run(config: Config) -> Iterator[str]:
     if config.run.dir.startswith("~"):
         yield f"run.dir = {config.run.dir}: nobody expands the ~, it would be a folder of that name; write it in full"
     if config.run.resume_step is not None and not config.run.resume:
