@@ -112,14 +112,18 @@ def extra_state_keys(hf: HFModelConfig) -> list[str]:
 
 
 def share(parameters: Sequence[Stored], workers: int) -> list[list[Stored]]:
-    """The parameters over the workers, each with about the same number of elements, in the model's order."""
-    parts: list[list[int]] = [[] for _ in range(workers)]
-    filled = [0] * workers
-    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].elements):
-        least = filled.index(min(filled))
-        parts[least].append(index)
-        filled[least] += parameters[index].elements
-    return [[parameters[index] for index in sorted(part)] for part in parts]
+    """The parameters over the workers, each with about the same number of elements.
+
+    Neighbours stay together, so that few workers write to one safetensors file: Linux lets one write at a time.
+    """
+    total = sum(stored.elements for stored in parameters)
+    parts: list[list[Stored]] = [[] for _ in range(workers)]
+    begin = 0
+    for stored in parameters:
+        middle = begin + stored.elements / 2
+        parts[int(middle * workers / total)].append(stored)
+        begin += stored.elements
+    return parts
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
