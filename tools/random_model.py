@@ -27,7 +27,7 @@ FIELDS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""1.25e9 parameters, 2.3 GiB in bfloat16; the vocabulary divides by no layout."""
+"""1.22e9 parameters, 2.3 GiB in bfloat16; the vocabulary divides by no layout."""
 
 
 def write_random_model(folder: Path, *, max_file_bytes: int = 10**9, **overrides: Any) -> int:
