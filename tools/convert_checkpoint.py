@@ -3,7 +3,8 @@
 python -m tools.convert_checkpoint to-megatron Qwen2.5-32B checkpoints/base --tensor 8 --verify
 python -m tools.convert_checkpoint to-hf runs/dapo/checkpoints/step_100 exported/step_100 --verify
 
-Weights are streamed by several processes: none holds more than one tensor. A target is written aside and renamed.
+Weights are streamed by several processes; what one holds depends on the largest parameter, not on the model. A target
+is written aside and renamed.
 
 `to-megatron` writes the model without an optimizer. A checkpoint has no pipeline in it and loads at any layout, uneven
 splits of the layers too; --tensor pads the vocabulary and cuts the tensors so that each of that many tensor-parallel

@@ -73,7 +73,7 @@ def to_hf(
 
 
 def write_part(place: RankPlace, part: Part, counter: Counter) -> None:
-    """Put one worker's tensors in their places; one parameter is in memory at a time."""
+    """Put one worker's tensors in their places; one parameter at a time."""
     reader = CheckpointReader(part.source)
     for stored in part.parameters:
         for name, tensor in stored.full(reader.read(stored)).items():
