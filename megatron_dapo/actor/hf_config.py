@@ -60,10 +60,14 @@ class HFModelConfig:
             ConfigError: a field has a value that Megatron's model of ours does not represent, or is missing.
         """
         file = Path(folder) / "config.json"
-        fields = json.loads(file.read_text())
+        return cls.of(json.loads(file.read_text()), shown=str(file))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, shown: str) -> "HFModelConfig":
+        """The same from a config.json's content; `shown` names it in errors."""
         problems = list(_problems(fields))
         if problems:
-            raise ConfigError("\n".join(f"{file}: {problem}" for problem in problems))
+            raise ConfigError("\n".join(f"{shown}: {problem}" for problem in problems))
         rope = _rope(fields)
         heads = fields["num_attention_heads"]
         return cls(
