@@ -205,7 +205,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _overrides(way: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in way.items())
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in way.items())
 
 
 def _gb(value: float) -> str:

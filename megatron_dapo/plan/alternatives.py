@@ -87,7 +87,8 @@ def _layouts(config: Config, hf: HFModelConfig) -> Iterator[dict[str, Any]]:
 
 def _server_ways(config: Config) -> list[Changes]:
     now = config.rollout
-    ways: list[Changes] = [{"rollout.memory_fraction": 0.85}] if now.memory_fraction < 0.85 else []
+    ways: list[Changes] = [] if now.kv_cache_tokens is None else [{"rollout.kv_cache_tokens": None}]
+    ways += [{"rollout.memory_fraction": 0.85}] if now.memory_fraction < 0.85 else []
     ways += [{"rollout.tensor_parallel": size} for size in (2, 4, 8) if size > now.tensor_parallel]
     return ways
 

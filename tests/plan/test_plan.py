@@ -109,6 +109,12 @@ def test_the_command_fails_where_something_does_not_fit():
     assert "would fit with: actor." in answer.stdout
 
 
+def test_a_cache_that_is_set_too_small_is_named_as_an_override_says_it():
+    answer = CliRunner().invoke(app, ["plan", str(RECIPES / "qwen2.5_7b_8gpu.yaml"), "rollout.kv_cache_tokens=1000"])
+    assert answer.exit_code == 2
+    assert "would fit with: rollout.kv_cache_tokens=null" in answer.stdout
+
+
 def test_it_needs_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from megatron_dapo.cli.main import app; "
