@@ -58,11 +58,13 @@ def remedies(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memo
 def _trainer_ways(config: Config, hf: HFModelConfig) -> list[Changes]:
     actor = config.actor
     budgets = [{}, {"actor.micro_batch_tokens": config.model.context_length}]
-    recomputes = [{}] if actor.recompute == "full" else [{}, {"actor.recompute": "full"}]
+    recomputes: list[dict[str, Any]] = [{}] if actor.recompute == "full" else [{}, {"actor.recompute": "full"}]
     fused = [{}] if actor.fused_linear_log_prob else [{}, {"actor.fused_linear_log_prob": True}]
     if actor.micro_batch_tokens <= config.model.context_length:
         budgets = [{}]
     ways: list[Changes] = []
+    if not actor.offload.optimizer_state:
+        recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
     for layout in [{}, *_layouts(config, hf)]:
         for budget, recompute, linear in itertools.product(budgets, recomputes, fused):
             ways.append({**layout, **budget, **recompute, **linear})

@@ -19,6 +19,7 @@ class Calibration:
     memory_bandwidth: float
     nvlink_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     gpus_per_node: float
     train_efficiency: float
     forward_efficiency: float

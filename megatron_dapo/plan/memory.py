@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
-from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.config.actor import ActorConfig, OffloadConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters, rank_state
 
@@ -33,7 +33,8 @@ EXPORT_FILE_BYTES = 5 * 10**9
 _TOKEN_BYTES = 28
 """Of a response token: id, version, log-probs of engine and trainer, entropy, advantage, weight."""
 
-PHASES = ("rollout", "log-probs", "update", "weight sync")
+PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
+"""`update` is forward and backward of a mini-batch, after which the `optimizer step` comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +145,22 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
         update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
     # The whole of one parameter is gathered on rank 0, and joined there once more.
     sync = {"sync bucket": float(2 * _largest_tensor(hf) * size)} if stage == 0 else {}
-    extra = {"rollout": {}, "log-probs": forward, "update": update, "weight sync": sync}
-    return RankMemory(stage=stage, state=state, items={phase: resident | extra[phase] for phase in PHASES})
+    extra = {"log-probs": forward, "update": update, "weight sync": sync}
+    items = {
+        phase: {name: value for name, value in resident.items() if name not in _away(actor.offload, phase)}
+        | extra.get(phase, {})
+        for phase in PHASES
+    }
+    return RankMemory(stage=stage, state=state, items=items)
+
+
+def _away(offload: OffloadConfig, phase: str) -> set[str]:
+    """What of the state is in host memory during a phase."""
+    away = {"master weights", "moments"} if offload.optimizer_state and phase != "optimizer step" else set()
+    if phase == "rollout" and offload.between_phases != "none":
+        away |= {"gradients", "master weights", "moments"}
+        away |= {"parameters"} if offload.between_phases == "all" else set()
+    return away
 
 
 def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: int, *, backward: bool) -> float:
@@ -185,9 +200,15 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     model = model_parameters(hf) * size
     # The reference's weights, and the rank's own while the reference is swapped in.
     reference = 2 * model / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
+    state = rank_state(hf, config.actor, config.model.dtype, stage=0, data_rank=0, overlap=False)
+    offload, offloaded = config.actor.offload, 0
+    if offload.optimizer_state or offload.between_phases != "none":
+        offloaded = state.master_weights + state.moments
+    if offload.between_phases != "none":
+        offloaded += state.gradients + (state.parameters if offload.between_phases == "all" else 0)
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
-        "a trainer process": constants.process_memory + reference,
+        "a trainer process": constants.process_memory + reference + offloaded,
         "a server process": constants.process_memory,
         "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES)
         + 2.0 * _largest_tensor(hf) * size,

@@ -130,4 +130,6 @@ def _data_seconds(actor: ActorConfig, constants: Calibration, state: StateBytes)
     moved += state.parameters * share if actor.optimizer.distributed else 0
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
-    return moved / link + touched / constants.memory_bandwidth
+    # Moments and master weights that live in host memory come and go with every step.
+    carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
+    return moved / link + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

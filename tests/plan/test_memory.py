@@ -60,8 +60,10 @@ def test_constants_that_stand_in_modules_with_torch_are_the_same():
     import torch
 
     from megatron_dapo.actor.vocabulary import piece_elements
+    from megatron_dapo.actor.weights import EXPORT_FILE_BYTES
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
+    assert EXPORT_FILE_BYTES == memory.EXPORT_FILE_BYTES
     assert log_prob_stream.CHUNKS == step.LOG_PROB_PARTS
 
 
@@ -81,6 +83,17 @@ def test_each_remedy_lowers_the_peak(constants):
     assert update_peak(usual | {"actor.layout.data": 2}, constants) < peak
     assert update_peak(usual | {"actor.layout.sequence_parallel": False}, constants) > peak
     assert update_peak(usual | {"actor.micro_batch_tokens": 45056}, constants) > peak
+
+
+def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.offload.optimizer_state": True})
+    [rank, _] = trainer_memory(config, HF, constants)
+    optimizer = {"master weights", "moments"}
+    assert {phase for phase, items in rank.items.items() if optimizer <= set(items)} == {"optimizer step"}
+    config = changed(config, {"actor.offload.between_phases": "all"})
+    [rank, _] = trainer_memory(config, HF, constants)
+    assert set(rank.items["rollout"]) == {"framework"}
+    assert {"parameters", "gradients"} <= set(rank.items["log-probs"])
 
 
 def test_a_budget_below_one_sequence_saves_nothing(constants):
