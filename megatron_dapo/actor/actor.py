@@ -141,7 +141,7 @@ class MegatronActor:
             "collectives": self.device.backend,
             "kernels": {kernel.part: f"{kernel.name} ({kernel.reason})" for kernel in self.device.kernels},
             "optimizer": "distributed AdamW" if self.config.optimizer.distributed else "AdamW",
-            "in host memory between phases": ", ".join(self.memory.away) or "nothing",
+            "host_memory_between_phases": ", ".join(self.memory.away) or "nothing",
             "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
             "dtype": self.model.dtype,
             "model": self.model.path,

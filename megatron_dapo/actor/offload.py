@@ -51,17 +51,17 @@ class DeviceMemory:
         """Parts that are off the device."""
         return tuple(part for part in PARTS if part in self._away)
 
-    def offload(self, *parts: Part) -> None:
+    def offload(self, *parts: Part, give_back: bool = True) -> None:
         """Free the device memory of `parts`; what is away already stays away.
 
         Weights, moments and master weights go to the host, pinned where the device is CUDA; gradients are dropped and
-        come back as zeros. The host copies' memory is kept for the next time.
+        come back as zeros. The host copies' memory is kept for the next time. `give_back`: so that another process on
+        this GPU can have the device memory; without it PyTorch keeps it for this one.
         """
         for part in parts:
             if part not in self._away:
                 self._release(part)
-        if parts and torch.cuda.is_initialized():
-            # Another process on this GPU gets the memory only once PyTorch's cache has given it back.
+        if parts and give_back and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def onload(self, *parts: Part) -> None:
@@ -78,7 +78,7 @@ class DeviceMemory:
                         target.copy_(piece, non_blocking=True)
 
     @contextmanager
-    def resident(self, *parts: Part) -> Iterator[None]:
+    def resident(self, *parts: Part, give_back: bool = True) -> Iterator[None]:
         """`parts` are on the device inside; afterwards those that were away are away again."""
         brought = [part for part in parts if part in self._away]
         if brought:
@@ -87,7 +87,7 @@ class DeviceMemory:
             yield
         finally:
             if brought:
-                self.offload(*brought)
+                self.offload(*brought, give_back=give_back)
 
     def _release(self, part: Part) -> None:
         if part == "gradients":

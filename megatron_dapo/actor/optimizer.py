@@ -101,7 +101,7 @@ class ActorOptimizer:
         Raises:
             NonFiniteUpdateError: the gradient is not finite; on all ranks, and nothing has changed.
         """
-        with self.memory.resident("optimizer"):
+        with self.memory.resident("optimizer", give_back=False):
             return self._step()
 
     def _step(self) -> StepResult:
