@@ -13,11 +13,16 @@ import psutil
 import ray
 import torch
 
+from megatron_dapo.coordinator.placement import PlacementError
+
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
 
 
 CONNECT_DEADLINE_S = 10.0
+
+RANK_BYTES = 400_000_000
+"""Less than any trainer process on the CPU takes before it holds a model."""
 
 LONGEST_PARENT = 24
 """Characters; Ray adds about 80 of its own to the folder that it is given."""
@@ -53,7 +58,7 @@ class Cluster:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
-        except ClusterError:
+        except (ClusterError, PlacementError):
             self.close()
             raise
         except (RuntimeError, OSError, ValueError, AssertionError) as error:  # what ray.init raises
@@ -75,6 +80,8 @@ class Cluster:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return _decide(device, ray.cluster_resources().get("GPU", 0) > 0, f"the cluster at {address}")
         use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
+        if not use_gpu:
+            check_memory(processes, psutil.virtual_memory().total)
         # Unix sockets lie below this folder, and their paths may have no more than 107 bytes.
         parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=parent))
@@ -100,6 +107,15 @@ class Cluster:
         ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def check_memory(processes: int, total: int) -> None:
+    """PlacementError if so many trainer processes cannot fit into `total` bytes of memory, whatever the model."""
+    if processes * RANK_BYTES > total:
+        raise PlacementError(
+            f"actor.layout asks for {processes} trainer processes on this machine's CPUs: each takes at least "
+            f"{RANK_BYTES / 1e9:g} GB, and there are {total / 1e9:.0f} GB; lower actor.layout"
+        )
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from megatron_dapo.coordinator.cluster import Cluster, ClusterError
+from megatron_dapo.coordinator.cluster import Cluster, ClusterError, check_memory
+from megatron_dapo.coordinator.placement import PlacementError
 from tests.processes import ROOT
 
 
@@ -54,3 +55,9 @@ print("lost", lost)
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert "lost True" in finished.stdout, finished.stdout + finished.stderr
+
+
+def test_more_trainer_processes_than_memory_holds_are_refused():
+    check_memory(8, 16 << 30)
+    with pytest.raises(PlacementError, match=r"1000 trainer processes.* lower actor\.layout"):
+        check_memory(1000, 16 << 30)
