@@ -51,7 +51,10 @@ def why_not() -> str | None:
         ["apt-get", "update"],
         ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
     ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        except subprocess.TimeoutExpired:
+            return f"{' '.join(command)} did not end within 300 s"
         if done.returncode:
             return f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}"
     missing = [program for program in programs if not shutil.which(program)]
