@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
@@ -94,6 +95,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     """
     folder = Path(folder)
     _verify(folder)
+    refuse_foreign_code(folder)
     state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
     if state.distributed_optimizer is None:
         raise CheckpointError(

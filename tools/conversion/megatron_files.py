@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.actor.checkpoint import MANIFEST_FILE, read_manifest
+from megatron_dapo.actor.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES, WeightsError
 from tools.conversion.stored import Stored
-
-METADATA_FILE = ".metadata"
 
 
 class CheckpointReader:
@@ -37,7 +36,7 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._storage = FileSystemReader(self.folder)
-        self.metadata: Metadata = self._storage.read_metadata()
+        self.metadata: Metadata = read_index(self.folder)
         self._storage.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def dtype(self, stored: Stored) -> torch.dtype:
@@ -46,7 +45,7 @@ class CheckpointReader:
     def check(self, stored: Stored) -> None:
         """Raise WeightsError unless the parameter is there, whole and of the shape that config.json tells."""
         entry = self._entry(stored)
-        where, found = f"{self.folder / METADATA_FILE}: tensor {stored.key}", tuple(entry.size)
+        where, found = f"{self.folder / INDEX_FILE}: tensor {stored.key}", tuple(entry.size)
         expected = stored.global_shape(1)
         # Rows behind the vocabulary only pad it.
         padded = stored.layer is None and found[1:] == expected[1:] and found[0] >= expected[0] and stored.shards.split
@@ -76,7 +75,7 @@ class CheckpointReader:
         entry = self.metadata.state_dict_metadata.get(stored.key)
         if not isinstance(entry, TensorStorageMetadata):
             raise WeightsError(
-                f"{self.folder / METADATA_FILE}: tensor {stored.key} is missing; the model needs it with shape "
+                f"{self.folder / INDEX_FILE}: tensor {stored.key} is missing; the model needs it with shape "
                 f"{list(stored.global_shape(1))}"
             )
         return entry
@@ -200,7 +199,7 @@ def expected_digests(folder: Path) -> dict[str, str]:
         CheckpointError: there is none, or a file of it is missing; the message names a tensor that was in it.
     """
     expected = read_manifest(folder / MANIFEST_FILE)
-    for name in (METADATA_FILE, *sorted(expected)):
+    for name in (INDEX_FILE, *sorted(expected)):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing{held_by(folder, name)}: the checkpoint is not whole")
     return expected

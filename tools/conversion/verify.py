@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_dapo.actor import process_groups
+from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.hf_files import SafetensorsReader
@@ -174,6 +175,7 @@ def megatron_logits(
 
 def load_model(chunk: GPTModel, checkpoint: Path) -> None:
     """Fill a rank's model from a distributed checkpoint, with Megatron's own loader."""
+    refuse_foreign_code(checkpoint)
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
