@@ -32,6 +32,7 @@ OF_ERRORS = {
     "megatron_dapo.data.ledger.LedgerError": ExitCode.CONFIG,
     "megatron_dapo.monitor.writer.MetricsError": ExitCode.CONFIG,
     "megatron_dapo.coordinator.run_dir.RunDirError": ExitCode.CONFIG,
+    "megatron_dapo.coordinator.run_dir.RunDirLost": ExitCode.FAILED,
     "megatron_dapo.coordinator.placement.PlacementError": ExitCode.CONFIG,
     "reward.messages.VerifierError": ExitCode.CONFIG,
     "reward.lanes.PoolError": ExitCode.FAILED,

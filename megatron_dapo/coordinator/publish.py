@@ -9,6 +9,7 @@ async def publish_weights(parts: Parts, version: int) -> None:
     """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor."""
     deadline = parts.config.run.step_deadline_s
     folder = parts.run_dir.path / "weights" / f"v{version}"
+    parts.run_dir.check_there()
     await parts.services.trainer.export_hf(folder)
     await parts.services.waits.wait_for(
         f"weight version {version}", "rollout servers", deadline, parts.services.fleet.publish(folder, version)

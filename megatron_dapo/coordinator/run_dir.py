@@ -17,6 +17,10 @@ class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""
 
 
+class RunDirLost(RunDirError):
+    """The directory that the run began in is not at its path any more. The message says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """One complete checkpoint: `step` rollout steps are done."""
@@ -45,6 +49,7 @@ class RunDir:
             ) from None
         except OSError as error:
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+        self._identity = _identity(self.path / ".lock")
         (self.path / ".holder").write_text(f"process {os.getpid()}")
         if not resume and not self._has_run() and not (self.path / "manifest.json").exists():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]
@@ -70,6 +75,19 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def check_there(self) -> None:
+        """Before something is written that a resume rests on: a path whose mount is gone may be a directory still, and
+        what is written to it is lost once the mount is back.
+
+        Raises:
+            RunDirLost: another directory, or none, is at the run directory's path.
+        """
+        if _identity(self.path / ".lock") != self._identity:
+            raise RunDirLost(
+                f"run.dir = {self.path}: is not the directory that this run began in (was a mount lost, or the "
+                "directory moved?); what was saved stands there: bring it back and set run.resume=true"
+            )
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
@@ -103,6 +121,7 @@ class RunDir:
 
     def checkpoint_aside(self, step: int) -> Path:
         """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count."""
+        self.check_there()
         aside = self.path / "checkpoints" / f".step_{step}.tmp"
         if aside.exists():
             shutil.rmtree(aside)
@@ -111,6 +130,7 @@ class RunDir:
 
     def publish_checkpoint(self, aside: Path, step: int, keep: int) -> Checkpoint:
         """Rename into place, point `latest` at it, remove all but the newest `keep`."""
+        self.check_there()
         folder = self.path / "checkpoints" / f"step_{step}"
         if folder.exists():
             _remove(folder)
@@ -197,6 +217,15 @@ def _unused(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}.{number}")
     return free
+
+
+def _identity(lock: Path) -> tuple[int, int] | None:
+    """Device and inode of the lock file, which is never replaced while a run holds it; None without one."""
+    try:
+        found = lock.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _read_or(path: Path, otherwise: str) -> str:

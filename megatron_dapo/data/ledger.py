@@ -18,6 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.os_errors import naming
+
 
 class Event(StrEnum):
     DISPATCHED = "dispatched"
@@ -52,12 +54,14 @@ class Ledger:
             "weight_version": weight_version,
             **details,
         }
-        self._file.write(json.dumps(line) + "\n")
+        with naming(self._path):
+            self._file.write(json.dumps(line) + "\n")
 
     def commit(self) -> None:
         """Returns when everything recorded is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if not self._file.closed:

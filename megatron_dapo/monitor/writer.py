@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.monitor.catalog import check_declared
+from megatron_dapo.os_errors import naming
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -52,9 +53,10 @@ class MetricsWriter:
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:
             line[NON_FINITE] = list(broken)
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self._run_dir / FILE):
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
         if self._tensorboard:
             self._write_boards(values)
         return broken

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config import dump_config, load_config
 from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError, newest_step
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError, RunDirLost, newest_step
 from megatron_dapo.data.ledger import LedgerError
 from megatron_dapo.monitor.writer import MetricsError
 
@@ -72,6 +72,19 @@ def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
         assert (run_dir.path / "checkpoints" / again).is_dir()
         run_dir.publish_checkpoint(run_dir.checkpoint_aside(6), 6, keep=3)
     assert newest_step(run_dir.path) == 6
+    run_dir.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_saved_to_what_is_left_of_a_lost_mount(tmp_path, replaced):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if replaced:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".lock").touch()
+    with pytest.raises(RunDirLost, match="not the directory that this run began in"):
+        run_dir.checkpoint_aside(1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
     run_dir.close()
 
 

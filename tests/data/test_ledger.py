@@ -89,3 +89,11 @@ def test_a_resume_without_a_checkpoint_starts_over():
 def test_a_contradiction_is_found(events):
     with pytest.raises(LedgerError):
         check_ledger([{"event": event, "prompt": prompt, "rollout_step": 1} for event, prompt in events])
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger._file = open("/dev/full", "a")  # noqa: SIM115  (the device whose every write fails so)
+    ledger.record(Event.DISPATCHED, prompt=0, rollout_step=1, weight_version=0)
+    with pytest.raises(OSError, match=r"No space left on device: '.*ledger\.jsonl'"):
+        ledger.commit()
