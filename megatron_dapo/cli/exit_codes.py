@@ -34,6 +34,7 @@ OF_ERRORS = {
     "megatron_dapo.coordinator.run_dir.RunDirError": ExitCode.CONFIG,
     "megatron_dapo.coordinator.run_dir.RunDirLost": ExitCode.FAILED,
     "megatron_dapo.coordinator.placement.PlacementError": ExitCode.CONFIG,
+    "megatron_dapo.coordinator.response_log.EvaluationError": ExitCode.CONFIG,
     "reward.messages.VerifierError": ExitCode.CONFIG,
     "reward.lanes.PoolError": ExitCode.FAILED,
     "megatron_dapo.coordinator.step_metrics.MismatchStop": ExitCode.DIVERGED,

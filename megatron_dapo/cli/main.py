@@ -46,6 +46,24 @@ def ask(
     raise typer.Exit(ask_command(model, prompt, max_new_tokens, temperature))
 
 
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Config file, or run directory.")],
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Each new version of a run that goes on, as it comes.")
+    ] = False,
+    every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
+) -> None:
+    """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
+    from megatron_dapo.cli.eval import EvalOptions, eval_command
+
+    options = EvalOptions(model=model, out=out, watch=watch, every=every)
+    raise typer.Exit(eval_command(target, overrides or [], options))
+
+
 @app.command()
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""

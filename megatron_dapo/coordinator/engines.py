@@ -47,6 +47,27 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
     ]
 
 
+def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
+    """The same without a trainer beside them: the servers take the first GPUs.
+
+    Raises:
+        PlacementError: the servers need more GPUs than there are.
+    """
+    if config.rollout.urls:
+        return [RemoteServer(url) for url in config.rollout.urls]
+    each, servers = config.rollout.tensor_parallel, config.rollout.servers
+    if gpus and servers * each > len(gpus):
+        raise PlacementError(
+            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; this process sees {len(gpus)} "
+            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
+        )
+    places = [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
+    return [
+        LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
+        for index, place in enumerate(places)
+    ]
+
+
 def placed_engines(config: Config, logs: Path, placement: Placement, *, on_gpu: bool) -> list[Engine]:
     """A server in each of the placement's places for servers; Ray says which GPUs it sees."""
     return [

@@ -1,26 +1,19 @@
-"""Held-out problems answered by the servers: sampled (avg@k), greedy, and the baseline made to work its answer out."""
+"""Held-out problems answered by a run's servers: sampled (avg@k), greedy, and the baseline made to work its answer
+out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from megatron_dapo.config.evaluation import EvaluationConfig
-from megatron_dapo.coordinator.generator import (
-    Decoder,
-    Fleet,
-    Pool,
-    all_or_none,
-    judged,
-    response_seed,
-    verification_request,
-)
+from megatron_dapo.coordinator.generator import all_or_none
+from megatron_dapo.coordinator.problem_results import Results, gathered, write_results
+from megatron_dapo.coordinator.responder import Responder, Way, ways_of
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.monitor.statistics import Accuracy, clustered_accuracy
-from rollout.messages import Generation, GenerationRequest, SamplingParams
-
-FORBIDDEN = -1e9
-"""Logit added to a token that may not be drawn."""
+from rollout.messages import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +25,8 @@ class Answers:
     """The first response to each problem."""
     correct: tuple[bool, ...]
     """Its verdict."""
+    versions: tuple[int, int]
+    """Oldest and newest version of the weights that wrote a token."""
 
 
 class Evaluator:
@@ -41,77 +36,43 @@ class Evaluator:
         self,
         *,
         config: EvaluationConfig,
-        fleet: Fleet,
-        pool: Pool,
-        decoder: Decoder,
+        responder: Responder,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        seed: int,
+        folder: Path,
     ) -> None:
-        self._config, self._fleet, self._pool, self._decoder = config, fleet, pool, decoder
-        self._prompts, self._sampling = prompts, sampling
-        self._seed = seed
+        """`sampling`: length and stop tokens. `folder`: gets a folder of results for each evaluation, by its name."""
+        self._config, self._responder = config, responder
+        self._prompts, self._sampling, self._folder = prompts, sampling, folder
 
     async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
-        """`sampled` and (if configured) `greedy` answers.
+        """`sampled` and (if configured) `greedy` answers, whose results are then in files too.
 
         Args:
-            name: distinguishes the requests of this evaluation from others.
+            name: distinguishes the requests of this evaluation from others, and names its folder of results.
             forbid: token id that no response may begin with.
         """
-        drawn = replace(self._sampling, temperature=self._config.temperature, top_p=self._config.top_p)
-        answers = {"sampled": await self._answer(f"{name}-sampled", drawn, self._config.samples, forbid)}
-        if self._config.greedy:
-            greedy = replace(self._sampling, temperature=0.0, top_p=1.0)
-            answers["greedy"] = await self._answer(f"{name}-greedy", greedy, 1, forbid)
+        answers, results = {}, Results()
+        for way in ways_of(self._config, self._sampling):
+            answers[way.name] = await self._answer(name, way, forbid, results)
+        write_results(self._folder / name, results)
         return answers
 
-    async def _answer(self, name: str, sampling: SamplingParams, samples: int, forbid: int | None) -> Answers:
-        tasks = [
-            self._respond(f"{name}-{at}-{sample}.", at, sample, sampling, forbid)
+    async def _answer(self, name: str, way: Way, forbid: int | None, results: Results) -> Answers:
+        given = await all_or_none(
+            self._responder.answer(f"{name}-{way.name}", at, sample, way.sampling, forbid=forbid)
             for at in range(len(self._prompts))
-            for sample in range(samples)
+            for sample in range(way.samples)
+        )
+        every = range(0, len(given), way.samples)
+        results[way.name] = [
+            gathered(prompt, given[start : start + way.samples])
+            for prompt, start in zip(self._prompts, every, strict=True)
         ]
-        responses = await all_or_none(tasks)
-        texts = [self._decoder.decode(ids.tolist(), skip_special_tokens=True) for ids in responses]
-        requests = [verification_request(self._prompts[at // samples], text) for at, text in enumerate(texts)]
-        verdicts = await judged(self._pool, requests, f"held-out problems ({name})")
-        correct = [verdict.accuracy for verdict in verdicts]
+        correct = [answer.correct for answer in given]
         return Answers(
-            accuracy=clustered_accuracy(np.array(correct).reshape(len(self._prompts), samples)),
-            texts=tuple(texts[::samples]),
-            correct=tuple(correct[::samples]),
+            accuracy=clustered_accuracy(np.array(correct).reshape(len(self._prompts), way.samples)),
+            texts=tuple(answer.text for answer in given[:: way.samples]),
+            correct=tuple(correct[:: way.samples]),
+            versions=(min(answer.versions[0] for answer in given), max(answer.versions[1] for answer in given)),
         )
-
-    async def _respond(
-        self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None
-    ) -> np.ndarray:
-        """Token ids of one response. A forbidden first token takes two requests: the first token alone, then the
-        rest."""
-        request = GenerationRequest(
-            request_id=name,
-            group_id=name.rsplit("-", 1)[0],
-            prompt_ids=self._prompts[at].ids,
-            sampling=sampling,
-            seed=response_seed(self._seed, -1 - at, sample),
-        )
-        if forbid is None:
-            return (await self._fleet.generate(request)).token_ids
-        first = await self._fleet.generate(
-            replace(request, sampling=replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN}))
-        )
-        if _ended(first, sampling):
-            return first.token_ids
-        rest = await self._fleet.generate(
-            replace(
-                request,
-                request_id=f"{name}rest.",
-                prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
-                sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1),
-            )
-        )
-        return np.concatenate([first.token_ids, rest.token_ids])
-
-
-def _ended(generation: Generation, sampling: SamplingParams) -> bool:
-    return int(generation.token_ids[-1]) in sampling.stop_token_ids or sampling.max_new_tokens <= 1

@@ -1,12 +1,13 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.columns import heldout_files, training_files
-from megatron_dapo.data.prompts import PromptSet, read_prompts
+from megatron_dapo.data.prompts import Prompt, PromptSet, read_prompts
 from megatron_dapo.data.rows import check_file
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.data.verifiers import VerifierChoice
@@ -57,10 +58,26 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
     places |= {file.verifier: f"{file.setting}.verifier" for file in training if file.verifier is not None}
     places |= {config.reward.verifier: "reward.verifier"}
-    for prompt in (*prompts.prompts, *heldout.prompts):
+    _check_verifiers(config, places, (*prompts.prompts, *heldout.prompts))
+    return prompts, heldout
+
+
+def read_heldout(config: Config, text: TextTools) -> PromptSet:
+    """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
+    held = heldout_files(config.data, config.evaluation)
+    for file in held:
+        check_file(file.path, file.setting)
+    choice = VerifierChoice(config.reward, held)
+    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    _check_verifiers(config, {}, heldout.prompts)
+    return heldout
+
+
+def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[Prompt]) -> None:
+    """Whether every verifier that is named can be run here; `places`: who named it."""
+    for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
     try:
         check_verifiers(places, config.reward)
     except VerifierError as error:
         raise ConfigError(str(error)) from None
-    return prompts, heldout

@@ -25,8 +25,9 @@ from megatron_dapo.coordinator.group_files import GroupFileError
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.placement import Placement, place
 from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.responder import Responder
 from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
+from megatron_dapo.coordinator.run_dir import EVALUATIONS, RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.waits import Waits
@@ -126,7 +127,7 @@ async def start_parts(
         writer=writer,
         generator=generator,
         sampler=DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler),
-        evaluator=_evaluator(config, inputs, services),
+        evaluator=_evaluator(config, inputs, services, run_dir),
         objective=objective_of(config.algorithm),
         progress=progress,
         start_seconds=time.monotonic() - began,
@@ -162,15 +163,17 @@ def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGener
     )
 
 
-def _evaluator(config: Config, inputs: Inputs, services: Services) -> Evaluator:
+def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunDir) -> Evaluator:
+    prompts = inputs.heldout.prompts[: config.evaluation.limit or None]
+    responder = Responder(
+        fleet=services.fleet, pool=services.pool, decoder=inputs.text.tokenizer, prompts=prompts, seed=config.run.seed
+    )
     return Evaluator(
         config=config.evaluation,
-        fleet=services.fleet,
-        pool=services.pool,
-        decoder=inputs.text.tokenizer,
-        prompts=inputs.heldout.prompts[: config.evaluation.limit or None],
+        responder=responder,
+        prompts=prompts,
         sampling=_sampling(config, inputs),
-        seed=config.run.seed,
+        folder=run_dir.path / EVALUATIONS,
     )
 
 

@@ -1,0 +1,117 @@
+"""`megatron-dapo eval` with real servers: killed and gone on, refused where it would mix, and beside a training run."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from tests.processes import ROOT, Running
+
+CONFIG = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
+ASKED = ("evaluation.limit=10", "evaluation.greedy=false", "rollout.deterministic=true")
+pytestmark = pytest.mark.timeout(600)
+
+
+def evaluate(folder: Path, *arguments: str, target: str = CONFIG) -> Running:
+    return Running("eval", target, *ASKED, *arguments, log=folder / f"eval{time.monotonic_ns()}.txt")
+
+
+def records(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An undisturbed evaluation of the quickstart's base: 10 problems, 12 responses each."""
+    out = tmp_path_factory.mktemp("eval") / "whole"
+    finished = evaluate(out.parent, "evaluation.samples=12", "--out", str(out)).finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    return out
+
+
+def test_the_result_has_figures_with_intervals(whole):
+    result = json.loads((whole / "result.json").read_text())
+    sampled = result["ways"]["sampled"]
+    assert (sampled["problems"], sampled["samples"]) == (10, 12)
+    assert list(sampled["figures"]) == ["avg@12", "pass@1", "pass@2", "pass@4", "pass@8", "pass@12", "cons@12"]
+    rising = [sampled["figures"][f"pass@{k}"]["value"] for k in (1, 2, 4, 8, 12)]
+    assert rising == sorted(rising)
+    assert 0 < rising[0] < rising[-1], "the base solves some of them, and not all at once"
+    assert all(f["low"] <= f["value"] <= f["high"] for f in sampled["figures"].values())
+    problems = records(whole / "problems.jsonl")
+    assert len(problems) == 10
+    assert {len(problem["correct"]) for problem in problems} == {12}
+
+
+def test_after_a_kill_only_what_is_missing_is_asked_for(whole, tmp_path):
+    out = tmp_path / "killed"
+    first = evaluate(tmp_path, "evaluation.samples=6", "--out", str(out))
+    deadline = time.monotonic() + 200
+    while len(records(out / "responses.jsonl")) < 5 and first.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.signal(signal.SIGKILL)
+    assert first.finish(60).left_behind == (), "the servers end with their evaluation"
+    kept = (out / "responses.jsonl").read_bytes()
+    finished = evaluate(tmp_path, "evaluation.samples=12", "--out", str(out)).finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert "of 120 responses are there already" in finished.output
+    assert (out / "responses.jsonl").read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    asked = [(line["problem"], line["sample"]) for line in records(out / "responses.jsonl")]
+    assert len(asked) == len(set(asked)) == 120, "every response once"
+    assert records(out / "problems.jsonl") == records(whole / "problems.jsonl"), "as if it had never been killed"
+
+
+def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
+    refused = evaluate(tmp_path, "evaluation.samples=12", "evaluation.temperature=0.5", "--out", str(whole))
+    finished = refused.finish(200)
+    assert finished.code == ExitCode.CONFIG
+    assert "made with temperature = 1.0, not 0.5" in finished.output
+    assert finished.left_behind == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/nowhere/dapo.yaml",), "no such file"),
+        ((str(ROOT / "examples"),), "no config.yaml there"),
+        ((CONFIG, "--model", str(ROOT / "docs")), "no config.json there"),
+        ((CONFIG, "--watch"), "--watch takes the directory of a run"),
+        ((CONFIG, "evaluation.path=nowhere.jsonl"), "evaluation.path"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(tmp_path, arguments, words):
+    finished = Running("eval", *arguments, log=tmp_path / "log.txt").finish(100)
+    assert finished.code == ExitCode.CONFIG, finished.output
+    assert words in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_versions_of_a_live_run_are_evaluated_beside_it_on_frozen_weights(tmp_path):
+    run = tmp_path / "run"
+    small = ("algorithm.prompts_per_step=6", "algorithm.mini_batch_responses=16", "run.rollout_steps=6")
+    training = Running(
+        "train", CONFIG, f"run.dir={run}", *small, "evaluation.limit=8", "evaluation.greedy=false",
+        "rollout.deterministic=true", log=tmp_path / "train.txt",
+    )  # fmt: skip
+    training.wait_for("held-out problems before training", 200)
+    watching = evaluate(tmp_path, "evaluation.samples=2", "--watch", "--every", "3", target=str(run))
+    watched, trained = watching.finish(400), training.finish(300)
+    assert trained.code == ExitCode.FINISHED, trained.output
+    assert watched.code == ExitCode.FINISHED, watched.output
+    assert watched.left_behind == ()
+    results = {folder.parent.name for folder in (run / "evaluations").glob("v*/result.json")}
+    assert "v6" in results, watched.output
+    assert results <= {"v0", "v3", "v6"}
+    last = json.loads((run / "evaluations" / "v6" / "result.json").read_text())
+    assert last["rollout_step"] == 6
+    assert last["ways"]["sampled"]["problems"] == 10
+    assert not (run / "evaluations" / ".frozen").exists()
+    inside = json.loads((run / "evaluations" / "after" / "result.json").read_text())
+    assert inside["ways"]["sampled"]["problems"] == 8
+    again = evaluate(tmp_path, "evaluation.samples=2", "--watch", "--every", "3", target=str(run)).finish(100)
+    assert again.code == ExitCode.FINISHED
+    assert "no version to evaluate" in again.output
