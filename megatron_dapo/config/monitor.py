@@ -1,14 +1,34 @@
 """Section `monitor`: what is watched and when it stops a run."""
 
+from typing import Literal
+
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat
+from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, Text
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class WandbConfig:
+    mode: Literal["off", "offline", "online"] = "off"
+    """Send every metric to Weights & Biases too; `offline` keeps it in `<run.dir>/wandb` for `wandb sync`. Needs the
+    package: pip install 'megatron-dapo[wandb]'."""
+
+    project: Text = "megatron-dapo"
+    """Project there."""
+
+    entity: Text | None = None
+    """User or team there; none: the key's own."""
+
+    name: Text | None = None
+    """Name of the run there; none: that of the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MonitorConfig:
     tensorboard: bool = True
     """Write every metric to `<run.dir>/tensorboard` as well."""
+
+    wandb: WandbConfig = WandbConfig()
 
     mismatch_warn: PositiveFloat = 0.05
     """Mean |engine - trainer| log-prob of a step above which a warning is printed."""

@@ -11,6 +11,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet, read_prompts
 from megatron_dapo.data.rows import check_file
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.data.verifiers import VerifierChoice
+from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import check_verifiers
 from reward.messages import VerifierError
 
@@ -27,6 +28,7 @@ class Inputs:
 
 def read_inputs(config: Config) -> Inputs:
     """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
+    check_wandb(config.monitor.wandb)
     for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     text = load_text_tools(config.model.path)

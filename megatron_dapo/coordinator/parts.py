@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
+from megatron_dapo.config.compare import flatten
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.cluster import GCS, Cluster
 from megatron_dapo.coordinator.engines import api_key, own_engines, placed_engines, visible_gpus
@@ -33,6 +34,7 @@ from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, Trainer, Trainer
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.weights_and_biases import WandbMirror
 from megatron_dapo.monitor.writer import MetricsWriter
 from reward.pool import RewardPool
 from rollout.fleet import RolloutFleet
@@ -88,6 +90,9 @@ async def start_parts(
     if config.run.resume:
         ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
         ledger.commit()
+    mirror = None
+    if config.monitor.wandb.mode != "off":
+        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
@@ -115,7 +120,7 @@ async def start_parts(
     if progress.rollout_step:
         await _load_trainer(trainer, run_dir)
     services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)
-    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
     generator = _generator(config, inputs, services)
     return Parts(

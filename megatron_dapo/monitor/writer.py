@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.os_errors import naming
@@ -24,17 +24,26 @@ class MetricsError(ValueError):
     """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
 
 
+class Mirror(Protocol):
+    """Another place for the same numbers."""
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        """One rollout step; NaN is passed on as what it is."""
+
+
 class MetricsWriter:
     """Appends to `<run_dir>/metrics.jsonl` and, if asked, to `<run_dir>/tensorboard/by_{rollout,optimizer}_step`.
 
     A resumed run goes on in the same file: lines of steps beyond its checkpoint stay, superseded (see `read_metrics`).
     """
 
-    def __init__(self, run_dir: str | Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str | Path, *, tensorboard: bool, mirror: Mirror | None = None) -> None:
+        """`mirror`: gets every line too."""
         self._run_dir = Path(run_dir)
         self._file = open(self._run_dir / FILE, "a+b")  # noqa: SIM115  (open as long as the run)
         _cut_torn_line(self._file)
         self._tensorboard = tensorboard
+        self._mirror = mirror
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, Value]) -> tuple[str, ...]:
@@ -59,6 +68,8 @@ class MetricsWriter:
             os.fsync(self._file.fileno())
         if self._tensorboard:
             self._write_boards(values)
+        if self._mirror is not None:
+            self._mirror.write(values)
         return broken
 
     def close(self) -> None:

@@ -1,0 +1,97 @@
+"""Metrics to Weights & Biases as well, where `monitor.wandb.mode` asks for it; no text and no code is sent."""
+
+import importlib.util
+import netrc
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.monitor import WandbConfig
+
+ID_FILE = "wandb_id"
+"""In the run directory: a resumed run goes on in the same place."""
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Whether it could be used, before anything is started.
+
+    Raises:
+        ConfigError: the package is not installed, or `online` has no key.
+    """
+    if config.mode == "off":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
+            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
+        )
+    if config.mode == "online" and not _has_key():
+        raise ConfigError(
+            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
+            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
+        )
+
+
+class WandbMirror:
+    """One run on Weights & Biases, over rollout steps. Use as a context: its end says whether the run failed.
+
+    A step that a resumed run does again is drawn again: the newest value of a step is the true one.
+    """
+
+    def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """
+        Args:
+            settings: config key -> value, shown beside the curves.
+
+        Raises:
+            ConfigError: Weights & Biases refuses, or cannot be reached.
+        """
+        # Imported here: few runs use it, and it need not be installed.
+        import wandb
+
+        file = run_dir / ID_FILE
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:12] + "\n")
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or run_dir.name,
+                id=file.read_text().strip(),
+                resume="allow",
+                mode=config.mode,
+                dir=str(run_dir),
+                config=dict(settings),
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None
+        self._run.define_metric("rollout_step")
+        self._run.define_metric("*", step_metric="rollout_step")
+
+    def write(self, values: Mapping[str, float | int | None]) -> None:
+        """One rollout step."""
+        self._run.log({name: value for name, value in values.items() if value is not None})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run.finish(exit_code=int(kind is not None))
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
