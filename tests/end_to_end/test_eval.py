@@ -76,7 +76,7 @@ def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("/nowhere/dapo.yaml",), "no such file"),
+        (("/nowhere/dapo.yaml",), "No such file"),
         ((str(ROOT / "examples"),), "no config.yaml there"),
         ((CONFIG, "--model", str(ROOT / "docs")), "no config.json there"),
         ((CONFIG, "--watch"), "--watch takes the directory of a run"),
