@@ -1,6 +1,6 @@
 """Tokens per second of the actor's update against a plain Hugging Face + PyTorch loop, and its efficiency on two ranks.
 
-python tools/measure_actor_speed.py        prints two Markdown tables (docs/measurements/actor.md)
+`python -m tools.profile_throughput --actor` prints both as Markdown tables (docs/measurements/actor.md).
 
 Both train the same model on the same mini-batch with the same loss (eq. 8), gradient clipping and AdamW, in float32, in
 one process with the same number of threads. They take turns, and each turn gives one ratio: the table holds the median
@@ -11,9 +11,9 @@ and micro-batches of responses of similar length, padded to the longest.
 Efficiency of two ranks: tokens per second of two processes of one thread over twice those of one, by the clock.
 """
 
-import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -227,37 +227,39 @@ def seconds_of(place: RankPlace, case: Case, layout: LayoutConfig, turns: int) -
 
 
 def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, _, high = quantiles(values, n=4)
+    """Median, and the quartiles of two or more."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    low, _, high = quantiles(values, n=4, method="inclusive")
     return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=9, help="measured updates of each")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--rounds", type=int, default=3, help="of one process, TP=2, PP=2 in turn; 0: not measured")
-    options = parser.parse_args()
+def tables(*, turns: int, threads: int, only: str, rounds: int) -> Iterator[str]:
+    """The two Markdown tables, line by line as they are measured.
+
+    Args:
+        turns: measured updates of each of the two loops.
+        threads: of each process of the first table.
+        only: cases whose name holds this.
+        rounds: of one process, TP=2 and PP=2 in turn; 0: no second table.
+    """
     with tempfile.TemporaryDirectory() as folder, RankPool("cpu") as pool:
-        chosen = [case for case in cases(Path(folder)) if options.only in case.name]
-        print("| model and batch | parameters | tokens | actor, tokens/s | plain loop, tokens/s | ratio | loss, norm |")
-        print("|---|---|---|---|---|---|---|")
+        chosen = [case for case in cases(Path(folder)) if only in case.name]
+        yield "| model and batch | parameters | tokens | actor, tokens/s | plain loop, tokens/s | ratio | loss, norm |"
+        yield "|---|---|---|---|---|---|---|"
         for case in chosen:
-            [found] = pool.run(1, compare, case, options.turns, options.threads, timeout_s=3600)
+            [found] = pool.run(1, compare, case, turns, threads, timeout_s=3600)
             ours, plain = zip(*found["seconds"], strict=True)
             speeds = " | ".join(f"{found['tokens'] / median(seconds):.0f}" for seconds in (ours, plain))
             ratio = spread([b / a for a, b in found["seconds"]])
-            print(
+            yield (
                 f"| {case.name} | {found['parameters'] / 1e6:.1f}M | {found['tokens']} | {speeds} | {ratio} "
-                f"| {found['loss']:.0e}, {found['norm']:.0e} |",
-                flush=True,
+                f"| {found['loss']:.0e}, {found['norm']:.0e} |"
             )
-        if options.rounds:
-            print("\n| model and batch | TP=2 efficiency | PP=2 efficiency |\n|---|---|---|")
-        for case in chosen if options.rounds else []:
-            print(f"| {case.name} | {' | '.join(efficiencies(pool, case, options.rounds))} |", flush=True)
+        if rounds:
+            yield from ("", "| model and batch | TP=2 efficiency | PP=2 efficiency |", "|---|---|---|")
+        for case in chosen if rounds else []:
+            yield f"| {case.name} | {' | '.join(efficiencies(pool, case, rounds))} |"
 
 
 def efficiencies(pool: RankPool, case: Case, rounds: int) -> list[str]:
@@ -270,7 +272,3 @@ def efficiencies(pool: RankPool, case: Case, rounds: int) -> list[str]:
             two = median(pool.run(2, seconds_of, case, layout, 5, timeout_s=3600)[0])
             values.append(one / (2 * two))
     return [spread(values) for values in found]
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
     python -m tools.profile_throughput runs/one                        # Markdown
     python -m tools.profile_throughput runs/one runs/two --out report  # report.md, .json and .html
+    python -m tools.profile_throughput --actor                         # the actor's update by itself, on this CPU
 
 Speeds and shares are sums over rollout steps divided by sums, never means of means. The first step is left out: it
 compiles kernels and begins with an empty buffer (`--skip`).
@@ -41,12 +42,22 @@ STYLE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print or write the report; 2 if a folder holds no run that can be measured."""
     parser = argparse.ArgumentParser(prog="python -m tools.profile_throughput", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, nargs="+", help="one run directory, or two")
+    parser.add_argument("run", type=Path, nargs="*", help="one run directory, or two")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.html instead of printing")
     parser.add_argument("--skip", type=int, default=1, help="rollout steps at the beginning that do not count")
     parser.add_argument("--peak-flops", type=float, help="of a GPU; else the calibration's, for a run on CUDA")
+    actor = parser.add_argument_group(
+        "the actor's update", "measured here, without a run: against a plain Hugging Face loop, and on two ranks"
+    )
+    actor.add_argument("--actor", action="store_true", help="measure it and print two Markdown tables")
+    actor.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
+    actor.add_argument("--threads", type=int, default=1, help="of each process of the first table")
+    actor.add_argument("--only", default="", help="cases whose name holds this")
+    actor.add_argument("--rounds", type=int, default=3, help="of one process, TP=2, PP=2 in turn; 0: not measured")
     given = parser.parse_args(arguments)
-    if len(given.run) > 2:
+    if given.actor:
+        return _print_actor(given)
+    if len(given.run) not in (1, 2):
         parser.error("give one run directory, or two")
     peak = given.peak_flops or load_calibration().peak_flops
     try:
@@ -60,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for ending, text in pages.items():
         given.out.with_name(given.out.name + ending).write_text(text)
+    return 0
+
+
+def _print_actor(given: argparse.Namespace) -> int:
+    from tools.measure_actor_speed import tables  # torch and Megatron take seconds, which a run's profile needs not
+
+    for line in tables(turns=given.turns, threads=given.threads, only=given.only, rounds=given.rounds):
+        print(line, flush=True)
     return 0
 
 

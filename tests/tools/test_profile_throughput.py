@@ -132,3 +132,18 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
     (short / "metrics.jsonl").write_text('{"rollout_step": 1, "optimizer_step": 1}\n' * 1)
     assert main([str(short), "--skip", "0"]) == 2
     assert "lacks timing/step" in capsys.readouterr().err
+
+
+def test_the_actor_is_at_least_as_fast_as_a_plain_loop_and_two_ranks_report_their_efficiency(capsys):
+    """On ragged lengths, where the plain loop pads; both take turns, by CPU time."""
+    assert main(["--actor", "--only", "quickstart base, ragged", "--turns", "5", "--rounds", "1"]) == 0
+    (against,), (efficiency,) = (
+        [line for line in table.splitlines() if line.startswith("| quickstart")]
+        for table in capsys.readouterr().out.split("\n\n")
+    )
+    _, _, parameters, tokens, ours, plain, ratio, agreement, _ = against.split("|")
+    assert (parameters.strip(), tokens.strip()) == ("0.9M", "4929")
+    assert min(float(ours), float(plain)) > 0
+    assert float(ratio.split()[0]) >= 1.0
+    assert all(float(difference) < 1e-5 for difference in agreement.split(","))
+    assert all(0 < float(value) < 1.5 for value in efficiency.split("|")[2:4])
