@@ -12,7 +12,7 @@ import numpy as np
 from rollout.balancer import Balancer, Member, State
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
-from rollout.messages import FinishReason, Generation, GenerationRequest
+from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.publish import Publisher, PublishReport
 from rollout.reply import Reply
 from rollout.server import Engine
@@ -51,12 +51,14 @@ class RolloutFleet:
         report: Callable[[str], None],
         timing: Timing | None = None,
         api_key: str | None = None,
+        observe: Callable[[ServedPart], None] | None = None,
     ) -> None:
         """
         Args:
             vocab_size: rows of the model's embedding.
             report: gets a line whenever a server fails or comes back.
             api_key: what the servers ask for; None: nothing.
+            observe: gets every answer of a server to a request.
         """
         if not engines:
             raise ValueError("a fleet needs at least one engine; see rollout.servers and rollout.urls")
@@ -66,6 +68,7 @@ class RolloutFleet:
         self.report = report
         self.timing = timing or Timing()
         self._api_key = api_key
+        self._observe = observe
         self._members: tuple[Member, ...] = ()
         self._aborts: set[asyncio.Task[None]] = set()
         self._balancer: Balancer
@@ -159,6 +162,7 @@ class RolloutFleet:
         seed = request.seed if self.config.deterministic else None
         member = await self._balancer.acquire(request.group_id)
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
+        start = time.time()
         try:
             reply = await member.call(member.client.generate(rid, prompt, sampling, seed=seed))
             if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
@@ -166,6 +170,8 @@ class RolloutFleet:
                 member.enter(State.DOWN, problem)
                 raise ServerUnavailable(f"{member.url}: {problem}")
             member.answered = time.monotonic()
+            if self._observe is not None:
+                self._observe(_served(request, member, prompt, reply, version, start))
             return reply, version, self._publisher.interruptions > publishes
         except ServerUnavailable as error:
             if member.state is State.READY:
@@ -291,6 +297,21 @@ class RolloutFleet:
         task = asyncio.ensure_future(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+
+
+def _served(
+    request: GenerationRequest, member: Member, prompt: np.ndarray, reply: Reply, version: int, start: float
+) -> ServedPart:
+    return ServedPart(
+        request_id=request.request_id,
+        url=member.url,
+        start=start,
+        end=time.time(),
+        prompt_tokens=prompt.size,
+        tokens=reply.token_ids.size,
+        weight_version=version,
+        finish_reason=reply.finish_reason,
+    )
 
 
 def _join(request_id: str, parts: Sequence[tuple[Reply, int]]) -> Generation:

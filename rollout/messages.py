@@ -95,6 +95,26 @@ class GenerationRequest:
             raise ValueError(f"request {self.request_id}: seed = {self.seed}: must be in 0 .. 2**63 - 1")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedPart:
+    """One server's answer to one request, or to the rest of it after an interruption, for whoever watches.
+
+    ServedPart(request_id="step7/prompt41/2", url="http://127.0.0.1:30000", start=1763740000.2, end=1763740041.9,
+    prompt_tokens=212, tokens=4096, weight_version=6, finish_reason=FinishReason.STOP)
+    """
+
+    request_id: str
+    url: str
+    start: float
+    """Seconds since 1970; waiting for a free place is not counted."""
+    end: float
+    prompt_tokens: int
+    """With the tokens that were there before an interruption."""
+    tokens: int
+    weight_version: int
+    finish_reason: FinishReason
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
     """One response with the engine's log-probs.

@@ -9,7 +9,8 @@ Nothing here imports Megatron before the constructor has prepared the device for
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from megatron_dapo.config.model import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_dapo.actor.clock import PassClock
     from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.step import LossSums
     from megatron_dapo.algorithm.policy_loss import Objective
@@ -65,6 +67,7 @@ class MegatronActor:
 
         self.config = config
         self.model = model
+        self.clock: PassClock | None = None
         self.rank = rank
         self.device = device.prepare_for(
             device.Asked(
@@ -124,6 +127,30 @@ class MegatronActor:
         )
         self.memory = self.optimizer.memory
         self.memory.offload(*parts_at_rest(config.offload))
+
+    def place(self) -> dict[str, int]:
+        """This rank's place in the layout: {"tensor": 1, "pipeline": 0, "context": 0, "data": 0}."""
+        from megatron.core import parallel_state
+
+        return {
+            "tensor": self.passes.tensor_rank,
+            "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+            "context": self.passes.context_rank,
+            "data": self.passes.data_rank,
+        }
+
+    @contextmanager
+    def timed(self) -> "Iterator[PassClock]":
+        """The passes made meanwhile are timed: `clock.times()`, once it is over."""
+        from megatron_dapo.actor.clock import PassClock, timed_passes
+
+        self.clock = PassClock(self.device.device)
+        self.passes.clock = self.clock
+        try:
+            with timed_passes(self.optimizer.chunks, self.clock):
+                yield self.clock
+        finally:
+            self.clock = self.passes.clock = None
 
     def describe(self) -> dict[str, Any]:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
@@ -189,7 +216,8 @@ class MegatronActor:
         self.optimizer.zero_grad()
         sums = self.passes.backward(mini_batch, objective, temperature)
         self._check_finite(sums)
-        result = self.optimizer.step()
+        with nullcontext() if self.clock is None else self.clock.measure("optimizer"):
+            result = self.optimizer.step()
         return UpdateMetrics(
             optimizer_step=self.optimizer.optimizer_steps,
             loss=sums.loss,

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_dapo.actor.clock import PassClock
 from megatron_dapo.actor.logprob import gather_over_context, linear_token_log_probs, token_log_probs
 from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
 from megatron_dapo.actor.output_layer import output_weight
@@ -89,6 +90,8 @@ class ForwardBackward:
         self.fused_linear = fused_linear
         self.device = device
         self.row_multiple = row_multiple
+        self.clock: PassClock | None = None
+        """Told of each micro-batch while the actor's passes are timed."""
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -201,6 +204,8 @@ class ForwardBackward:
 
         def forward(data: Iterator[_Input], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(data)
+            if self.clock is not None:
+                self.clock.describe(tokens=item.packed.input_ids.size)
             ids, positions = item.tokens.unbind()
             return chunk(ids, positions, None, packed_seq_params=item.sequences), partial(loss, item)
 

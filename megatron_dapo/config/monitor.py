@@ -30,6 +30,10 @@ class MonitorConfig:
 
     wandb: WandbConfig = WandbConfig()
 
+    timeline_every: NonNegativeInt = 0
+    """Every so many rollout steps, write to `<run.dir>/timeline` what each process did when: phases, each request at
+    each server, each micro-batch on each rank, peaks of memory. `tools/profile_throughput.py` reads it. 0: never."""
+
     mismatch_warn: PositiveFloat = 0.05
     """Mean |engine - trainer| log-prob of a step above which a warning is printed."""
 

@@ -34,7 +34,7 @@ async def train(parts: Parts, progress: Progress) -> Progress:
     """
     run = parts.config.run
     while progress.rollout_step < run.rollout_steps:
-        phases = Phases()
+        phases = parts.timeline.begin(progress.rollout_step + 1)
         try:
             filled = await fill_batch(parts, progress, phases)
         except (TrainerError, TrainerStalled):

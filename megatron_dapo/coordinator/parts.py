@@ -30,6 +30,7 @@ from megatron_dapo.coordinator.responder import Responder
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import EVALUATIONS, RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.timeline import Timeline
 from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
@@ -65,6 +66,7 @@ class Parts:
     generator: GroupGenerator
     sampler: DynamicSampler
     evaluator: Evaluator
+    timeline: Timeline
     objective: PolicyObjective
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
@@ -107,9 +109,19 @@ async def start_parts(
         gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu else ()
         engines = own_engines(config, run_dir.logs, gpus=gpus)
     key = api_key(config, run_dir.path)
-    fleet = RolloutFleet(config.rollout, engines, vocab_size=inputs.text.vocab_size, report=console.note, api_key=key)
+    timeline = Timeline(run_dir.path, every=config.monitor.timeline_every)
+    stack.callback(timeline.close)
+    fleet = RolloutFleet(
+        config.rollout,
+        engines,
+        vocab_size=inputs.text.vocab_size,
+        report=console.note,
+        api_key=key,
+        observe=timeline.served if config.monitor.timeline_every else None,
+    )
     stack.push_async_callback(fleet.close)
     trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
+    timeline.follow(trainer)
     stack.push_async_callback(trainer.close)
     described = await _start_together(config, trainer, placement, fleet, waits)
     run_dir.write_text("config.yaml", dump_config(config))
@@ -132,6 +144,7 @@ async def start_parts(
         writer=writer,
         generator=generator,
         sampler=DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler),
+        timeline=timeline,
         evaluator=_evaluator(config, inputs, services, run_dir),
         objective=objective_of(config.algorithm),
         progress=progress,

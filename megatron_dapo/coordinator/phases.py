@@ -4,23 +4,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_dapo.monitor.spans import SpanFile
+
 NAMES = ("rollout", "reward", "logprob", "update", "weight_sync", "evaluation", "checkpoint")
 
 
 class Phases:
     """Adds up seconds by phase; what no phase claims is the coordinator's own share of `step`."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: SpanFile | None = None) -> None:
+        """`spans`: gets each phase as it was, before `move`."""
+        self._spans = spans
         self._began = time.monotonic()
         self._seconds = dict.fromkeys(NAMES, 0.0)
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        began, start = time.monotonic(), time.time()
         try:
             yield
         finally:
             self._seconds[name] += time.monotonic() - began
+            if self._spans is not None:
+                self._spans.add("phases", name, start, time.time())
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Count `seconds` of one phase as another's."""

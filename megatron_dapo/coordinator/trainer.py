@@ -16,6 +16,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.placement import Placement
+from megatron_dapo.coordinator.rank_timeline import RankTimeline
 from megatron_dapo.coordinator.waits import Stalled, Waits
 
 WATCH_INTERVAL_S = 1.0
@@ -46,6 +47,8 @@ class TrainerRank:
 
     def __init__(self, rank: int, log: str, threads: int) -> None:
         self._rank = rank
+        self._run_dir = Path(log).parent.parent
+        self._timeline: RankTimeline | None = None
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
@@ -84,8 +87,14 @@ class TrainerRank:
         )
         return self._actor.describe()
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return getattr(self._actor, method)(*arguments, **options)
+    def call(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
+        """A method of the actor; with `recorded_step` its spans are written down as that rollout step's."""
+        if recorded_step is None:
+            return getattr(self._actor, method)(*arguments)
+        if self._timeline is None:
+            self._timeline = RankTimeline(self._run_dir, self._actor)
+        with self._timeline.call(recorded_step, method):
+            return getattr(self._actor, method)(*arguments)
 
 
 class Trainer:
@@ -94,6 +103,8 @@ class Trainer:
     def __init__(self, config: Config, model: HFModelConfig, run_dir: Path, waits: Waits, *, use_gpu: bool) -> None:
         self._config, self._model, self._run_dir, self._waits = config, model, run_dir, waits
         self._use_gpu = use_gpu
+        self.recorded_step: int | None = None
+        """Rollout step whose calls the ranks write into the timeline."""
         self._ranks: list[Any] = []
         self._watch: asyncio.Task[None] | None = None
 
@@ -150,7 +161,7 @@ class Trainer:
 
     async def _everyone(self, method: str, *arguments: Any) -> Any:
         shared = [ray.put(argument) for argument in arguments]
-        calls = [rank.call.remote(method, *shared) for rank in self._ranks]
+        calls = [rank.call.remote(method, *shared, recorded_step=self.recorded_step) for rank in self._ranks]
         return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
 
     async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:

@@ -1,0 +1,97 @@
+"""When a rank's passes ran: stands where Megatron's schedules look for timers (`config.timers`).
+
+They start and stop one by name around each micro-batch's forward and backward, each transfer between pipeline stages
+and the sum of the gradients. On CUDA a stop is an event in the stream, not a wait for it: the passes run as they would.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+Timed = tuple[str, float, float, dict[str, Any]]
+"""(name, start, end, about): seconds since 1970."""
+
+
+class PassClock:
+    """Times of one call of the actor, by the names that Megatron gives them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._open: dict[str, Any] = {}
+        self._done: list[tuple[str, Any, Any, dict[str, Any]]] = []
+        self._about: dict[str, Any] = {}
+        if self._cuda:
+            torch.cuda.synchronize(device)
+        self._epoch, self._zero = time.time(), self._now()
+
+    def __call__(self, name: str, log_level: int | None = None) -> "_Stopwatch":
+        """Megatron's interface; every level is taken."""
+        return _Stopwatch(self, name)
+
+    def describe(self, **about: Any) -> None:
+        """Says of the pass that is under way what it is about."""
+        self._about = about
+
+    def start(self, name: str) -> None:
+        self._about = {}
+        self._open[name] = self._now()
+
+    def stop(self, name: str) -> None:
+        self._done.append((name, self._open.pop(name), self._now(), self._about))
+        self._about = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._done.append((name, began, self._now(), {}))
+
+    def times(self) -> list[Timed]:
+        """All that was stopped; waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [(name, self._epoch_of(start), self._epoch_of(end), about) for name, start, end, about in self._done]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _epoch_of(self, mark: Any) -> float:
+        since = self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero
+        return self._epoch + float(since)
+
+
+class _Stopwatch:
+    """What Megatron gets for a name."""
+
+    def __init__(self, clock: PassClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def start(self, barrier: bool = False) -> None:
+        """`barrier` is Megatron's wish to let all ranks wait for each other: a measurement must not."""
+        self._clock.start(self._name)
+
+    def stop(self, barrier: bool = False) -> None:
+        self._clock.stop(self._name)
+
+
+@contextmanager
+def timed_passes(chunks: Sequence[torch.nn.Module], clock: PassClock) -> Iterator[None]:
+    """Megatron's schedules tell `clock` of the passes through `chunks` meanwhile."""
+    configs = [get_model_config(chunk) for chunk in chunks]
+    for config in configs:
+        config.timers = clock
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.timers = None

@@ -1,0 +1,109 @@
+"""What each process did when, in the rollout steps that `monitor.timeline_every` names: `timeline/<process>.jsonl`.
+
+A process begins each step with a line that says what it is; its spans follow. Times are seconds since 1970 by the clock
+of its machine, so that the processes of several nodes agree as well as their clocks do. A step that a resumed run does
+again begins again; readers take the newest beginning.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "timeline"
+
+
+class SpanError(ValueError):
+    """A timeline file that cannot be read. The message names file and line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Span(track="update", name="forward-compute", start=1763740000.25, end=1763740000.31, about={"tokens": 4096})"""
+
+    track: str
+    """What the process does one thing of at a time: a call, a server's requests."""
+    name: str
+    start: float
+    end: float
+    about: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStep:
+    """One process in one rollout step."""
+
+    process: str
+    step: int
+    about: Mapping[str, Any]
+    """Of a trainer rank: its place in the layout."""
+    spans: tuple[Span, ...]
+
+
+class SpanFile:
+    """Gathers the spans of one process and writes them when the step, or a part of it, is over."""
+
+    def __init__(self, run_dir: Path, process: str, about: Mapping[str, Any] | None = None) -> None:
+        self._path = run_dir / FOLDER / f"{process}.jsonl"
+        self._about = dict(about or {})
+        self._begun: int | None = None
+        self._lines: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """What follows belongs to `step`; harmless when it does already."""
+        if step != self._begun:
+            self.write()
+            self._begun = step
+            self._lines.append(json.dumps({"step": step, "about": self._about}))
+
+    def add(self, track: str, name: str, start: float, end: float, **about: Any) -> None:
+        """`start`, `end`: seconds since 1970."""
+        self._lines.append(json.dumps({"track": track, "name": name, "start": start, "end": end, "about": about}))
+
+    def write(self) -> None:
+        """Append what was gathered to the file."""
+        if self._lines:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines = []
+
+
+def read_spans(run_dir: Path) -> dict[int, list[ProcessStep]]:
+    """Rollout step -> its processes, by name. Empty where nothing was recorded.
+
+    Raises:
+        SpanError: a line other than a torn last one is no span.
+    """
+    steps: dict[int, list[ProcessStep]] = {}
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        for process in _read_file(path):
+            steps.setdefault(process.step, []).append(process)
+    return dict(sorted(steps.items()))
+
+
+def _read_file(path: Path) -> list[ProcessStep]:
+    content = path.read_bytes()
+    steps: dict[int, tuple[dict[str, Any], list[Span]]] = {}
+    spans: list[Span] | None = None
+    for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            if "step" in line:
+                for later in [step for step in steps if step >= line["step"]]:
+                    del steps[later]  # lived again after a resume
+                spans = []
+                steps[line["step"]] = (line["about"], spans)
+            elif spans is not None:
+                spans.append(Span(**line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SpanError(f"{path}:{number}: no span ({error!r}); remove the line or the file") from None
+    return [
+        ProcessStep(process=path.stem, step=step, about=about, spans=tuple(spans))
+        for step, (about, spans) in steps.items()
+    ]
