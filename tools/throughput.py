@@ -1,7 +1,7 @@
 """Figures of a run's throughput from its metrics, config and manifest."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,11 @@ import numpy as np
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.coordinator.phases import NAMES
 from megatron_dapo.monitor.report.source import ReportError, Run
+from megatron_dapo.monitor.spans import read_spans
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.train import forward_flops
-
-Figures = dict[str, float | None]
+from tools.timeline_figures import Figures, RecordedStep, recorded_steps, timeline_figures
 
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")
 
@@ -28,6 +28,11 @@ class Profile:
 
     description: str
     figures: Figures
+    recorded: list[RecordedStep] = field(default_factory=list)
+    """Those of the steps that have a timeline."""
+
+    tail_share: float = 0.5
+    """As in `timeline_figures`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +64,25 @@ def rows(phases: Sequence[str]) -> list[Row]:
         Row(key="length_max", label="response, longest"),
         Row(key="tail", label="longest / mean response of a step, mean of steps", form=".2f"),
         Row(key="sync_bytes_per_s", label="weight sync, MB/s"),
+        Row(key="compute", label="passes, share of the update", form=".1%"),
+        Row(key="bubble", label="pipeline bubble, share of the schedule", form=".1%"),
+        Row(key="communication", label="communication, share of the update", form=".1%"),
+        Row(key="gradient_sync", label="of it the sum of gradients", form=".1%"),
+        Row(key="tensor_parallel", label="of it tensor parallel, estimated", form=".1%"),
+        Row(key="optimizer", label="optimizer, share of the update", form=".1%"),
+        Row(key="dp_imbalance", label="slowest data-parallel rank over the mean, less 1", form=".1%"),
+        Row(key="rollout_tail", label="rollout tail, share of the rollout", form=".1%"),
+        Row(key="server_imbalance", label="busiest server's tokens over the mean, less 1", form=".1%"),
+        Row(key="peak_memory", label="most memory of a rank, bytes", form=",.0f"),
     ]
 
 
-def profile_run(run: Run, *, skip: int, peak_flops: float) -> Profile:
+def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0.5) -> Profile:
     """Figures of `run` after its first `skip` rollout steps.
 
     Raises:
         ReportError: no step is left, or its lines lack what a throughput is made of.
+        SpanError: its timeline cannot be read.
     """
     lines = run.lines[skip:]
     if not lines:
@@ -89,7 +105,7 @@ def profile_run(run: Run, *, skip: int, peak_flops: float) -> Profile:
     figures["generated_per_s_gpu"] = _over(generated, writing * servers) if on_gpu else None
     figures["trained_per_s_gpu"] = _over(trained, seconds["update"] * trainer) if on_gpu else None
     figures["step_per_s_gpu"] = _over(trained, step * together) if on_gpu else None
-    hf = _shape(run)
+    hf = model_shape_of(run)
     figures["mfu"] = _mfu(hf, lines, trained, seconds["update"] * trainer * peak_flops) if on_gpu and hf else None
     figures["useful_share"] = _over(trained, generated)
     figures |= _lengths(lines)
@@ -98,8 +114,18 @@ def profile_run(run: Run, *, skip: int, peak_flops: float) -> Profile:
     figures["sync_bytes_per_s"] = None if synced is None else _over(synced, seconds["weight_sync"])
     what = f"{together} GPUs, {trainer} train and {servers} generate" if on_gpu else "on CPUs: no figures a GPU, no MFU"
     parameters = f", {run.parameters / 1e6:,.1f} million parameters" if run.parameters else ""
+    recorded = recorded_steps(read_spans(run.path), skip=run.lines[skip - 1]["rollout_step"] if skip else 0)
+    hidden, layers = (hf.hidden_size, hf.num_layers) if hf else (0, 0)
+    figures |= timeline_figures(recorded, hidden_size=hidden, layers=layers, tail_share=tail_share)
     described = f"{count} rollout steps after the first {skip}{parameters}; {what}"
-    return Profile(name=run.name, steps=count, description=described, figures=figures)
+    return Profile(
+        name=run.name,
+        steps=count,
+        description=described,
+        figures=figures,
+        recorded=recorded,
+        tail_share=tail_share,
+    )
 
 
 def _gpus(run: Run) -> tuple[int, int, int]:
@@ -111,7 +137,8 @@ def _gpus(run: Run) -> tuple[int, int, int]:
     return trainer, servers, 1 if trainer == servers == 1 else trainer + servers
 
 
-def _shape(run: Run) -> HFModelConfig | None:
+def model_shape_of(run: Run) -> HFModelConfig | None:
+    """What the run's manifest says of its model."""
     fields = (run.manifest.get("model") or {}).get("config")
     return HFModelConfig.of(fields, shown=str(run.path / "manifest.json")) if isinstance(fields, Mapping) else None
 

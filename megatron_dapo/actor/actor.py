@@ -152,6 +152,19 @@ class MegatronActor:
         finally:
             self.clock = self.passes.clock = None
 
+    def time_tensor_parallel(self, tokens: int) -> dict[str, Any] | None:
+        """Seconds and bytes of an all-reduce of so many tokens' hidden states over the tensor-parallel ranks; None
+        without such. Every rank calls, with equal `tokens` within a group."""
+        import torch
+
+        from megatron_dapo.actor.clock import time_all_reduce
+
+        if self.config.layout.tensor == 1:
+            return None
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
+        numbers = tokens * self.hf.hidden_size
+        return time_all_reduce(numbers, dtype=dtype, device=self.device.device, group=self.passes.tensor_group)
+
     def describe(self) -> dict[str, Any]:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
         import megatron.core

@@ -4,6 +4,7 @@ They start and stop one by name around each micro-batch's forward and backward, 
 and the sum of the gradients. On CUDA a stop is an event in the stream, not a wait for it: the passes run as they would.
 """
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
+
+PROBES = 5
 
 Timed = tuple[str, float, float, dict[str, Any]]
 """(name, start, end, about): seconds since 1970."""
@@ -68,6 +71,28 @@ class PassClock:
     def _epoch_of(self, mark: Any) -> float:
         since = self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero
         return self._epoch + float(since)
+
+
+def time_all_reduce(numbers: int, *, dtype: torch.dtype, device: torch.device, group: Any) -> dict[str, Any]:
+    """Seconds of one all-reduce of so many numbers over `group`, the median of `PROBES`; every rank of it calls.
+
+    Tensor parallelism does its communication inside the passes, where no clock of ours stands.
+    """
+    values = torch.zeros(numbers, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(PROBES + 1):  # the first one opens connections
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        torch.distributed.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return {
+        "bytes": values.nbytes,
+        "ranks": torch.distributed.get_world_size(group),
+        "seconds": statistics.median(seconds[1:]),
+    }
 
 
 class _Stopwatch:

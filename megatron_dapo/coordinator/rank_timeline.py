@@ -17,7 +17,12 @@ class RankTimeline:
 
     def __init__(self, run_dir: Path, actor: "MegatronActor") -> None:
         self._actor = actor
-        self._file = SpanFile(run_dir, f"rank{actor.rank}", {"rank": actor.rank} | actor.place())
+        about = {
+            "rank": actor.rank,
+            "stages": actor.config.layout.pipeline,
+            "chunks": len(actor.optimizer.chunks),  # that each micro-batch passes on this rank
+        }
+        self._file = SpanFile(run_dir, f"rank{actor.rank}", about | actor.place())
 
     @contextmanager
     def call(self, step: int, method: str) -> Iterator[None]:
@@ -30,9 +35,17 @@ class RankTimeline:
             yield
         passes = clock.times()
         self._file.add("calls", method, began, time.time(), **_peak(on_cuda=on_cuda))
+        if method == "update":
+            self._probe(max((about.get("tokens", 0) for *_, about in passes), default=0))
         for name, start, end, about in passes:
             self._file.add(method, name, start, end, **about)
         self._file.write()
+
+    def _probe(self, tokens: int) -> None:
+        began = time.time()
+        measured = self._actor.time_tensor_parallel(tokens) if tokens else None
+        if measured is not None:
+            self._file.add("probe", "all-reduce", began, time.time(), **measured)
 
 
 def _forget_peak(*, on_cuda: bool) -> None:

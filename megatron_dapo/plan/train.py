@@ -53,10 +53,10 @@ def matrix_parameters(hf: HFModelConfig) -> int:
 def forward_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
     """FLOPs of the forward pass of sequences of these lengths, each."""
     lengths = lengths.astype(float)
-    return 2 * matrix_parameters(hf) * lengths + _attention_flops(hf, lengths)
+    return 2 * matrix_parameters(hf) * lengths + attention_flops(hf, lengths)
 
 
-def _attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
+def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
     return 2.0 * hf.num_layers * hf.num_attention_heads * hf.head_dim * lengths**2
 
 
@@ -75,7 +75,7 @@ def update_time(
     forward = forward_flops(hf, lengths)
     again, reductions = {
         "none": (0.0, 4),
-        "selective": (_attention_flops(hf, lengths.astype(float)), 4),
+        "selective": (attention_flops(hf, lengths.astype(float)), 4),
         "full": (forward, 6),
     }[actor.recompute]
     efficiency = constants.train_efficiency

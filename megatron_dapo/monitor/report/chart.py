@@ -85,7 +85,7 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
     elif frame.from_zero:
         low = min((value for curve in curves for value in curve.values), default=0)
         panel.set_ylim(bottom=min(0, low), top=None if panel.get_ylim()[1] > 0 else 1)
-    return _svg(figure, salt)
+    return svg_of(figure, salt)
 
 
 def draw_stack(steps: Sequence[int], layers: Sequence[Sequence[float]], frame: Frame, *, salt: str) -> str:
@@ -100,7 +100,7 @@ def draw_stack(steps: Sequence[int], layers: Sequence[Sequence[float]], frame: F
             base = [below + value for below, value in zip(base, layer, strict=True)]
     if frame.to_one:
         panel.set_ylim(0, 1)
-    return _svg(figure, salt)
+    return svg_of(figure, salt)
 
 
 def spoken(value: float, unit: Unit) -> str:
@@ -161,7 +161,8 @@ _CLEANED: Mapping[str, str] = {
 }
 
 
-def _svg(figure: Figure, salt: str) -> str:
+def svg_of(figure: Figure, salt: str) -> str:
+    """The SVG element of a figure drawn in the colours of this file. `salt`: as in `draw_curves`."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

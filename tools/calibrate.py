@@ -1,0 +1,223 @@
+"""The planner's constants as far as a run measured them: a file for `megatron-dapo plan --calibration`.
+
+Each measured constant is chosen so that the planner's own formula (megatron_dapo/plan) gives what was measured; the
+others keep the value and the source that they had.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.monitor.report.source import ReportError, Run
+from megatron_dapo.monitor.spans import Span
+from megatron_dapo.plan.calibration import Calibration, load_calibration
+from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.train import attention_flops, forward_flops
+from tools.timeline_figures import RecordedStep, pass_seconds, tensor_seconds
+
+HEADER = (
+    "# Constants of the planner, made by `python -m tools.profile_throughput RUN --calibration FILE`. Those with the\n"
+    "# source `measured` are of that run; the others are as in the file that it began with.\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One constant as measured. Found(value=0.41, how="passes of the update, 12 of them")"""
+
+    value: float
+    how: str
+
+
+def calibration_file(
+    run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, *, base: Path | None, given: Mapping[str, float]
+) -> str:
+    """YAML of all constants.
+
+    Args:
+        base: file with the constants that are not measured; None: the package's.
+        given: constants that the caller knows, such as `peak_flops`.
+
+    Raises:
+        ReportError: the run recorded no timeline after its first steps; or it ran on CPUs and `given` lacks
+            `peak_flops` and `memory_bandwidth`, which the package has for GPUs.
+    """
+    if not steps:
+        raise ReportError(f"{run.path}: no recorded rollout step counts; set monitor.timeline_every, or lower --skip")
+    on_gpu = (run.manifest.get("trainer") or {}).get("device", "cpu") != "cpu"
+    if not on_gpu and not {"peak_flops", "memory_bandwidth"} <= given.keys():
+        raise ReportError(f"{run.path}: ran on CPUs: give --peak-flops and --memory-bandwidth of a process too")
+    load_calibration(base)  # every fault of the file, named
+    text = base.read_text() if base else (resources.files("megatron_dapo.plan") / "calibration.yaml").read_text()
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    for name, value in given.items():
+        entries[name] |= {"value": float(value), "source": "given on the command line"}
+    constants = Calibration(**{name: float(entry["value"]) for name, entry in entries.items()})
+    numbers = [step.step for step in steps]
+    where = f"{run.name}, rollout step{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    for name, found in _measured(run, steps, hf, constants).items():
+        entries[name] |= {"value": float(found.value), "source": f"measured: {found.how}; {where}"}
+    lines = [f"{name}: {_flow(entry)}" for name, entry in entries.items()]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def _flow(entry: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(entry), default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _measured(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
+    found = _lengths(steps)
+    found |= _trainer(run, steps, hf, constants, found)
+    found |= _decode(run, steps, hf, constants)
+    return found | _sync(run, steps, hf)
+
+
+def _lengths(steps: Sequence[RecordedStep]) -> dict[str, Found]:
+    """Of the responses that the recorded steps wrote; a cut one counts with the length it was cut at."""
+    tokens: dict[str, float] = defaultdict(float)
+    prompts: dict[str, float] = {}
+    for span in _requests(steps):
+        tokens[span.name] += span.about["tokens"]
+        prompts[span.name] = min(span.about["prompt"], prompts.get(span.name, np.inf))
+    lengths = np.array(list(tokens.values()))
+    logs = np.log(np.maximum(lengths, 1))
+    groups: dict[str, list[float]] = defaultdict(list)
+    for name, value in zip(tokens, logs, strict=True):
+        groups[name.split("-")[0]].append(float(value))
+    how = f"{len(lengths)} responses"
+    found = {
+        "mean_response": Found(value=float(lengths.mean()), how=how),
+        "mean_prompt": Found(value=float(np.mean(list(prompts.values()))), how=how),
+    }
+    spread = float(logs.var())
+    if spread > 0:
+        inside = sum(float(np.var(group)) * len(group) for group in groups.values()) / len(logs)
+        found["response_sigma"] = Found(value=spread**0.5, how=how)
+        found["difficulty_share"] = Found(value=min(1.0, max(0.0, 1 - inside / spread)), how=f"{how}, by prompt")
+    return found
+
+
+def _trainer(
+    run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration, lengths: Mapping[str, Found]
+) -> dict[str, Found]:
+    """Efficiency of the passes, without the communication of tensor parallelism, which the planner adds by itself."""
+    recorded = {step.step for step in steps}
+    flops = attention = 0.0
+    for line in run.lines:
+        length = line.get("bias/accepted_length")
+        if line["rollout_step"] in recorded and length:
+            whole = np.array([length + lengths["mean_prompt"].value])
+            responses = line["tokens/trained"] / length
+            flops += forward_flops(hf, whole).item() * responses
+            attention += attention_flops(hf, whole).item() * responses
+    again = {"none": 0.0, "selective": attention, "full": flops}.get(str(run.setting("actor.recompute")), 0.0)
+    ranks = [rank for step in steps for rank in step.ranks]
+    found = {}
+    tensor = tensor_seconds(ranks, hidden_size=hf.hidden_size, layers=hf.num_layers) or 0.0
+    busy = pass_seconds(steps, "update") - tensor
+    if flops and busy > 0:
+        share = (3 * flops + again) / (busy * constants.peak_flops)
+        found["train_efficiency"] = Found(value=min(1.0, share), how="forward and backward passes of the update")
+    busy = pass_seconds(steps, "log_probs") - tensor / 2
+    if flops and busy > 0:
+        share = flops / (busy * constants.peak_flops)
+        found["forward_efficiency"] = Found(value=min(1.0, share), how="passes for log-probs")
+    probes = [span.about for rank in ranks for span in rank.spans if span.track == "probe"]
+    if probes:
+        size = probes[0]["ranks"]
+        speed = np.median([2 * (size - 1) / size * probe["bytes"] / probe["seconds"] for probe in probes])
+        link = constants.nvlink_bandwidth if size <= constants.gpus_per_node else constants.network_bandwidth
+        how = f"all-reduce of {probes[0]['bytes'] / 1e6:.1f} MB over {size} ranks"
+        found["communication_efficiency"] = Found(value=float(min(1.0, speed / link)), how=how)
+    return found
+
+
+def _decode(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
+    """A decode step takes `decode_overhead` + (weights + cached tokens x their bytes) / (efficiency x bandwidth):
+    fitted by least squares to the seconds a token of each response, over the tokens that its server held meanwhile.
+
+    Where the cache's share cannot be told (a small model, few responses), efficiency is left and the overhead fitted;
+    if the weights alone would take longer than measured, the overhead is 0 and efficiency fitted.
+    """
+    size = DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
+    parallel = run.setting("rollout.tensor_parallel") or 1
+    weights = model_parameters(hf) * size / parallel
+    cached = 2 * hf.num_layers * hf.num_query_groups * hf.head_dim * size / parallel
+    seconds, context = _decode_points(steps)
+    if len(seconds) < 2:
+        return {}
+    how = f"{len(seconds)} responses of the rollout"
+    bandwidth = constants.memory_bandwidth
+    slope, fixed = np.polyfit(context, seconds, 1) if np.ptp(context) > 0 else (0.0, float(seconds.mean()))
+    share = cached / (bandwidth * slope) if slope > 0 else np.inf
+    if share <= 1 and fixed > weights / (bandwidth * share):
+        overhead = fixed - weights / (bandwidth * share)
+    else:
+        share, overhead = constants.decode_efficiency, float(seconds.mean())
+        overhead -= (weights + cached * float(context.mean())) / (bandwidth * share)
+        if overhead < 0:
+            needed = (weights + cached * float(context.mean())) / bandwidth
+            share, overhead = min(1.0, needed / float(seconds.mean())), 0.0
+    return {
+        "decode_efficiency": Found(value=float(share), how=how),
+        "decode_overhead": Found(value=float(overhead), how=how),
+    }
+
+
+def _decode_points(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds a token [n], mean tokens that the server held meanwhile [n]) of every response of two tokens or more."""
+    seconds, context = [], []
+    for step in steps:
+        for spans in step.requests.values():
+            starts = np.array([span.start for span in spans])
+            ends = np.array([span.end for span in spans])
+            held = np.array([span.about["prompt"] + span.about["tokens"] / 2 for span in spans])
+            for span in spans:
+                if span.about["tokens"] < 2 or span.seconds <= 0:
+                    continue
+                together = np.clip(np.minimum(ends, span.end) - np.maximum(starts, span.start), 0, None)
+                seconds.append(span.seconds / span.about["tokens"])
+                context.append(float((together * held).sum() / span.seconds))
+    return np.array(seconds), np.array(context)
+
+
+def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:
+    """The export gathers and writes, the rest reads and compares; of each pair only the sum is known, so both get the
+    same bandwidth."""
+    model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
+    export, rest = [], []
+    for step in steps:
+        phase = next((span for span in step.phases if span.name == "weight_sync"), None)
+        call = [s for rank in step.ranks for s in rank.spans if (s.track, s.name) == ("calls", "export_hf")]
+        call = [span for span in call if phase and phase.start <= span.start < phase.end]
+        if phase and call:
+            export.append(max(span.seconds for span in call))
+            rest.append(phase.seconds - export[-1])
+    if not export or min(*export, *rest) <= 0:
+        return {}
+    write, read = 2 * model / float(np.mean(export)), model / float(np.mean(rest))
+    both = "half of the export's time each, by assumption"
+    return {
+        "gather_bandwidth": Found(value=write, how=f"weight sync, {both}"),
+        "disk_write": Found(value=write, how=f"weight sync, {both}"),
+        "disk_read": Found(value=read, how="weight sync after the export"),
+        "checksum_bandwidth": Found(value=read, how="weight sync after the export"),
+    }
+
+
+def _requests(steps: Sequence[RecordedStep]) -> list[Span]:
+    """Of training responses, not of evaluations."""
+    return [
+        span
+        for step in steps
+        for spans in step.requests.values()
+        for span in spans
+        if span.name.startswith("p") and span.name[1:2].isdigit()
+    ]
