@@ -99,7 +99,7 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
         rollout_step=step,
         optimizer_step=progress.optimizer_step + len(updates),
         weight_version=version,
-        sampler=parts.sampler.state,
+        sampler=parts.sampler.snapshot(step),
     )
     last = step == config.run.rollout_steps
     evaluation = {}

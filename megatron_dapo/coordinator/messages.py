@@ -69,12 +69,14 @@ class Admission:
     filtered: tuple[ScoredGroup, ...]
     carried: int
     """Finished groups past the end of the batch, first in line for the next one."""
+    in_flight: int
+    """Groups past the end of the batch that are still being written; 0 without look-ahead."""
     expired: int
-    """Carried groups that had become too old and were generated again in this step."""
+    """Groups that had become too old when this step began and were generated again."""
     generated: tuple[ScoredGroup, ...]
-    """Groups that were generated in this step, in prompt order, whatever became of them."""
+    """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
     pass_rate: float
     """Expected share of kept groups that the dispatch of this step began with."""
     predicted_groups: int
-    """Groups that the first dispatch expected to need."""
+    """Prompts that this batch was expected to need when it was begun."""
     limit_reached: bool

@@ -6,11 +6,16 @@ Positions of the shuffled order are dispatched one after another and decided one
             ^ cursor                                 ^ next
 
 The group at the cursor is awaited, however many later ones are finished, so a long response is never passed over for
-a short
-one. How many to dispatch is computed from what was decided, never from what happened to finish first: the same run
-gives the
-same batches. When the batch is full, what lies between cursor and next is finished and waits for the next step
-("carried").
+a short one. How many to dispatch is computed from what was decided, never from what happened to finish first: the
+same run gives the same batches.
+
+What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
+it is finished by then. With look-ahead so much is dispatched that the next batches are being written while the actor
+trains, and what is unfinished then survives the new weights.
+
+A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
+and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
+how long its responses turned out to be: expiry favours no length.
 """
 
 import asyncio
@@ -38,11 +43,26 @@ class SamplerState:
     cursor: int
     pass_rate: PassRate
     carried: tuple[ScoredGroup, ...]
-    """The groups of positions cursor, cursor + 1, ..."""
+    """Finished groups of positions from cursor on, in order. Positions missing in between were in flight: a resumed run
+    sends them again."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sent:
+    """A position between cursor and next."""
+
+    position: int
+    version: int
+    """Weights at its dispatch: no token of it is older."""
+    group: "asyncio.Future[ScoredGroup]"
+
+    @property
+    def finished(self) -> bool:
+        return self.group.done() and not self.group.cancelled() and self.group.exception() is None
 
 
 class DynamicSampler:
-    """Fills batches of `prompts_per_step` groups, in prompt order."""
+    """Fills batches of `prompts_per_step` groups, in prompt order. Belongs to the event loop of its first `fill`."""
 
     def __init__(self, config: AlgorithmConfig, generate: GenerateGroup, ledger: Ledger, state: SamplerState) -> None:
         self._config = config
@@ -50,112 +70,155 @@ class DynamicSampler:
         self._ledger = ledger
         self._cursor = state.cursor
         self._pass_rate = state.pass_rate
-        self._carried = deque(state.carried)
-        self._flight: deque[asyncio.Task[ScoredGroup]] = deque()
+        self._restored = {group.position: group for group in state.carried}
+        self._flight: deque[_Sent] = deque()
+        self._generated: list[ScoredGroup] = []
+        """Finished since the last batch was full."""
+        self._failure: asyncio.Future[ScoredGroup] | None = None
+        """Gets the first failure of any group."""
 
-    @property
-    def state(self) -> SamplerState:
-        """Valid between two calls of `fill`."""
-        return SamplerState(cursor=self._cursor, pass_rate=self._pass_rate, carried=tuple(self._carried))
+    def snapshot(self, rollout_step: int) -> SamplerState:
+        """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
+        as carried; those in flight are not in it."""
+        carried = (*self._restored.values(), *(sent.group.result() for sent in self._flight if sent.finished))
+        for group in carried:
+            self._record(Event.CARRIED, group, rollout_step)
+        return SamplerState(cursor=self._cursor, pass_rate=self._pass_rate, carried=carried)
 
     async def fill(
-        self, rollout_step: int, weight_version: int, on_kept: Callable[[ScoredGroup], None] = lambda group: None
+        self,
+        rollout_step: int,
+        weight_version: int,
+        on_kept: Callable[[ScoredGroup], None] = lambda group: None,
+        *,
+        ahead: int = 0,
     ) -> Admission:
-        """One batch. Returns when it is full (or the limit is reached) and nothing is in flight.
+        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is in flight then.
 
-        `on_kept` is called for each group of the batch as soon as it is kept, in prompt order.
+        Args:
+            weight_version: of the servers; it does not change before this returns.
+            on_kept: called for each group of the batch as soon as it is kept, in prompt order.
+            ahead: groups of the next batches that the prompts in flight on return are expected to give.
 
         Raises:
             OversamplingLimit: the limit was reached and `on_limit` is `stop`, or not one group could be kept.
         """
-        failure: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
-        batch = _Batch(start_pass_rate=self._pass_rate, limit=self._limit(), failure=failure, on_kept=on_kept)
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
         try:
-            expired = self._take_up_carried(batch, rollout_step, weight_version)
-            wanted = self._config.prompts_per_step
-            while len(batch.kept) < wanted:
-                self._dispatch(batch, wanted, rollout_step, weight_version)
-                if not self._flight:
-                    break  # the limit: nothing in flight and nothing may be dispatched
-                group = await self._head(batch)
-                self._flight.popleft()
-                self._decide(group, batch, rollout_step, weight_version)
-            carried = await asyncio.gather(*self._flight)
+            expired = await self._take_up(rollout_step, weight_version)
+            batch = self._new_batch(rollout_step, weight_version, on_kept, ahead)
+            while len(batch.kept) < batch.wanted and batch.decided < batch.limit:
+                self._dispatch(batch)
+                self._decide(await self._head(self._failure), batch)
+            self._check_limit(batch)
+            self._dispatch(batch)
+            if ahead == 0:
+                await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
-            for task in self._flight:
-                task.cancel()
-            await asyncio.gather(*self._flight, return_exceptions=True)
+            await self.close()
             raise
-        self._flight.clear()
-        self._carried = deque(carried)
-        for group in carried:
-            self._record(Event.CARRIED, group, rollout_step)
-        self._check_limit(batch, wanted)
+        generated, self._generated = self._generated, []
+        finished = sum(sent.finished for sent in self._flight)
         return Admission(
             kept=tuple(batch.kept),
             filtered=tuple(batch.filtered),
-            carried=len(carried),
+            carried=finished,
+            in_flight=len(self._flight) - finished,
             expired=expired,
-            generated=tuple(sorted(batch.generated, key=lambda group: group.position)),
+            generated=tuple(sorted(generated, key=lambda group: group.position)),
             pass_rate=batch.start_pass_rate.mean,
             predicted_groups=batch.predicted,
-            limit_reached=len(batch.kept) < wanted,
+            limit_reached=len(batch.kept) < batch.wanted,
         )
 
-    async def _head(self, batch: "_Batch") -> ScoredGroup:
-        """The group at the cursor; a failure of any other group is raised at once, not when its turn comes."""
-        head = self._flight[0]
-        await asyncio.wait({head, batch.failure}, return_when=asyncio.FIRST_COMPLETED)
-        return batch.failure.result() if batch.failure.done() else head.result()
+    async def close(self) -> None:
+        """End what is in flight. No batch can be filled afterwards."""
+        tasks = [sent.group for sent in self._flight]
+        self._flight.clear()
+        await _end(tasks)
+        if self._failure is not None and self._failure.done():
+            self._failure.exception()  # else asyncio complains that nobody asked
 
-    def _limit(self) -> int:
-        sampling = self._config.dynamic_sampling
-        if not sampling.enabled:
-            return self._config.prompts_per_step
-        return int(sampling.max_oversampling * self._config.prompts_per_step)
+    def _new_batch(
+        self, rollout_step: int, weight_version: int, on_kept: Callable[[ScoredGroup], None], ahead: int
+    ) -> "_Batch":
+        sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
+        times = sampling.max_oversampling if sampling.enabled else 1.0
+        limit = int(times * wanted)
+        return _Batch(
+            rollout_step=rollout_step,
+            weight_version=weight_version,
+            on_kept=on_kept,
+            wanted=wanted,
+            ahead=ahead,
+            limit=limit,
+            end=self._cursor + int(times * (wanted + ahead)),
+            start_pass_rate=self._pass_rate,
+            predicted=min(limit, self._needed(wanted, 0)),
+        )
 
-    def _take_up_carried(self, batch: "_Batch", rollout_step: int, weight_version: int) -> int:
-        """Put the carried groups first in line; generate those again that are too old. Returns how many were."""
-        expired = 0
-        position = self._cursor
-        for group in self._carried:
-            if weight_version - group.weight_version > self._config.dynamic_sampling.max_staleness:
-                expired += 1
-                self._send(position, batch, rollout_step, weight_version)
+    def _needed(self, missing: int, in_flight: int) -> int:
+        """Prompts to send so that `missing` groups may be expected from all that are in flight."""
+        if not self._config.dynamic_sampling.enabled:
+            return max(0, missing - in_flight)
+        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean)
+
+    async def _take_up(self, rollout_step: int, weight_version: int) -> int:
+        """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
+        too old. Returns how many that were."""
+        for position in range(self._cursor, max(self._restored, default=-1) + 1):
+            group = self._restored.pop(position, None)
+            if group is None:
+                self._flight.append(self._send(position, rollout_step, weight_version))
             else:
-                self._flight.append(asyncio.ensure_future(_already(group)))
-            position += 1
-        self._carried.clear()
-        return expired
+                self._flight.append(_Sent(position=position, version=group.weight_version, group=_already(group)))
+        limit = self._config.dynamic_sampling.max_staleness
+        too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
+        await _end([self._flight[at].group for at in too_old])
+        for at in too_old:
+            sent = self._flight[at]
+            self._ledger.record(
+                Event.EXPIRED,
+                prompt=sent.position,
+                rollout_step=rollout_step,
+                weight_version=sent.version,
+                tokens=sent.group.result().tokens if sent.finished else None,
+            )
+            self._flight[at] = self._send(sent.position, rollout_step, weight_version)
+        return len(too_old)
 
-    def _dispatch(self, batch: "_Batch", wanted: int, rollout_step: int, weight_version: int) -> None:
-        missing = wanted - len(batch.kept)
-        more = missing - len(self._flight)
-        if self._config.dynamic_sampling.enabled:
-            more = prompts_to_dispatch(missing, len(self._flight), self._pass_rate.mean)
-        more = min(more, batch.limit - batch.dispatched)
-        for _ in range(max(0, more)):
-            self._send(self._cursor + len(self._flight), batch, rollout_step, weight_version)
-        if batch.predicted == 0:
-            batch.predicted = len(self._flight)
+    def _dispatch(self, batch: "_Batch") -> None:
+        missing = batch.wanted - len(batch.kept) + batch.ahead
+        begin = self._cursor + len(self._flight)
+        end = min(begin + self._needed(missing, len(self._flight)), batch.end)
+        for position in range(begin, end):
+            self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
 
-    def _send(self, position: int, batch: "_Batch", rollout_step: int, weight_version: int) -> None:
+    def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         self._ledger.record(Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version)
-        batch.dispatched += 1
-        self._flight.append(asyncio.create_task(self._finish(position, batch, rollout_step, weight_version)))
+        task = asyncio.create_task(self._finish(position, rollout_step, weight_version))
+        return _Sent(position=position, version=weight_version, group=task)
 
-    async def _finish(self, position: int, batch: "_Batch", rollout_step: int, weight_version: int) -> ScoredGroup:
+    async def _finish(self, position: int, rollout_step: int, weight_version: int) -> ScoredGroup:
         try:
             group = await self._generate(position, weight_version)
         except Exception as error:
-            if not batch.failure.done():
-                batch.failure.set_exception(error)
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
             raise
-        batch.generated.append(group)
+        self._generated.append(group)
         self._record(Event.FINISHED, group, rollout_step)
         return group
 
-    def _decide(self, group: ScoredGroup, batch: "_Batch", rollout_step: int, weight_version: int) -> None:
+    async def _head(self, failure: "asyncio.Future[ScoredGroup]") -> ScoredGroup:
+        """The group at the cursor; a failure of any other group is raised at once, not when its turn comes."""
+        head = self._flight[0].group
+        await asyncio.wait({head, failure}, return_when=asyncio.FIRST_COMPLETED)
+        return failure.result() if failure.done() else head.result()
+
+    def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
+        self._flight.popleft()
         self._cursor += 1
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
@@ -164,7 +227,7 @@ class DynamicSampler:
             batch.on_kept(group)
         else:
             batch.filtered.append(group)
-            self._record(Event.FILTERED, group, rollout_step)
+            self._record(Event.FILTERED, group, batch.rollout_step)
 
     def _record(self, event: Event, group: ScoredGroup, rollout_step: int) -> None:
         self._ledger.record(
@@ -176,11 +239,11 @@ class DynamicSampler:
             tokens=group.tokens,
         )
 
-    def _check_limit(self, batch: "_Batch", wanted: int) -> None:
-        if len(batch.kept) == wanted:
+    def _check_limit(self, batch: "_Batch") -> None:
+        if len(batch.kept) == batch.wanted:
             return
         found = (
-            f"{len(batch.kept)} of {wanted} groups after {batch.dispatched} prompts "
+            f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts "
             f"(algorithm.dynamic_sampling.max_oversampling = {self._config.dynamic_sampling.max_oversampling:g})"
         )
         if not batch.kept:
@@ -203,19 +266,35 @@ def _verdicts(groups: Sequence[ScoredGroup]) -> str:
 
 @dataclass(kw_only=True)
 class _Batch:
-    """What one call of `fill` has gathered so far."""
+    """What one call of `fill` wants and has gathered so far."""
 
-    start_pass_rate: PassRate
-    limit: int
+    rollout_step: int
+    weight_version: int
     on_kept: Callable[[ScoredGroup], None]
-    failure: "asyncio.Future[ScoredGroup]"
-    """Gets the first failure of any group."""
-    dispatched: int = 0
-    predicted: int = 0
+    wanted: int
+    ahead: int
+    limit: int
+    """Positions that may be decided for it."""
+    end: int
+    """First position that may not be dispatched."""
+    start_pass_rate: PassRate
+    predicted: int
     kept: list[ScoredGroup] = field(default_factory=list)
     filtered: list[ScoredGroup] = field(default_factory=list)
-    generated: list[ScoredGroup] = field(default_factory=list)
+
+    @property
+    def decided(self) -> int:
+        return len(self.kept) + len(self.filtered)
 
 
-async def _already(group: ScoredGroup) -> ScoredGroup:
-    return group
+def _already(group: ScoredGroup) -> "asyncio.Future[ScoredGroup]":
+    done: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
+    done.set_result(group)
+    return done
+
+
+async def _end(tasks: "Sequence[asyncio.Future[ScoredGroup]]") -> None:
+    """Cancel what is not done, and wait until it has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,10 +5,11 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
     dispatched -> finished -> trained                 kept and used by an optimizer step
                            -> filtered                all responses right or all wrong (or no response fit to train on)
                            -> carried -> trained ...  finished past the end of a full batch, first in line for the next
-                                      -> dispatched   its weights became too old: generated again
+               -> expired -> dispatched               its weights became too old, finished or not: generated again
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
-that checkpoint, and what belongs to later steps than it, and `effective_events` gives what stands.
+that checkpoint, and what belongs to later steps than it, and `effective_events` gives what stands. What was in flight
+at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again.
 """
 
 import json
@@ -26,6 +27,9 @@ class Event(StrEnum):
     FINISHED = "finished"
     FILTERED = "filtered"
     CARRIED = "carried"
+    EXPIRED = "expired"
+    INTERRUPTED = "interrupted"
+    """Never written: what `effective_events` finds in flight at a checkpoint that was resumed from."""
     TRAINED = "trained"
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
@@ -99,7 +103,10 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
 
 
 def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events that stand: those after a checkpoint that a later resume went back behind are left out."""
+    """The events that stand: those after a checkpoint that a later resume went back behind are left out.
+
+    Where a checkpoint was resumed from, each position without a fate by then gets an event `interrupted`.
+    """
     standing: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == Event.RESUMED:
@@ -110,24 +117,35 @@ def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     keep = at
             # A run that stops in the middle of a step saves what stood before it, after events of that step.
             standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
+            standing += _interrupted(standing, event)
         else:
             standing.append(event)
     return standing
+
+
+def _interrupted(standing: Iterable[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+    last = {event["prompt"]: event["event"] for event in standing if event["prompt"] is not None}
+    unfinished = (Event.DISPATCHED, Event.FINISHED)  # finished, but after the checkpoint's content was fixed
+    return [
+        resumed | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt, kind in last.items() if kind in unfinished
+    ]
 
 
 def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:
     """Fate of every dispatched position among `effective_events`.
 
     Raises:
-        LedgerError: a position trained twice, decided without being finished, or skipped.
+        LedgerError: a position trained twice, sent twice, decided without being finished, or skipped.
     """
     fates: dict[int, str] = {}
     allowed: dict[Event, set[str | None]] = {
-        Event.DISPATCHED: {None, Event.CARRIED},
+        Event.DISPATCHED: {None, Event.EXPIRED, Event.INTERRUPTED},
         Event.FINISHED: {Event.DISPATCHED},
         Event.TRAINED: {Event.FINISHED, Event.CARRIED},
         Event.FILTERED: {Event.FINISHED, Event.CARRIED},
         Event.CARRIED: {Event.FINISHED, Event.CARRIED},
+        Event.EXPIRED: {Event.DISPATCHED, Event.FINISHED, Event.CARRIED},
+        Event.INTERRUPTED: {Event.DISPATCHED, Event.FINISHED},
     }
     for number, event in enumerate(effective_events(events), start=1):
         position, kind = event["prompt"], Event(event["event"])

@@ -79,11 +79,28 @@ def make(tmp_path):
     return sampler
 
 
-def steps(sampler, count, first=1):
-    async def run():
-        return [await sampler.fill(step, step - 1) for step in range(first, first + count)]
+def ran(coroutine):
+    """What the coroutine returns. asyncio.run itself would print it, all token ids included, to restore a signal."""
+    results = []
 
-    return asyncio.run(run())
+    async def main():
+        results.append(await coroutine)
+
+    asyncio.run(main())
+    return results[0]
+
+
+def steps(sampler, count, first=1):
+    """Batches of the steps from `first` on, each followed by a checkpoint; weights are one version newer each time."""
+
+    async def run():
+        batches = []
+        for step in range(first, first + count):
+            batches.append(await sampler.fill(step, step - 1))
+            sampler.snapshot(step)
+        return batches
+
+    return ran(run())
 
 
 def test_a_batch_is_the_first_useful_groups_in_prompt_order(make):
@@ -149,7 +166,7 @@ def test_a_resume_from_the_state_gives_the_same_batches(make):
     whole = steps(sampler, 6)
     sampler, _ = make(Script(), name="first.jsonl")
     steps(sampler, 3)
-    again, _ = make(Script(), state=sampler.state, name="second.jsonl")
+    again, _ = make(Script(), state=sampler.snapshot(3), name="second.jsonl")
     rest = steps(again, 3, first=4)
     assert [[g.position for g in b.kept] for b in rest] == [[g.position for g in b.kept] for b in whole[3:]]
     assert [b.carried for b in rest] == [b.carried for b in whole[3:]]
@@ -163,7 +180,9 @@ def test_carried_groups_that_are_too_old_are_generated_again(make):
     assert first.carried > 0
     assert second.expired == first.carried
     assert all(g.weight_version == 1 for g in second.kept)
-    check_ledger(read_ledger(ledger._path))
+    events = read_ledger(ledger._path)
+    check_ledger(events)
+    assert sum(event["event"] == "expired" for event in events) == second.expired
 
 
 def test_carried_groups_within_the_bound_are_used_as_they_are(make):

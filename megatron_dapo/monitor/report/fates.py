@@ -17,7 +17,8 @@ class Fates:
     prompts: dict[str, int]
     """Each dispatched prompt once, by where it stands now."""
     tokens: dict[str, int]
-    """Each generated response token once; `generated again`: of groups whose weights had become too old."""
+    """Each generated response token once; `generated again`: of groups whose weights had become too old,
+    or which no checkpoint held when the run was resumed."""
 
 
 def count_fates(path: Path, notes: list[str]) -> Fates | None:
@@ -36,7 +37,7 @@ def count_fates(path: Path, notes: list[str]) -> Fates | None:
         prompt, kind = event.get("prompt"), event.get("event")
         if prompt is None:
             continue
-        if kind == Event.DISPATCHED:
+        if kind in (Event.DISPATCHED, Event.EXPIRED, Event.INTERRUPTED):
             tokens[AGAIN] += held.pop(prompt, 0)
             stands[prompt] = UNFINISHED
         elif kind in (Event.FINISHED, Event.CARRIED):
