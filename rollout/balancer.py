@@ -1,8 +1,10 @@
-"""Which server gets which request: fewest in flight, groups together, none while weights change."""
+"""Which server gets which request: the urgent ones first, to the server with the fewest in flight, groups together;
+none while weights change."""
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,6 +114,7 @@ class Member:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     group_id: str
+    priority: int
     place: "asyncio.Future[Member]"
 
 
@@ -123,7 +126,8 @@ class Balancer:
         self.limit = limit
         self._open = True
         self._ended: RolloutError | None = None
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: list[_Waiter] = []
+        """By priority, equal ones in the order in which they came."""
         self._home: OrderedDict[str, Member] = OrderedDict()
 
     @property
@@ -131,12 +135,13 @@ class Balancer:
         """Requests without a server."""
         return sum(not waiter.place.done() for waiter in self._waiting)
 
-    async def acquire(self, group_id: str) -> Member:
-        """A place at a server, to be given back by `release`. The supervisor bounds the wait by `refuse`."""
+    async def acquire(self, group_id: str, priority: int = 0) -> Member:
+        """A place at a server, to be given back by `release`; the smaller `priority` goes first. The supervisor bounds
+        the wait by `refuse`."""
         if self._ended is not None:
             raise self._ended
-        waiter = _Waiter(group_id, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        waiter = _Waiter(group_id, priority, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiter, key=lambda each: each.priority)
         self.dispatch()
         try:
             return await waiter.place
@@ -167,8 +172,8 @@ class Balancer:
 
     def refuse(self, error: RolloutError) -> None:
         """Ends the wait of every request that has no server."""
-        while self._waiting:
-            waiter = self._waiting.popleft()
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
             if not waiter.place.done():
                 waiter.place.set_exception(error)
 

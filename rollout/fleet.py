@@ -160,7 +160,7 @@ class RolloutFleet:
         left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
         sampling = replace(request.sampling, max_new_tokens=left)
         seed = request.seed if self.config.deterministic else None
-        member = await self._balancer.acquire(request.group_id)
+        member = await self._balancer.acquire(request.group_id, request.priority)
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
         try:

@@ -79,6 +79,8 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
+    priority: int = 0
+    """Where requests wait for a place at a server, a smaller one goes first, also one that a publish interrupted."""
 
     def __post_init__(self) -> None:
         if not self.request_id or not self.group_id:

@@ -88,7 +88,7 @@ class DynamicSamplingConfig:
     """Keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full."""
 
     max_oversampling: float = Field(default=10.0, ge=1.0)
-    """At most this many times `prompts_per_step` prompts are generated for one batch."""
+    """At most this many times `prompts_per_step` prompts are decided for one batch."""
 
     on_limit: Literal["train", "stop"] = "train"
     """At the limit: train the smaller batch, correctly normalised, and say so; or stop the run."""
@@ -97,7 +97,12 @@ class DynamicSamplingConfig:
     """Share of groups expected to be kept before any was measured."""
 
     max_staleness: NonNegativeInt = 1
-    """Weight versions that a carried group may lie behind; an older one is generated again."""
+    """Weight versions that any token of a group may lie behind when it is trained on; older ones are generated
+    again."""
+
+    ahead: PositiveFloat = 1.0
+    """With `run.mode: async`: batches whose prompts are with the servers besides those of the batch that is being
+    filled. Below `max_staleness` fewer groups expire."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

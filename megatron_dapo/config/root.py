@@ -138,6 +138,12 @@ def _of_rollout(config: Config) -> Iterator[str]:
 
 
 def _of_run(config: Config) -> Iterator[str]:
+    sampling = config.algorithm.dynamic_sampling
+    if config.run.mode == "async" and sampling.ahead > sampling.max_staleness:
+        yield (
+            f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}, "
+            "what run.mode=async sends so far ahead would be too old when its turn comes; lower it or raise that"
+        )
     if config.run.dir.startswith("~"):
         yield f"run.dir = {config.run.dir}: nobody expands the ~, it would be a folder of that name; write it in full"
     if config.run.resume_step is not None and not config.run.resume:

@@ -1,6 +1,6 @@
 """Section `run`: where a run lives, how long it goes on, what it keeps."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -15,6 +15,10 @@ class RunConfig:
 
     rollout_steps: PositiveInt
     """The run ends after this many rollout steps (each: fill a batch, then `mini-batches` optimizer steps)."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """`sync`: servers wait while the actor trains, and the reverse. `async`: servers write the next batches while the
+    actor trains; `algorithm.dynamic_sampling.ahead` and `.max_staleness` say how far ahead."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response."""

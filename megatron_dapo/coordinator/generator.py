@@ -128,6 +128,7 @@ class GroupGenerator:
             prompt_ids=prompt.ids,
             sampling=self._sampling,
             seed=response_seed(self._seed, position, sample),
+            priority=position,  # the batch waits for the earliest first
         )
 
     async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:

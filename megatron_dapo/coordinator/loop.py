@@ -3,11 +3,13 @@
 prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
+from megatron_dapo.config import Config
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.batch_file import save_batch
 from megatron_dapo.coordinator.checkpoint import keep_what_stands, publish_checkpoint, save_checkpoint
@@ -71,8 +73,9 @@ async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> Filled
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
     config, step = parts.config, progress.rollout_step + 1
     async with LogProbStream(parts.services.trainer, groups=config.algorithm.prompts_per_step) as stream:
+        parts.generator.take_reward_seconds()  # those of the update before belong to no phase
         with phases.measure("rollout"):
-            filling = parts.sampler.fill(step, progress.weight_version, stream.add)
+            filling = parts.sampler.fill(step, progress.weight_version, stream.add, ahead=groups_ahead(config, step))
             admission = await parts.services.waits.wait_for(
                 "batch of groups", "rollout servers", config.run.step_deadline_s, filling, stoppable=True
             )
@@ -84,6 +87,15 @@ async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> Filled
     arrays = step_arrays(admission.kept, config)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
     return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
+
+
+def groups_ahead(config: Config, step: int) -> int:
+    """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is
+    `async`, and after the last step."""
+    if config.run.mode != "async":
+        return 0
+    later = config.run.rollout_steps - step
+    return math.ceil(min(config.algorithm.dynamic_sampling.ahead, later) * config.algorithm.prompts_per_step)
 
 
 async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: Phases) -> tuple[Progress, StepRecord]:

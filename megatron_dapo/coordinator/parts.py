@@ -135,6 +135,8 @@ async def start_parts(
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
     generator = _generator(config, inputs, services)
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+    stack.push_async_callback(sampler.close)
     return Parts(
         config=config,
         inputs=inputs,
@@ -143,7 +145,7 @@ async def start_parts(
         services=services,
         writer=writer,
         generator=generator,
-        sampler=DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler),
+        sampler=sampler,
         timeline=timeline,
         evaluator=_evaluator(config, inputs, services, run_dir),
         objective=objective_of(config.algorithm),

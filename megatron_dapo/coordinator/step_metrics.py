@@ -32,7 +32,7 @@ class Gap:
     current: Mismatch
     """Tokens written by the weights that the trainer holds: only kernels differ."""
     stale: Mismatch
-    """Tokens of carried groups, written by older weights."""
+    """Tokens written by older weights."""
     stale_share: float
     """Share of the tokens that are stale."""
 
@@ -97,6 +97,7 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     generated = admission.generated or admission.kept
     tokens = sum(group.tokens for group in admission.generated)
     trained = int(record.arrays.responses.num_response_tokens)
+    writing = seconds["step"] if config.run.mode == "async" else seconds["rollout"] + seconds["reward"]
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
         "optimizer_step": progress.optimizer_step,
@@ -108,9 +109,11 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         "mismatch/mean_abs": record.gap.current.mean_abs,
         "staleness/share": record.gap.stale_share,
         "staleness/kl": record.gap.stale.kl,
+        "staleness/mean": float((progress.weight_version - 1 - record.arrays.weight_versions).mean()),
+        "staleness/max": int(progress.weight_version - 1 - record.arrays.weight_versions.min()),
         "tokens/generated": tokens,
         "tokens/trained": trained,
-        "tokens_per_second/rollout": tokens / max(seconds["rollout"] + seconds["reward"], 1e-9),
+        "tokens_per_second/rollout": tokens / max(writing, 1e-9),
         "tokens_per_second/train": trained / max(seconds["update"], 1e-9),
     }
     metrics |= _response_metrics(generated)
@@ -187,6 +190,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in admission.filtered),
         "sampling/all_wrong": sum(group.correct == 0 for group in admission.filtered),
         "sampling/carried": admission.carried,
+        "sampling/in_flight": admission.in_flight,
         "sampling/expired": admission.expired,
         "sampling/pass_rate": len(admission.kept) / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,

@@ -94,7 +94,8 @@ _SAMPLING = (
     _metric("sampling/all_correct", "groups", Reduce.SUM, "Groups filtered because all answers were right.", "3b"),
     _metric("sampling/all_wrong", "groups", Reduce.SUM, "Groups filtered because all answers were wrong."),
     _metric("sampling/carried", "groups", Reduce.LAST, "Finished groups that wait for the next step."),
-    _metric("sampling/expired", "groups", Reduce.SUM, "Carried groups that were too old and were generated again."),
+    _metric("sampling/in_flight", "groups", Reduce.LAST, "Groups with the servers when the batch was full (`async`)."),
+    _metric("sampling/expired", "groups", Reduce.SUM, "Groups that had become too old and were generated again."),
     _metric("sampling/pass_rate", "share", Reduce.RATIO, "Kept among the groups decided in the step."),
     _metric(
         "sampling/oversampling_predicted", "factor", Reduce.RATIO, "Groups expected to be needed for each group wanted."
@@ -144,8 +145,10 @@ _MISMATCH = (
         "staleness/share",
         "share",
         Reduce.MEAN,
-        "Trained tokens that an older weight version wrote (carried groups); `mismatch/*` leaves them out.",
+        "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them out.",
     ),
+    _metric("staleness/mean", "versions", Reduce.MEAN, "Weight versions that the trained tokens lie behind."),
+    _metric("staleness/max", "versions", Reduce.MAX, "The same for the oldest of them."),
     _metric("staleness/kl", "nats", Reduce.MEAN, "KL of the older version to the trainer's on those tokens (k3)."),
 )
 
@@ -162,7 +165,12 @@ _COST = (
     _metric("timing/step", "s", Reduce.SUM, "The whole rollout step."),
     _metric("tokens/generated", "tokens", Reduce.SUM, "Response tokens generated in the step."),
     _metric("tokens/trained", "tokens", Reduce.SUM, "Response tokens of the batch trained on."),
-    _metric("tokens_per_second/rollout", "tokens/s", Reduce.RATIO, "Tokens generated / seconds of rollout and reward."),
+    _metric(
+        "tokens_per_second/rollout",
+        "tokens/s",
+        Reduce.RATIO,
+        "Tokens generated / seconds of rollout and reward; in `async` mode of the whole step.",
+    ),
     _metric("tokens_per_second/train", "tokens/s", Reduce.RATIO, "Tokens trained on / seconds of update."),
 )
 

@@ -98,3 +98,41 @@ def test_mismatch():
 
 def test_mismatch_of_nothing():
     assert mismatch(torch.zeros(0), torch.zeros(0)).max_abs == 0.0
+
+
+def test_tokens_of_several_versions_are_weighted_by_the_version_that_drew_each():
+    """A response that a publish interrupted: its first token was drawn by older weights than its second. Over every
+    response of two tokens, the weighted mean under the mixed behaviour is the mean under the trainer's policy."""
+    generator = torch.Generator().manual_seed(0)
+    words = 3
+
+    def policy() -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the first token, [words], and of the second given the first, [words, words]."""
+        first, second = (
+            torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (words, (words,) * 2)
+        )
+        return first.log_softmax(-1), second.log_softmax(-1)
+
+    older, newer, trainer = policy(), policy(), policy()
+    reward = torch.randn((words, words), generator=generator, dtype=torch.float64)
+    responses = [(a, b) for a in range(words) for b in range(words)]
+    rollout = torch.stack([value for a, b in responses for value in (older[0][a], newer[1][a, b])])
+    old = torch.stack([value for a, b in responses for value in (trainer[0][a], trainer[1][a, b])])
+    lengths = torch.full((len(responses),), 2)
+    got = correction_weights(
+        old, rollout, mode="truncated", level="sequence", upper=1e6, lower=0.0, response_lengths=lengths
+    )
+    weights = got.weights.view(-1, 2)
+    assert torch.equal(weights[:, 0], weights[:, 1]), "every token has its response's weight"
+    drawn = rollout.view(-1, 2).sum(-1).exp()
+    assert drawn.sum().item() == pytest.approx(1.0, abs=1e-12)
+    flat = torch.stack([reward[a, b] for a, b in responses])
+    expected = (old.view(-1, 2).sum(-1).exp() * flat).sum()
+    assert (drawn * weights[:, 0] * flat).sum().item() == pytest.approx(expected.item(), rel=1e-12)
+    wrong = (drawn * flat).sum()
+    assert abs(wrong - expected) > 0.01, "without the weights it is another mean: the test can fail"
+    token = correction_weights(
+        old, rollout, mode="masked", level="token", upper=UPPER, lower=LOWER, response_lengths=lengths
+    )
+    ratios = [math.exp(new - was) for new, was in zip(old.tolist(), rollout.tolist(), strict=True)]
+    assert token.weights.tolist() == pytest.approx([r if LOWER <= r <= UPPER else 0.0 for r in ratios], rel=1e-12)

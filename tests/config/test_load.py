@@ -136,6 +136,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
+        ("", ["run.mode=async", "algorithm.dynamic_sampling.max_staleness=0"], ["ahead = 1", "max_staleness = 0"]),
     ],
 )
 def test_a_wrong_config_is_refused_with_place_rule_and_remedy(file, text, overrides, expected):

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,26 @@ def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path])
             begin = server.calls.index("pause", 1)
             assert server.calls[begin : begin + 4] == ["pause", "update 2", "flush", "resume"]
             assert {call for call in server.calls[begin + 4 :]} == {"generate 2"}
+
+    run(test)
+
+
+def test_the_urgent_request_goes_first_and_an_interrupted_one_keeps_its_turn(folders: list[Path]) -> None:
+    async def test() -> None:
+        server = StandIn(seconds_a_token=0.005)
+        async with fleet_of(server, max_running_requests=1) as fleet:
+            turns = {7: 1, 8: 3, 9: 2}  # first prompt id, which the server writes down, and priority
+            asked = [
+                asyncio.ensure_future(
+                    fleet.generate(replace(request(f"r{prompt}", prompt=(prompt,), tokens=20), priority=priority))
+                )
+                for prompt, priority in turns.items()
+            ]
+            await until(lambda: server.running)
+            await fleet.publish(folders[0], 1)
+            await asyncio.gather(*asked)
+        assert [prompt[0] for prompt in server.prompts] == [7, 7, 9, 8]
+        assert len(server.prompts[1]) > 1, "the second call goes on from the tokens of the first"
 
     run(test)
 

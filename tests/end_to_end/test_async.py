@@ -1,0 +1,56 @@
+"""`run.mode: async` with its real parts: the servers write ahead while the actor trains; killed and resumed."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
+from tests.end_to_end.test_quickstart import lines, start
+
+STEPS = 4
+ASYNC = ("run.mode=async", f"run.rollout_steps={STEPS}", "evaluation.limit=4", "algorithm.importance.mode=truncated")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """A run that was killed by SIGKILL in its second step or later, and went on from its newest checkpoint."""
+    run_dir = tmp_path_factory.mktemp("async") / "run"
+    running = start(run_dir, *ASYNC)
+    running.wait_for(f"step 1/{STEPS}", 240)
+    running.signal(signal.SIGKILL)
+    killed = running.finish(60)
+    assert killed.code == -signal.SIGKILL
+    assert killed.left_behind == ()
+    finished = start(run_dir, *ASYNC, "run.resume=true").finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    return run_dir
+
+
+def test_nothing_is_lost_and_nothing_trained_twice(resumed):
+    events = read_ledger(resumed / "ledger.jsonl")
+    fates = check_ledger(events)
+    assert set(fates.values()) <= {"trained", "filtered", "carried"}, "after the last step nothing is in flight"
+    stands = effective_events(events)
+    trained = [event["prompt"] for event in stands if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == 6 * STEPS
+    decided = [event["prompt"] for event in stands if event["event"] in ("trained", "filtered")]
+    assert sorted(decided) == list(range(len(decided))), "admission is in prompt order: no prompt is passed over"
+
+
+def test_servers_write_while_the_actor_trains_within_the_staleness_bound(resumed):
+    steps = lines(resumed)
+    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
+    assert steps[-1]["sampling/in_flight"] == 0
+    assert sum(step["sampling/in_flight"] + step["sampling/carried"] for step in steps[:-1]) > 0
+    assert max(step["staleness/max"] for step in steps) == 1, "max_staleness"
+    stale = [step for step in steps if step["staleness/share"] > 0]
+    assert stale
+    for step in steps:
+        assert step["mismatch/max_abs"] < 1e-3, "on tokens of the current weights engine and trainer agree"
+        assert step["sampling/kept"] == 6
+    assert max(step["staleness/kl"] for step in stale) > max(step["mismatch/kl"] for step in steps)
