@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dapo.actor.clock import PassClock
+    from megatron_dapo.actor.checkpoint import PendingSave
     from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.step import LossSums
     from megatron_dapo.algorithm.policy_loss import Objective
@@ -125,6 +126,7 @@ class MegatronActor:
             device=self.device.device,
             row_multiple=config.row_multiple,
         )
+        self._pending: PendingSave | None = None
         self.memory = self.optimizer.memory
         self.memory.offload(*parts_at_rest(config.offload))
 
@@ -271,11 +273,51 @@ class MegatronActor:
 
     def save_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
-        there. `extra`: the caller's own small values, as JSON holds them."""
+        there. `extra`: the caller's own small values, as JSON holds them.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written.
+        """
+        self._begin_checkpoint(folder, extra, background=False)
+        self.finish_checkpoint()
+
+    def begin_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> bool:
+        """The same, written while training goes on: returns when the state is copied to host memory. `folder` is there
+        after `finish_checkpoint`; one that was begun before is finished first, so that one copy exists at a time.
+
+        Returns:
+            False if a host had no room for the copies of its ranks: then everything is written already.
+        """
+        return self._begin_checkpoint(folder, extra, background=True)
+
+    def _begin_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None, *, background: bool) -> bool:
         from megatron_dapo.actor import checkpoint
 
+        self.finish_checkpoint()
+        layout = dataclasses.asdict(self.config.layout)
         with self.memory.resident(*self.memory.parts):
-            checkpoint.save(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout), extra=extra)
+            self._pending = checkpoint.begin(folder, self.optimizer, layout=layout, extra=extra, background=background)
+        return self._pending.in_background
+
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Put the checkpoint that was begun in its place, once every rank has written its part.
+
+        Args:
+            wait: for the slowest rank; else return False if one is still writing.
+
+        Returns:
+            Whether no checkpoint is under way any more.
+
+        Raises:
+            CheckpointError: on every rank: it could not be written.
+        """
+        if self._pending is None:
+            return True
+        if not wait and not self._pending.done():
+            return False
+        pending, self._pending = self._pending, None
+        pending.finish()
+        return True
 
     def load_checkpoint(self, folder: Path) -> Mapping[str, Any]:
         """Go on from a checkpoint, also of another layout; the `extra` it was saved with.

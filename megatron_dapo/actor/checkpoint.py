@@ -4,18 +4,21 @@
              actor.json        layout, optimizer step, the caller's own small values
              manifest.json     SHA-256 of every other file
 
-A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. Shards are read into any
-layout. Before anything is loaded every file is compared with the manifest.
+A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
+training goes on: `begin` returns when the state is copied, `PendingSave.finish` makes the folder whole. Shards are read
+into any layout. Before anything is loaded every file is compared with the manifest.
 """
 
-import hashlib
 import json
 import shutil
+import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -29,13 +32,28 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megatron_dapo.actor.checkpoint_files import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    check_digests,
+    check_there,
+    make_empty,
+    put_in_place,
+    read_manifest,
+    sha256,
+    write_synced,
+)
 from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
+from megatron_dapo.actor.shard_writer import ShardWriter, Written
 
-STATE_FILE = "actor.json"
-MANIFEST_FILE = "manifest.json"
+MEMORY_SHARE = 0.5
+"""Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +75,21 @@ class CheckpointState:
         return json.dumps({name: getattr(self, name) for name in CheckpointState.__slots__}, indent=1)
 
 
-def save(
-    folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any], extra: Mapping[str, Any] | None = None
-) -> None:
-    """Write a checkpoint to `folder` (on a file system that all ranks see); one that stands there is replaced.
+def begin(
+    folder: Path,
+    optimizer: ActorOptimizer,
+    *,
+    layout: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    background: bool,
+) -> "PendingSave":
+    """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
 
     Args:
         layout: `dataclasses.asdict` of the LayoutConfig.
         extra: small values that JSON can hold.
+        background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
+            all ranks write before this returns.
     """
     folder = Path(folder)
     aside = folder.with_name(f"{folder.name}.partial")
@@ -76,15 +101,58 @@ def save(
     )
     # Before any rank waits for another: what JSON cannot hold is refused on all of them.
     text = state.text()
-    _on_rank_0(folder, lambda: _empty(aside))
+    _on_rank_0(folder, lambda: make_empty(aside))
+    writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(
         _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
         str(aside),
-        sharded_strategy=_SaveInProcess("torch_dist", 1),
+        sharded_strategy=_PlanOnly(writer),
     )
-    names = _on_rank_0(folder, lambda: _write_state(aside, text))
-    digests = _digests(aside, names)
-    _on_rank_0(folder, lambda: _finish(aside, folder, digests))
+    _on_rank_0(folder, lambda: write_synced(aside / STATE_FILE, text))
+    if background and _has_room(writer.bytes_to_copy):
+        writer.copy()
+        writer.start()
+        return PendingSave(folder, aside, writer, in_background=True)
+    writer.write()
+    return PendingSave(folder, aside, writer, in_background=False)
+
+
+class PendingSave:
+    """A checkpoint that is being written. Collective: every rank makes every call, in the same order."""
+
+    def __init__(self, folder: Path, aside: Path, writer: ShardWriter, *, in_background: bool) -> None:
+        self.in_background = in_background
+        """False: there was no room for copies, or none were asked for; everything is written."""
+        self._folder, self._aside, self._writer = folder, aside, writer
+
+    def done(self) -> bool:
+        """Whether `finish` would wait on no rank."""
+        return all(_from_all(self._writer.done))
+
+    def finish(self) -> None:
+        """Wait for every rank's writer and put the checkpoint in its place.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write; what it wrote is removed.
+        """
+        own = self._writer.result()
+        written: list[Written] | None = [own] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, written, dst=0)
+        _on_rank_0(self._folder, lambda: self._publish(written or []))
+
+    def _publish(self, written: Sequence[Written]) -> None:
+        failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(written) if one.failure is not None]
+        try:
+            if failures:
+                raise OSError("; ".join(failures))
+            self._writer.write_index([one.results for one in written])
+            digests = {name: digest for one in written for name, digest in one.digests.items()}
+            # The rest is rank 0's own: Megatron's common values, the index, the state file, ranks without shards.
+            rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
+            put_in_place(self._aside, self._folder, digests | {name: sha256(self._aside / name) for name in rest})
+        except OSError:
+            shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
+            raise
 
 
 def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
@@ -94,7 +162,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
     """
     folder = Path(folder)
-    _verify(folder)
+    _check(folder)
     refuse_foreign_code(folder)
     state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
     if state.distributed_optimizer is None:
@@ -116,22 +184,31 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     return state
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process.
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's format, planned by all ranks now and written by `writer` later."""
 
-    Megatron's own writer starts a process by spawning, which imports the caller's main module once more, and 0.16 forks
-    this process with all its threads to write. Neither is safe in a Ray actor, and a save that hangs says nothing.
-    """
+    def __init__(self, writer: ShardWriter) -> None:
+        super().__init__("torch_dist", 1)
+        self._writer = writer
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=self._writer,
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
+
+
+def _has_room(own_bytes: int) -> bool:
+    """Whether every host holds the copies of all its ranks; the same answer on every rank."""
+    places = _from_all((socket.gethostname(), own_bytes, psutil.virtual_memory().available))
+    needed: Counter[str] = Counter()
+    for host, size, _ in places:
+        needed[host] += size
+    return all(needed[host] <= MEMORY_SHARE * available for host, _, available in places)
 
 
 def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
@@ -158,9 +235,7 @@ def _all_random_states() -> list[dict[str, Any]]:
     own: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_initialized():
         own["cuda"] = torch.cuda.get_rng_state()
-    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(states, own)
-    return states
+    return _from_all(own)
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
@@ -170,81 +245,30 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _on_rank_0(folder: Path, action: Callable[[], list[str] | None]) -> list[str]:
-    """What `action` returns on rank 0, or its failure, on every rank: none waits for a rank that is gone."""
-    answer: list[Any] = [None, None]
+def _from_all(value: T) -> list[T]:
+    """`value` of every rank, by rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
+    """Rank 0's action; its failure is every rank's: none waits for a rank that is gone."""
+    failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = action()
+            action()
         except OSError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    result, failure = answer
-    if failure is not None:
-        raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure}")
-    return result
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure[0]}")
 
 
-def _empty(aside: Path) -> None:
-    """A fresh folder; what a killed save left there goes."""
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-
-
-def _write_state(aside: Path, text: str) -> list[str]:
-    """Write the state file; the names of all files, which rank 0 alone lists: others may see a shared disk later."""
-    (aside / STATE_FILE).write_text(text)
-    return sorted(path.name for path in aside.iterdir())
-
-
-def _finish(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the manifest and rename `aside` to `folder`. A checkpoint that stands there is deleted last."""
-    (aside / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
-    old = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of each file, on every rank; the ranks share the reading."""
-    own = {name: sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
-    parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, own)
-    return {name: digest for part in parts for name, digest in part.items()}
-
-
-def sha256(file: Path) -> str:
-    """Of a file's content, in hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _verify(folder: Path) -> None:
+def _check(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    expected = read_manifest(folder / MANIFEST_FILE)
-    missing = sorted(name for name in expected if not (folder / name).is_file())
-    if missing:
-        raise CheckpointError(f"{folder / missing[0]} is missing: the checkpoint is not whole; load an earlier one")
-    found = _digests(folder, sorted(expected))
-    damaged = sorted(name for name, digest in expected.items() if found[name] != digest)
-    if damaged:
-        raise CheckpointError(
-            f"{folder / damaged[0]} is damaged: its SHA-256 is not that of {MANIFEST_FILE}; load an earlier checkpoint"
-        )
-
-
-def read_manifest(file: Path) -> dict[str, str]:
-    """SHA-256 by file name.
-
-    Raises:
-        CheckpointError: it is not there, or damaged.
-    """
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: {file.parent} is no whole checkpoint; load an earlier one")
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}; load an earlier checkpoint") from error
+    manifest = read_manifest(folder / MANIFEST_FILE)
+    check_there(folder, manifest)
+    own = {name: sha256(folder / name) for name in sorted(manifest)[dist.get_rank() :: dist.get_world_size()]}
+    found = {name: digest for part in _from_all(own) for name, digest in part.items()}
+    check_digests(folder, manifest, found)

@@ -179,7 +179,12 @@ class NonFiniteUpdateError(ArithmeticError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, not whole, damaged, or of another kind; the message names the file. On every rank."""
+    """A checkpoint is missing, not whole, damaged, or of another kind, or cannot be written; the message names the
+    file. On every rank."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is missing or does not have its checksum: an earlier checkpoint may be whole."""
 
 
 def _check_array(

@@ -51,6 +51,13 @@ class DeviceMemory:
         """Parts that are off the device."""
         return tuple(part for part in PARTS if part in self._away)
 
+    def storages(self) -> frozenset[int]:
+        """Addresses of the storages that training changes: of weights, buffers, moments and master weights."""
+        # The wrapper itself has a list of that name.
+        buffers = (buffer for chunk in self._chunks for buffer in chunk.get_submodule("module").buffers())
+        tensors = (*self._parameters(), *buffers, *self._optimizer_tensors())
+        return frozenset(_storage(tensor)._cdata for tensor in tensors)
+
     def offload(self, *parts: Part, give_back: bool = True) -> None:
         """Free the device memory of `parts`; what is away already stays away.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
 from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.coordinator.run_dir import CheckpointDamaged
 from megatron_dapo.monitor.console import Console
 
 
@@ -37,6 +38,8 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
             console.note(f"stopped; continue with: {again}")
         else:
             console.error(f"{type(error).__name__}: {error}")
+            if isinstance(error, CheckpointDamaged) and error.intact is not None:
+                console.note(f"continue with: {again} run.resume_step={error.intact}")
         return code
     return ExitCode.FINISHED
 

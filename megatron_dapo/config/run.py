@@ -31,6 +31,10 @@ class RunConfig:
     """With `resume`: continue from the checkpoint after this rollout step instead of the newest one, which may be
     damaged. Later checkpoints are kept as `checkpoints/set_aside.*`."""
 
+    on_damaged_checkpoint: Literal["stop", "take_older"] = "stop"
+    """When a file of the checkpoint to resume from is missing or damaged: `stop` with its name and the command that
+    continues from the newest intact one, or `take_older`: continue from that one, as `resume_step` would."""
+
     max_restarts: NonNegativeInt = 3
     """When a trainer process is lost the run starts again from its newest checkpoint by itself, at most this many times
     without a new checkpoint in between."""
@@ -40,6 +44,11 @@ class RunConfig:
 
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
+
+    checkpoint_in_background: bool = True
+    """Write a checkpoint while the run goes on: the step waits only until the trainer processes have copied what they
+    write to host memory, one copy at a time. Where a host's free memory is less than twice the copies of its processes,
+    and for the last checkpoint of a run, the step waits as with `false`."""
 
     save_batches: bool = False
     """Keep each step's batch in `<dir>/batches`, as long as a checkpoint before it is kept: `megatron-dapo replay`

@@ -1,6 +1,6 @@
 """Groups of responses as two files, `NAME.json` and `NAME.npz`: without pickle, equal in every bit, damage is noticed.
 
-The JSON file is one line and its SHA-256; the arrays are a zip file, whose entries have checksums.
+The JSON file is one line and its SHA-256; the line holds the SHA-256 of the file of arrays.
 """
 
 import hashlib
@@ -31,8 +31,6 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         extra: the caller's own values, which JSON can hold.
     """
     responses = [response for group in groups for response in group.responses]
-    text = json.dumps({"extra": dict(extra), "groups": [_group_json(group) for group in groups]})
-    (folder / f"{name}.json").write_text(f"{text}\n{_digest(text)}\n")
     empty = [np.zeros(0, np.int32)]
     np.savez(
         folder / f"{name}.npz",
@@ -43,6 +41,13 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         ),
         weight_versions=np.concatenate([response.generation.weight_versions for response in responses] or empty),
     )
+    content = {
+        "extra": dict(extra),
+        "groups": [_group_json(group) for group in groups],
+        "arrays": _digest((folder / f"{name}.npz").read_bytes()),
+    }
+    text = json.dumps(content)
+    (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
     for ending in ("json", "npz"):
         with (folder / f"{name}.{ending}").open("rb") as file:
             os.fsync(file.fileno())
@@ -56,13 +61,14 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     """
     try:
         text, digest = (folder / f"{name}.json").read_text().splitlines()
-        if digest != _digest(text):
+        if digest != _digest(text.encode()):
             raise ValueError(f"{name}.json does not have its own checksum")
         content = json.loads(text)
+        if content["arrays"] != _digest((folder / f"{name}.npz").read_bytes()):
+            raise ValueError(f"{name}.npz does not have the checksum that {name}.json names")
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             reader = _Reader({key: arrays[key] for key in arrays.files})
         groups = tuple(_group(entry, reader) for entry in content["groups"])
-        reader.check_finished()
     # What the readers make of a damaged file: no zip, no JSON, a key that is not there, too few elements.
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise GroupFileError(
@@ -71,8 +77,8 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     return groups, content["extra"]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _group_json(group: ScoredGroup) -> dict[str, object]:
@@ -108,12 +114,6 @@ class _Reader:
         at = self._at[name]
         self._at[name] = at + count
         return self._arrays[name][at : at + count]
-
-    def check_finished(self) -> None:
-        """ValueError unless every array was read exactly to its end."""
-        for name, at in self._at.items():
-            if at != len(self._arrays[name]):
-                raise ValueError(f"{name} has {len(self._arrays[name])} elements, progress.json names {at}")
 
 
 def _group(entry: dict, reader: _Reader) -> ScoredGroup:

@@ -12,7 +12,6 @@ from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.batch_file import save_batch
-from megatron_dapo.coordinator.checkpoint import keep_what_stands, publish_checkpoint, save_checkpoint
 from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.log_prob_stream import LogProbStream
 from megatron_dapo.coordinator.messages import Admission
@@ -54,7 +53,7 @@ async def train(parts: Parts, progress: Progress) -> Progress:
 async def _keep_or_say(parts: Parts, progress: Progress) -> None:
     """A save that fails while the run ends must not hide why it ends."""
     try:
-        await keep_what_stands(parts, progress)
+        await parts.checkpoints.keep(progress)
     except Exception as error:
         parts.console.note(f"what stood before this step could not be saved: {error}")
 
@@ -119,10 +118,10 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
         # A stop request ends it without an evaluation: saving this step comes first, and the next wait stops again.
         with phases.measure("evaluation"), suppress(StopRequested):
             evaluation = await evaluate(parts, f"step{step}")
-    saved = None
+    checkpoint = None
     if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
         with phases.measure("checkpoint"):
-            saved = await save_checkpoint(parts, progress)
+            checkpoint = await parts.checkpoints.begin(progress, wait=last)
     record = StepRecord(
         progress=progress,
         admission=filled.admission,
@@ -135,8 +134,8 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
         seconds=phases.seconds(),
     )
     write_records(parts, record)
-    if saved:  # last: whatever a kill leaves undone before this line is done again, with its records
-        publish_checkpoint(parts, saved)
+    if checkpoint:  # last: whatever a kill leaves undone before this line is done again, with its records
+        await parts.checkpoints.publish(checkpoint)
     return progress, record
 
 

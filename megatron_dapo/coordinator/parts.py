@@ -18,20 +18,21 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.compare import flatten
 from megatron_dapo.coordinator.batch import objective_of
+from megatron_dapo.coordinator.checkpoint import Checkpoints
 from megatron_dapo.coordinator.cluster import GCS, Cluster
+from megatron_dapo.coordinator.damage import damaged, load_counters
 from megatron_dapo.coordinator.engines import api_key, own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
-from megatron_dapo.coordinator.group_files import GroupFileError
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.placement import Placement, place
-from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.responder import Responder
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.coordinator.run_dir import EVALUATIONS, RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.timeline import Timeline
-from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, Trainer, TrainerError, TrainerLost
+from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
 from megatron_dapo.monitor.console import Console
@@ -68,6 +69,7 @@ class Parts:
     evaluator: Evaluator
     timeline: Timeline
     objective: PolicyObjective
+    checkpoints: Checkpoints
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
     start_seconds: float
@@ -84,7 +86,7 @@ async def start_parts(
     began = time.monotonic()
     if config.run.resume:
         check_resume(config, inputs, run_dir)
-    progress = _progress(config, run_dir)
+    progress = await _progress(config, run_dir)
     if config.run.resume:
         console.note(f"resuming after rollout step {progress.rollout_step}")
     ledger = Ledger(run_dir.ledger)
@@ -131,6 +133,8 @@ async def start_parts(
         console.note(f"  {part}: {choice}")
     if progress.rollout_step:
         await _load_trainer(trainer, run_dir)
+    checkpoints = Checkpoints(config.run, run_dir, trainer, ledger, waits, console)
+    await stack.enter_async_context(checkpoints)
     services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
@@ -149,6 +153,7 @@ async def start_parts(
         timeline=timeline,
         evaluator=_evaluator(config, inputs, services, run_dir),
         objective=objective_of(config.algorithm),
+        checkpoints=checkpoints,
         progress=progress,
         start_seconds=time.monotonic() - began,
     )
@@ -197,15 +202,12 @@ def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunD
     )
 
 
-def _progress(config: Config, run_dir: RunDir) -> Progress:
+async def _progress(config: Config, run_dir: RunDir) -> Progress:
     if config.run.resume_step is not None:
         run_dir.go_back_to(config.run.resume_step)
     latest = run_dir.latest_checkpoint() if config.run.resume else None
     if latest is not None:
-        try:
-            return load_progress(latest.folder)
-        except GroupFileError as error:
-            raise RunDirError(f"{error}; {_earlier(run_dir)}") from None
+        return await load_counters(run_dir, latest)
     sampling = config.algorithm.dynamic_sampling
     # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)
@@ -220,16 +222,10 @@ async def _load_trainer(trainer: Trainer, run_dir: RunDir) -> None:
         await trainer.load_checkpoint(latest.folder / "actor")
     except TrainerLost:
         raise
+    except DamageFound as error:
+        raise await damaged(run_dir, latest, str(error)) from None
     except TrainerError as error:
-        raise RunDirError(f"{error}\n{_earlier(run_dir)}") from None
-
-
-def _earlier(run_dir: RunDir) -> str:
-    """What to do when the newest checkpoint cannot be used."""
-    earlier = run_dir.checkpoints()[:-1]
-    if not earlier:
-        return f"there is no earlier checkpoint in {run_dir.path / 'checkpoints'}; begin anew in another run.dir"
-    return f"run.resume_step={earlier[-1].step} continues from the checkpoint before it"
+        raise RunDirError(str(error)) from None
 
 
 async def _start_together(

@@ -24,6 +24,20 @@ class RunDirLost(RunDirError):
     """The directory that the run began in is not at its path any more. The message says what to do."""
 
 
+class CheckpointDamaged(RunDirError):
+    """The checkpoint to go on from is damaged; the message names the file and what to do."""
+
+    def __init__(self, reason: str, intact: int | None) -> None:
+        """`intact`: rollout steps of the newest intact checkpoint before it; None: there is none."""
+        self.intact = intact
+        remedy = (
+            "no checkpoint before it is intact; begin anew in another run.dir"
+            if intact is None
+            else f"run.resume_step={intact} continues from the newest intact one before it"
+        )
+        super().__init__(f"{reason}\n{remedy}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """One complete checkpoint: `step` rollout steps are done."""
@@ -123,11 +137,13 @@ class RunDir:
         return content
 
     def checkpoint_aside(self, step: int) -> Path:
-        """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count."""
+        """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count. One at a time: what an
+        earlier save or removal left unfinished goes."""
         self.check_there()
         aside = self.path / "checkpoints" / f".step_{step}.tmp"
-        if aside.exists():
-            shutil.rmtree(aside)
+        for pattern in (".step_*.tmp", ".step_*.removed"):
+            for left in aside.parent.glob(pattern):
+                shutil.rmtree(left)
         aside.mkdir(parents=True)
         return aside
 

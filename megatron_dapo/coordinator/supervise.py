@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.run import run
-from megatron_dapo.coordinator.run_dir import newest_step
+from megatron_dapo.coordinator.run_dir import CheckpointDamaged, newest_step
 from megatron_dapo.coordinator.trainer import TrainerLost
 from megatron_dapo.monitor.console import Console
 
@@ -47,15 +47,22 @@ async def _with_signals(config: Config, inputs: Inputs, console: Console) -> dic
 async def run_with_restarts(
     config: Config, inputs: Inputs, console: Console, stop: "asyncio.Future[None]"
 ) -> dict[str, Any]:
-    """`run`, begun again from the newest checkpoint when a trainer rank is lost.
+    """`run`, begun again from the newest checkpoint when a trainer rank is lost, and from an older one when that is
+    damaged and `run.on_damaged_checkpoint` says so.
 
     Raises:
+        CheckpointDamaged: it does not say so, or no older one is intact.
         TrainerLost: more often than `run.max_restarts` times without a new checkpoint in between.
     """
     restarts, step = 0, newest_step(Path(config.run.dir))
     while True:
         try:
             return await run(config, inputs, console, stop)
+        except CheckpointDamaged as error:
+            if config.run.on_damaged_checkpoint == "stop" or error.intact is None:
+                raise
+            console.note(f"{error}\nstarting again from there, as run.on_damaged_checkpoint says")
+            config = replace(config, run=replace(config.run, resume_step=error.intact))
         except TrainerLost as error:
             reached = newest_step(Path(config.run.dir))
             restarts = restarts + 1 if reached == step else 1

@@ -11,7 +11,14 @@ from typing import Any
 import ray
 
 from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
+from megatron_dapo.actor.messages import (
+    CheckpointDamagedError,
+    LogProbs,
+    MiniBatch,
+    NonFiniteUpdateError,
+    Responses,
+    UpdateMetrics,
+)
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
@@ -36,6 +43,10 @@ class TrainerLost(TrainerError):
 
 class Diverged(TrainerError):
     """The loss or the gradient is not a finite number any more."""
+
+
+class DamageFound(TrainerError):
+    """A file of the checkpoint that the ranks were to load is missing or damaged."""
 
 
 class TrainerStalled(Stalled):
@@ -148,6 +159,14 @@ class Trainer:
     async def save_checkpoint(self, folder: Path) -> None:
         await self._everyone("save_checkpoint", folder)
 
+    async def begin_checkpoint(self, folder: Path) -> bool:
+        """Returns when everything is copied, whether it is still to be written; `finish_checkpoint` follows."""
+        return await self._everyone("begin_checkpoint", folder)
+
+    async def finish_checkpoint(self, *, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is whole, which is waited for if asked."""
+        return await self._everyone("finish_checkpoint", wait)
+
     async def load_checkpoint(self, folder: Path) -> None:
         await self._everyone("load_checkpoint", folder)
 
@@ -214,6 +233,8 @@ class Trainer:
         kind = TrainerError
         if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()):
             kind = Diverged
+        elif any(isinstance(cause, CheckpointDamagedError) for cause in causes.values()):
+            kind = DamageFound
         elif self._watch is not None and any(isinstance(e, ray.exceptions.RayActorError) for e in reasons.values()):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")

@@ -161,7 +161,13 @@ _COST = (
     _metric("timing/update", "s", Reduce.SUM, "All optimizer steps."),
     _metric("timing/weight_sync", "s", Reduce.SUM, "New weights to every server, checksums compared."),
     _metric("timing/evaluation", "s", Reduce.SUM, "Held-out problems, where the step had an evaluation."),
-    _metric("timing/checkpoint", "s", Reduce.SUM, "Writing a checkpoint, where the step had one."),
+    _metric(
+        "timing/checkpoint",
+        "s",
+        Reduce.SUM,
+        "Waiting for a checkpoint, where the step had one: for the copy of the state, or for all of it where it is not "
+        "written beside the run.",
+    ),
     _metric("timing/step", "s", Reduce.SUM, "The whole rollout step."),
     _metric("tokens/generated", "tokens", Reduce.SUM, "Response tokens generated in the step."),
     _metric("tokens/trained", "tokens", Reduce.SUM, "Response tokens of the batch trained on."),

@@ -152,11 +152,15 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_one_changed_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path):
+@pytest.mark.parametrize("kind", ["changed", "truncated"])
+def test_one_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path, kind):
     for number, name in enumerate(sorted(json.loads((saved / "manifest.json").read_text()))):
         broken = copy_of(saved, tmp_path / str(number))
         content = bytearray((broken / name).read_bytes())
-        content[len(content) // 2] ^= 1
+        if kind == "changed":
+            content[len(content) // 2] ^= 1
+        else:
+            content.pop()
         (broken / name).write_bytes(content)
         for message in gloo(2, error_of, model, {"tensor": 2}, data, {}, broken):
             assert message.startswith(f"{broken / name} is damaged")

@@ -59,5 +59,18 @@ def test_arrays_of_another_checkpoint_are_refused(saved, tmp_path_factory):
     state = dataclasses.replace(progress.sampler, carried=progress.sampler.carried[:1])
     save_progress(dataclasses.replace(progress, sampler=state), other)
     (folder / "progress.json").write_bytes((other / "progress.json").read_bytes())
-    with pytest.raises(GroupFileError, match="elements"):
+    with pytest.raises(GroupFileError, match="checksum"):
         load_progress(folder)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(saved):
+    """In the arrays' file too, whose own checksums do not cover its directory."""
+    _, folder = saved
+    for name in ("progress.json", "progress.npz"):
+        content = (folder / name).read_bytes()
+        for at in range(0, len(content), 37):
+            (folder / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(GroupFileError):
+                load_progress(folder)
+        (folder / name).write_bytes(content)
+    load_progress(folder)

@@ -222,6 +222,38 @@ def test_a_stop_saves_and_a_lost_rank_is_survived_bit_for_bit(whole, tmp_path):
     assert weights(run_dir / "model") == weights(whole / "model")
 
 
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_bit_for_bit(whole, tmp_path):
+    """A missing file stops the run before anything starts; one that the ranks find cut short is gone behind."""
+    run_dir = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
+    newest = run_dir / "checkpoints" / f"step_{STEPS}"
+    longer = ("run.resume=true", f"run.rollout_steps={STEPS + 1}")
+    carried = (newest / "progress.npz").read_bytes()
+    (newest / "progress.npz").unlink()
+    stopped = start(run_dir, *longer).finish(60)
+    assert stopped.code == ExitCode.CONFIG, stopped.output
+    assert "progress.npz is missing" in stopped.output
+    assert "starting trainer and servers" not in stopped.output.partition("progress.npz")[2]
+    command = re.search(r"continue with: (megatron-dapo train .*)", " ".join(stopped.output.split()))
+    assert command, stopped.output
+    assert command[1].endswith(f"run.rollout_steps={STEPS + 1} run.resume=true run.resume_step={STEPS - 1}")
+
+    (newest / "progress.npz").write_bytes(carried)
+    shard = newest / "actor" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    resumed = start(run_dir, *longer, "run.on_damaged_checkpoint=take_older").finish(300)
+    assert resumed.code == ExitCode.FINISHED, resumed.output
+    assert f"{shard} is damaged" in "".join(resumed.output.split("\n"))
+    assert resumed.left_behind == ()
+    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
+    assert [fate for fate in fates(run_dir) if fate[2] <= STEPS] == fates(whole)
+    again = next(line for line in lines(run_dir)[STEPS:] if line["rollout_step"] == STEPS)
+    before = lines(whole)[STEPS - 1]
+    assert {name: again[name] for name in ("loss", "grad_norm", "reward/mean")} == {
+        name: before[name] for name in ("loss", "grad_norm", "reward/mean")
+    }
+    assert (run_dir / "checkpoints" / f"set_aside.step_{STEPS}").is_dir()
+
+
 def test_an_interrupt_ends_everything(tmp_path):
     run_dir = tmp_path / "run"
     running = start(run_dir)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint import MANIFEST_FILE, read_manifest
+from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, read_manifest
 from megatron_dapo.actor.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES, WeightsError

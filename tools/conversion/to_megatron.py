@@ -11,7 +11,8 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint import MANIFEST_FILE, STATE_FILE, CheckpointState, sha256
+from megatron_dapo.actor.checkpoint import CheckpointState
+from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, STATE_FILE, sha256
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, partial_folder, put_in_place
 from megatron_dapo.actor.ranks import RankPlace, RankPool
