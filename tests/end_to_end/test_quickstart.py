@@ -232,8 +232,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_bit_for_bit(whole,
     stopped = start(run_dir, *longer).finish(60)
     assert stopped.code == ExitCode.CONFIG, stopped.output
     assert "progress.npz is missing" in stopped.output
-    assert "starting trainer and servers" not in stopped.output.partition("progress.npz")[2]
-    command = re.search(r"continue with: (megatron-dapo train .*)", " ".join(stopped.output.split()))
+    command = re.search(r"continue with: (megatron-dapo train .*)", stopped.output)
     assert command, stopped.output
     assert command[1].endswith(f"run.rollout_steps={STEPS + 1} run.resume=true run.resume_step={STEPS - 1}")
 
@@ -242,7 +241,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_bit_for_bit(whole,
     shard.write_bytes(shard.read_bytes()[:-1])
     resumed = start(run_dir, *longer, "run.on_damaged_checkpoint=take_older").finish(300)
     assert resumed.code == ExitCode.FINISHED, resumed.output
-    assert f"{shard} is damaged" in "".join(resumed.output.split("\n"))
+    assert f"{shard} is damaged" in resumed.output
     assert resumed.left_behind == ()
     check_ledger(read_ledger(run_dir / "ledger.jsonl"))
     assert [fate for fate in fates(run_dir) if fate[2] <= STEPS] == fates(whole)
