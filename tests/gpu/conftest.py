@@ -1,5 +1,6 @@
 """Tests that need one CUDA device: skipped without one. Figures go to the JSON file that GPU_FIGURES names."""
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,9 +15,13 @@ from tests.actor.gloo import end_workers, run_ranks
 
 
 @pytest.fixture(autouse=True)
-def _needs_cuda() -> None:
+def _needs_cuda() -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device is visible to this process")
+    yield
+    # What this process keeps, the rank processes and servers of the next test could not have.
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ def test_the_quickstart_trains_on_one_gpu(dtype: str, tmp_path: Path) -> None:
         "actor.layout.tensor=1",
         "rollout.deterministic=false",
         "rollout.memory_fraction=0.3",
+        # Kernels that SGLang has for both types and this small head size, without FlashInfer or FlashAttention 3.
+        'rollout.extra_args=["--attention-backend", "triton", "--sampling-backend", "pytorch"]',
         "evaluation.limit=50",
     )
     config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
@@ -31,6 +33,6 @@ def test_the_quickstart_trains_on_one_gpu(dtype: str, tmp_path: Path) -> None:
     assert len(steps) == 3
     for step in steps:
         assert step["grad_norm"] > 0
-        assert step["mismatch/mean_abs"] < (0.05 if dtype == "bfloat16" else 1e-3)
+        assert step["mismatch/mean_abs"] < (0.05 if dtype == "bfloat16" else 0.01)  # Triton takes TF32
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["trainer"]["collectives"] == "nccl"
