@@ -118,7 +118,7 @@ def main() -> None:
         )
         target.mkdir()
         print(
-            "| layout | files, MiB | waits: at once, s | beside, s | files in place after, s | peak, MiB | beside, MiB |"
+            "| layout | files, MiB | at once: waits, s | beside: waits, s | in place after, s | peak, MiB | beside, MiB |"
         )
         print("|---|---|---|---|---|---|---|")
         for case in CASES:
