@@ -118,7 +118,8 @@ def main() -> None:
         )
         target.mkdir()
         print(
-            "| layout | files, MiB | at once: waits, s | beside: waits, s | in place after, s | peak, MiB | beside, MiB |"
+            "| layout | files, MiB | at once: waits, s | beside: waits, s | in place after, s "
+            "| peak, MiB | beside, MiB |"
         )
         print("|---|---|---|---|---|---|---|")
         for case in CASES:

@@ -24,8 +24,8 @@ from megatron_dapo.config.model import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dapo.actor.clock import PassClock
     from megatron_dapo.actor.checkpoint import PendingSave
+    from megatron_dapo.actor.clock import PassClock
     from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.step import LossSums
     from megatron_dapo.algorithm.policy_loss import Objective

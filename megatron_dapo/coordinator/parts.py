@@ -94,9 +94,7 @@ async def start_parts(
     if config.run.resume:
         ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
         ledger.commit()
-    mirror = None
-    if config.monitor.wandb.mode != "off":
-        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
+    mirror = _mirror(config, run_dir, stack)
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
@@ -164,6 +162,12 @@ async def _until_cluster_lost(cluster: Cluster, waits: Waits, logs: Path) -> Non
     while not cluster.lost():
         await asyncio.sleep(WATCH_INTERVAL_S)
     waits.lose(TrainerLost(f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it; logs: {logs}"))
+
+
+def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirror | None:
+    if config.monitor.wandb.mode == "off":
+        return None
+    return stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
