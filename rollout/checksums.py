@@ -1,74 +1,117 @@
-"""The checksum every tensor of an SGLang server must have after it loaded a folder of Hugging Face safetensors.
+"""The checksum every tensor of an SGLang server must have: computed while weights are sent, or from a folder of them.
 
-SGLang joins and cuts what it loads: q, k and v become `qkv_proj`, gate and up become `gate_up_proj`, and a tensor-
-parallel rank holds its share of each. The same is done here to the published file, tensor by tensor, and hashed with
-the same hash, so that equal checksums mean equal weights on every rank. Known models: Llama, Qwen2, Qwen3.
+What a server holds (rollout.held) is made here too, tensor by tensor, and hashed with the server's own hash, so that
+equal checksums mean equal weights on every rank.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from rollout.client import ServerInfo
 from rollout.errors import WeightMismatch
 from rollout.hashes import hash_for
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+from rollout.held import Held, held_dtype, held_tensors
 
 Checksums = dict[int, dict[str, str]]
 """{tensor-parallel rank: {SGLang's tensor name: hash}}"""
 
-_VOCABULARY_STEP = 64
-_CPU_INTERMEDIATE_STEP = 32
-_FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-_DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HASH_THREADS = 4
+_READ_AHEAD_BYTES = 1 << 30
+"""Of a folder's tensors that are in memory at a time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
-    """What of a model's config decides how its tensors are cut."""
+class ChecksumStream:
+    """Checksums of a model whose Hugging Face tensors pass by once, in any order, for several kinds of servers.
 
-    layers: int
-    key_heads: int
-    vocabulary: int
-    tied: bool
-    intermediate: int
-    """Width of the MLP, on a CPU filled up so that each rank's is a multiple of 32."""
-    ranks: int
+    Example:
+        with ChecksumStream(config, names, [info]) as stream:
+            for tensors in buckets:
+                stream.add(tensors)
+                ...
+                stream.settle()  # from here on the memory of `tensors` may be used again
+            checksums = stream.finish()[info]
+    """
 
+    def __init__(self, config: Mapping[str, Any], names: Collection[str], kinds: Collection[ServerInfo]) -> None:
+        """
+        Args:
+            config: the model's config.json.
+            names: all Hugging Face tensors that will come.
+            kinds: of servers.
 
-def _shape_of(config: Mapping[str, Any], info: ServerInfo) -> _Shape:
-    heads, ranks = config["num_attention_heads"], info.tensor_parallel
-    key_heads = config.get("num_key_value_heads") or heads
-    intermediate = config["intermediate_size"]
-    if info.device == "cpu":
-        if heads % ranks or key_heads % ranks:
-            raise ValueError(
-                f"rollout.tensor_parallel = {ranks}: must divide the model's {heads} heads and {key_heads} key heads "
-                "on a CPU; SGLang would invent heads of zeros there"
-            )
-        intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
-    return _Shape(
-        layers=config["num_hidden_layers"],
-        key_heads=key_heads,
-        vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        intermediate=intermediate,
-        ranks=ranks,
-    )
+        Raises:
+            ValueError: a model that is not known, a tensor that it needs and `names` lacks, or a size that the ranks of
+                a server do not divide.
+        """
+        self._kinds = tuple(dict.fromkeys(kinds))
+        self._dtypes = {info: held_dtype(info, config) for info in self._kinds}
+        self._entries: dict[str, list[tuple[ServerInfo, Held]]] = defaultdict(list)
+        """By each of an entry's sources."""
+        self._results: dict[ServerInfo, dict[tuple[int, str], Future[str]]] = {info: {} for info in self._kinds}
+        self._held_back: dict[str, Tensor] = {}
+        """Tensors that wait for another one they are joined with."""
+        self._missing = {
+            (info, held.rank, held.name) for info in self._kinds for held in held_tensors(config, names, info)
+        }
+        for info in self._kinds:
+            for held in held_tensors(config, names, info):
+                lacking = [source for source in held.sources if source not in names]
+                if lacking:
+                    raise ValueError(f"the model needs {lacking[0]}, which is not among its tensors")
+                for source in held.sources:
+                    self._entries[source].append((info, held))
+        self._pool = ThreadPoolExecutor(_HASH_THREADS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begins to hash what is whole with `tensors`; they must not change until `settle`."""
+        known = self._held_back | dict(tensors)
+        for name in tensors:
+            for info, held in self._entries[name]:
+                key = (held.rank, held.name)
+                if key not in self._results[info] and all(source in known for source in held.sources):
+                    parts = {source: known[source] for source in held.sources}
+                    self._results[info][key] = self._pool.submit(self._hash, info, held, parts)
+        self._held_back = {
+            name: tensor
+            for name, tensor in known.items()
+            if any((held.rank, held.name) not in self._results[info] for info, held in self._entries[name])
+        }
+
+    def settle(self) -> None:
+        """Returns when every tensor that was given has been read."""
+        wait([result for results in self._results.values() for result in results.values()])
+        self._held_back = {name: tensor.clone() for name, tensor in self._held_back.items()}
+
+    def finish(self) -> dict[ServerInfo, Checksums]:
+        """Of each kind, once all tensors were given.
+
+        Raises:
+            ValueError: a tensor never came.
+        """
+        checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._kinds}
+        for info, rank, name in sorted(self._missing, key=lambda entry: entry[1:]):
+            result = self._results[info].get((rank, name))
+            if result is None:
+                raise ValueError(f"{name} was never whole: one of its parts did not come")
+            checksums[info][rank][name] = result.result()
+        return {info: dict(of_kind) for info, of_kind in checksums.items()}
+
+    def _hash(self, info: ServerInfo, held: Held, parts: Mapping[str, Tensor]) -> str:
+        dtype = self._dtypes[info]
+        return hash_for(info.device)([piece.to(dtype) for piece in held.pieces(parts)])
 
 
 def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
@@ -84,22 +127,20 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
         FileNotFoundError: no config or no safetensors in `folder`.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = (config.get("architectures") or ["?"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"{folder}/config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
-    shape = _shape_of(config, info)
-    hashed, dtype = hash_for(info.device), _dtype(info.dtype, config)
-    files = _Files(folder)
-
-    def checksum(entry: tuple[int, str, Callable[[], Tensor]]) -> tuple[int, str, str]:
-        rank, name, build = entry
-        return rank, name, hashed(build().to(dtype))
-
-    checksums: Checksums = {rank: {} for rank in range(shape.ranks)}
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for rank, name, value in pool.map(checksum, _tensors(files, shape)):
-            checksums[rank][name] = value
-    return checksums
+    where = _files(folder)
+    try:
+        with ChecksumStream(config, where.keys(), [info]) as stream:
+            read = 0
+            for name, file in where.items():
+                tensor = file.get_tensor(name)
+                stream.add({name: tensor})
+                read += tensor.nbytes
+                if read > _READ_AHEAD_BYTES:
+                    stream.settle()
+                    read = 0
+            return stream.finish()[info]
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def verify(expected: Checksums, reported: Mapping[int, Mapping[str, str]], where: str = "server") -> None:
@@ -125,114 +166,13 @@ def verify(expected: Checksums, reported: Mapping[int, Mapping[str, str]], where
         raise WeightMismatch(where, problems)
 
 
-class _Files:
-    """Tensors of a folder by name, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.where: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"{folder}: no .safetensors file; publish a folder in Hugging Face layout")
-        for path in paths:
-            file = safe_open(path, framework="pt")
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                self.where[name] = file
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.where
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.where:
-            raise ValueError(f"{self.folder}: the model needs {name}, which is in none of its .safetensors files")
-        return self.where[name].get_tensor(name)
-
-
-def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
-    """SGLang's rule: "auto" is the config's dtype, but float32 becomes float16 then."""
-    if name == "auto":
-        name = config.get("dtype") or config.get("torch_dtype") or "float32"
-        name = "float16" if name == "float32" else name
-    if name not in _DTYPES:
-        raise ValueError(f"the server's dtype {name!r} is not one of {sorted(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _tensors(files: _Files, shape: _Shape) -> Iterator[tuple[int, str, Callable[[], Tensor]]]:
-    """(rank, SGLang's name, how to build it) of all tensors."""
-    whole = ["model.norm.weight"]
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        for fused, parts in _FUSED.items():
-            for kind in ("weight", "bias"):
-                sources = [f"{prefix}{part}.{kind}" for part in parts]
-                if kind == "weight" or sources[0] in files:
-                    for rank in range(shape.ranks):
-                        yield rank, f"{prefix}{fused}.{kind}", _fuse(files, sources, shape, rank)
-        for part in _ROW_PARALLEL:
-            for rank in range(shape.ranks):
-                yield rank, prefix + part, _columns(files, prefix + part, shape, rank)
-        whole += [f"{prefix}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
-        # Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them.
-        optional = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
-        whole += [prefix + name for name in optional if prefix + name in files]
-    for name in whole:
-        for rank in range(shape.ranks):
-            yield rank, name, partial(files.__getitem__, name)
-    # A tied head is the embedding itself, reported once; a copy in the file is not loaded.
-    for name in ("model.embed_tokens.weight", *(() if shape.tied else ("lm_head.weight",))):
-        for rank in range(shape.ranks):
-            yield rank, name, _vocabulary_rows(files, name, shape, rank)
-
-
-def _fuse(files: _Files, sources: list[str], shape: _Shape, rank: int) -> Callable[[], Tensor]:
-    def build() -> Tensor:
-        return torch.cat([_rows(files[name], name, shape, rank) for name in sources])
-
-    return build
-
-
-def _rows(tensor: Tensor, name: str, shape: _Shape, rank: int) -> Tensor:
-    """A rank's output rows. Key heads that are fewer than the ranks are held by several of them."""
-    if ".mlp." in name:
-        return _share(tensor, 0, shape.intermediate, shape.ranks, rank, name)
-    ranks = shape.ranks
-    if "k_proj" in name or "v_proj" in name:
-        ranks = min(shape.ranks, shape.key_heads)
-    return _share(tensor, 0, tensor.shape[0], ranks, rank * ranks // shape.ranks, name)
-
-
-def _columns(files: _Files, name: str, shape: _Shape, rank: int) -> Callable[[], Tensor]:
-    def build() -> Tensor:
-        tensor = files[name]
-        padded = shape.intermediate if ".mlp." in name else tensor.shape[1]
-        return _share(tensor, 1, padded, shape.ranks, rank, name)
-
-    return build
-
-
-def _vocabulary_rows(files: _Files, name: str, shape: _Shape, rank: int) -> Callable[[], Tensor]:
-    """The vocabulary is padded with rows of zeros to a multiple of 64 that the ranks divide."""
-
-    def build() -> Tensor:
-        step = _VOCABULARY_STEP
-        if _multiple(shape.vocabulary, step) % shape.ranks:
-            step *= shape.ranks
-        tensor = files[name][: shape.vocabulary]
-        return _share(tensor, 0, _multiple(shape.vocabulary, step), shape.ranks, rank, name)
-
-    return build
-
-
-def _share(tensor: Tensor, dim: int, padded: int, ranks: int, rank: int, name: str) -> Tensor:
-    """A rank's part of `tensor`, which counts as filled up with zeros to `padded` along `dim`."""
-    if padded % ranks:
-        raise ValueError(f"{name}: {padded} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
-    size = padded // ranks
-    part = tensor.narrow(dim, min(rank * size, tensor.shape[dim]), max(0, min(size, tensor.shape[dim] - rank * size)))
-    zeros = part.new_zeros([size - part.shape[dim] if at == dim else length for at, length in enumerate(part.shape)])
-    return torch.cat([part, zeros], dim)
-
-
-def _multiple(size: int, step: int) -> int:
-    return -(-size // step) * step
+def _files(folder: Path) -> dict[str, Any]:
+    """The open file of each tensor of a folder."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder}: no .safetensors file; publish a folder in Hugging Face layout")
+    where: dict[str, Any] = {}
+    for path in paths:
+        file = safe_open(path, framework="pt")
+        where |= dict.fromkeys(file.keys(), file)
+    return where

@@ -1,71 +1,113 @@
-"""The hash that SGLang's weight checker reports of a tensor, computed here: one on a CPU, another one on a GPU."""
+"""The hash that SGLang's weight checker reports of a tensor, computed here: one on a CPU, another one on a GPU.
+
+A tensor comes as parts that follow each other along their first dimension. They are neither joined nor copied as a
+whole, and are hashed on the device that they are on.
+"""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-Hash = Callable[[Tensor], str]
+Hash = Callable[[Sequence[Tensor]], str]
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a tensor that are worked on at a time."""
 
 _TILE_WORDS = 8192
-_WORD = np.uint32
+_TILE_BYTES = 4 * _TILE_WORDS
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
 _POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))
-_CHUNK_TILES = 512  # 16 MiB at a time
-
-
-def hash_for(device: str) -> Hash:
-    """The hash that a server on `device` ("cpu" or "cuda") reports: 16 hex digits of the tensor's bytes in order."""
-    return cpu_hash if device == "cpu" else cuda_hash
-
-
-def cpu_hash(tensor: Tensor) -> str:
-    """First 8 bytes of the SHA-256 of the contiguous bytes."""
-    return hashlib.sha256(_bytes(tensor).data).digest()[:8].hex()
-
-
-def cuda_hash(tensor: Tensor) -> str:
-    """SGLang's `gpu_tensor_hash`: a sum over the 32-bit words, each mixed with its position, tile by tile of 8192.
-
-    Every word v at index i gives fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums
-    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 ends it.
-    """
-    data = _bytes(tensor)
-    words = np.pad(data, (0, -data.size % 4)).view(_WORD)
-    if words.size == 0:
-        return f"{0:016x}"
-    total = 0
-    for begin in range(0, words.size, _CHUNK_TILES * _TILE_WORDS):
-        chunk = words[begin : begin + _CHUNK_TILES * _TILE_WORDS]
-        index = np.arange(begin, begin + chunk.size, dtype=np.uint64).astype(_WORD)  # wraps as the kernel's does
-        tiles = np.arange(0, chunk.size, _TILE_WORDS)
-        halves = []
-        for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
-            position = (index * _WORD(factor) + _WORD(seed)) ^ _rotate(index, rotation)
-            mixed = np.add.reduceat(_fmix32(chunk ^ position), tiles, dtype=_WORD)
-            halves.append(_fmix32(mixed ^ _WORD(words.size * 4 & 0xFFFFFFFF)).astype(np.uint64))
-        total += sum(int(value) for value in (halves[0] << np.uint64(32)) | halves[1])
-    return f"{_splitmix64(total & _LOW64):016x}"
-
-
+_LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+def hash_for(device: str) -> Hash:
+    """The hash that a server on `device` ("cpu" or "cuda") reports: 16 hex digits of the parts' bytes in order."""
+    return cpu_hash if device == "cpu" else cuda_hash
 
 
-def _rotate(value: np.ndarray, bits: int) -> np.ndarray:
-    return (value << _WORD(bits)) | (value >> _WORD(32 - bits))
+def cpu_hash(parts: Sequence[Tensor]) -> str:
+    """First 8 bytes of the SHA-256 of the bytes."""
+    digest = hashlib.sha256()
+    for block in _blocks(parts):
+        digest.update(block.cpu().numpy().data)
+    return digest.digest()[:8].hex()
 
 
-def _fmix32(value: np.ndarray) -> np.ndarray:
-    value = (value ^ (value >> _WORD(16))) * _WORD(0x85EBCA6B)
-    value = (value ^ (value >> _WORD(13))) * _WORD(0xC2B2AE35)
-    return value ^ (value >> _WORD(16))
+def cuda_hash(parts: Sequence[Tensor]) -> str:
+    """SGLang's `gpu_tensor_hash`: a sum over the 32-bit words, each mixed with its position, tile by tile of 8192.
+
+    Every word v at index i gives fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums
+    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 ends it. The words are
+    int32 here, whose products and sums wrap as the kernel's unsigned ones do.
+    """
+    size = sum(part.numel() * part.element_size() for part in parts)
+    size += -size % 4
+    if size == 0:
+        return f"{0:016x}"
+    total, begin = 0, 0
+    for run in _whole_tiles(parts):
+        words = pad(run, (0, -run.numel() % 4)).view(torch.int32)
+        index = torch.arange(begin, begin + words.numel(), device=words.device).to(torch.int32)
+        halves = []
+        for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
+            position = (index * _signed(factor) + _signed(seed)) ^ _rotate(index, rotation)
+            mixed = _fmix32(words ^ position)
+            tiles = pad(mixed, (0, -mixed.numel() % _TILE_WORDS)).view(-1, _TILE_WORDS).sum(1, dtype=torch.int32)
+            halves.append(_fmix32(tiles ^ _signed(size & _LOW32)).to(torch.int64))
+        total += int(((halves[0] << 32) | (halves[1] & _LOW32)).sum())
+        begin += words.numel()
+    return f"{_splitmix64(total & _LOW64):016x}"
+
+
+def _blocks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The bytes of the parts, uint8, some rows at a time; nothing is copied of rows that stand in order."""
+    for part in parts:
+        rows = part.detach().reshape(-1, 1) if part.dim() < 2 else part.detach()
+        if rows.numel() == 0:
+            continue
+        bytes_a_row = rows.element_size() * rows[0].numel()
+        for block in rows.split(max(1, BLOCK_BYTES // bytes_a_row)):
+            yield block.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _whole_tiles(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same bytes in runs of whole tiles; the last run is what is left."""
+    rest: list[Tensor] = []
+    for block in _blocks(parts):
+        rest.append(block)
+        if sum(each.numel() for each in rest) < BLOCK_BYTES:
+            continue
+        joined = torch.cat(rest) if len(rest) > 1 else block
+        whole = joined.numel() // _TILE_BYTES * _TILE_BYTES
+        yield joined[:whole]
+        rest = [joined[whole:]] if whole < joined.numel() else []
+    if rest:
+        yield torch.cat(rest)
+
+
+def _signed(value: int) -> int:
+    """A 32-bit pattern as int32 has it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Shift to the right that fills up with zeros, not with the sign."""
+    return (value >> bits) & (_LOW32 >> bits)
+
+
+def _rotate(value: Tensor, bits: int) -> Tensor:
+    return (value << bits) | _shifted(value, 32 - bits)
+
+
+def _fmix32(value: Tensor) -> Tensor:
+    value = (value ^ _shifted(value, 16)) * _signed(0x85EBCA6B)
+    value = (value ^ _shifted(value, 13)) * _signed(0xC2B2AE35)
+    return value ^ _shifted(value, 16)
 
 
 def _splitmix64(value: int) -> int:

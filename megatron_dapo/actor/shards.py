@@ -1,10 +1,11 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
 
 Each kind goes both ways: `local` builds a rank's shard from slices of the Hugging Face tensors, `full` builds the
-Hugging Face tensors from all ranks' shards. Both only move numbers, so `full` serves gradients as well as weights.
+Hugging Face tensors from all ranks' shards, and `fill` puts one rank's shard into its places in tensors that are there
+already. All only move numbers, so they serve gradients as well as weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,11 @@ class Shards(Protocol):
         views of a single shard."""
         ...
 
+    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
+        """Write the shard of rank `rank` of `ranks` to where it belongs in the full tensors `targets`, which are
+        contiguous and on any device."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicated:
@@ -62,6 +68,9 @@ class Replicated:
 
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         return {self.name: shards[0]}
+
+    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
+        targets[self.name].copy_(shard)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +105,12 @@ class Split:
     def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         whole = _join(shards, self.dim)
         return {self.name: whole.narrow(self.dim, 0, self.shape[self.dim])}
+
+    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
+        size, part = self.shape[self.dim], self.local_shape(ranks)[self.dim]
+        start, stop = min(rank * part, size), min((rank + 1) * part, size)
+        target = targets[self.name].narrow(self.dim, start, stop - start)
+        target.copy_(shard.narrow(self.dim, 0, stop - start))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +160,13 @@ class QueryKeyValue:
         parts = whole.split([count * self.head_dim for count in heads.values()], dim=1)
         return {name: part.flatten(0, 1) for name, part in zip(heads, parts, strict=True)}
 
+    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
+        heads, groups = self._heads(), self.groups // ranks
+        rows = [count * self.head_dim for count in heads.values()]
+        parts = shard.view(groups, sum(rows), *self.columns).split(rows, dim=1)
+        for name, part in zip(heads, parts, strict=True):
+            targets[name].view(ranks, *part.shape)[rank].copy_(part)
+
     def _heads(self) -> dict[str, int]:
         """Heads that a group has of each, in Megatron's order."""
         return {self.query: self.queries_per_group, self.key: 1, self.value: 1}
@@ -180,6 +202,11 @@ class GateUp:
             self.gate: _join([gate for gate, _ in halves]),
             self.up: _join([up for _, up in halves]),
         }
+
+    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
+        rows = self.shape[0] // ranks
+        for name, half in zip((self.gate, self.up), shard.chunk(2), strict=True):
+            targets[name].narrow(0, rank * rows, rows).copy_(half)
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -65,6 +65,26 @@ def hf_tensors(
     type: its weight, or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied
     weights the first stage's copy counts.
     """
+    for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value):
+        if stacked is not None:
+            for hf_name, tensor in shards.full(stacked.unbind()).items():
+                # Always a copy: on the CPU an unsplit weight would be the live parameter itself.
+                yield hf_name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def gathered_parameters(
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+) -> Iterator[tuple[Shards, Tensor | None]]:
+    """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
+    global rank 0, and nothing at all on ranks that hold other data.
+
+    Collective as `hf_tensors`. The shards are on the device they were gathered to, and may be the live parameter; let
+    go of them before the next ones, so that one parameter is held at a time.
+    """
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     shards_of = model_shards(hf)
@@ -80,10 +100,8 @@ def hf_tensors(
         if stage == parallel_state.get_pipeline_model_parallel_rank():
             stacked = _stack(value(own[name]).to(dtype).contiguous(), ranks)
         stacked = _to_rank_zero(stacked, stage, (ranks, *shards.local_shape(ranks)), dtype)
-        if stacked is not None:
-            for hf_name, tensor in shards.full(stacked.unbind()).items():
-                # Always a copy: on the CPU an unsplit weight would be the live parameter itself.
-                yield hf_name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        yield shards, stacked
+        del stacked
 
 
 def export_hf(
@@ -94,8 +112,11 @@ def export_hf(
     *,
     dtype: torch.dtype,
     max_file_bytes: int = EXPORT_FILE_BYTES,
+    watch: Callable[[str, Tensor], None] | None = None,
 ) -> int:
     """Write the model to `folder` in Hugging Face format, return the bytes written; every rank calls, rank 0 writes.
+
+    `watch`, on rank 0, is handed each tensor before it is written: what it does with it needs no pass over the files.
 
     `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
     are those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
@@ -111,6 +132,8 @@ def export_hf(
         if failure is None:
             try:
                 writer = writer or SafetensorsWriter(folder, plan)
+                if watch is not None:
+                    watch(name, tensor)
                 writer.add(name, tensor)
             except _WRITE_ERRORS as error:
                 failure = str(error)
@@ -228,10 +251,13 @@ def _stack(shard: Tensor, ranks: int) -> Tensor | None:
     group = parallel_state.get_tensor_model_parallel_group()
     first = dist.get_global_rank(group, 0)
     if dist.get_rank() != first:
-        dist.gather(shard, None, dst=first, group=group)
+        dist.send(shard, dst=first, group=group)
         return None
+    # Not `dist.gather`: gloo's receives into a second buffer of this size.
     stacked = shard.new_empty((ranks, *shard.shape))
-    dist.gather(shard, list(stacked.unbind()), dst=first, group=group)
+    stacked[0].copy_(shard)
+    for rank in range(1, ranks):
+        dist.recv(stacked[rank], src=dist.get_global_rank(group, rank), group=group)
     return stacked
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.checksums import expected_checksums, verify
+from rollout import hashes
+from rollout.checksums import ChecksumStream, expected_checksums, verify
 from rollout.client import ServerInfo
 from rollout.errors import WeightMismatch
 from rollout.hashes import cpu_hash, cuda_hash
@@ -53,7 +55,7 @@ def test_ranks_hold_heads_and_columns_of_their_own(tmp_path: Path) -> None:
     layer = "model.layers.0."
 
     def same(rank: int, name: str, tensor: torch.Tensor) -> bool:
-        return checksums[rank][name] == cuda_hash(tensor.to(torch.bfloat16))
+        return checksums[rank][name] == cuda_hash([tensor.to(torch.bfloat16)])
 
     for rank in range(4):
         query = state[layer + "self_attn.q_proj.weight"][16 * rank : 16 * (rank + 1)]
@@ -104,7 +106,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight, which is in none"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight, which is not among"):
         expected_checksums(tmp_path, CPU)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MambaForCausalLM"))
@@ -114,8 +116,8 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
 
 def test_the_cpu_hash_is_sha256() -> None:
     tensor = torch.randn(7, 5)
-    assert cpu_hash(tensor) == sha(tensor)
-    assert cpu_hash(tensor.t()) == sha(tensor.t())
+    assert cpu_hash([tensor]) == sha(tensor)
+    assert cpu_hash([tensor.t()]) == sha(tensor.t())
 
 
 # Made by SGLang 0.5.17's own Triton kernels in Triton's interpreter; the next test makes them again where Triton is.
@@ -133,7 +135,7 @@ def _counting(size: int, dtype: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "dtype"), GOLDEN)
 def test_the_gpu_hash_is_that_of_sglangs_kernel(size: int, dtype: str) -> None:
-    assert cuda_hash(_counting(size, dtype)) == GOLDEN[size, dtype]
+    assert cuda_hash([_counting(size, dtype)]) == GOLDEN[size, dtype]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -144,3 +146,68 @@ def test_the_golden_hashes_are_sglangs() -> None:
     done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert dict(zip(GOLDEN, done.stdout.split(), strict=True)) == GOLDEN
+
+
+def by_the_book(words: list[int]) -> str:
+    """SGLang's formula word by word, in Python's own integers."""
+    low = 0xFFFFFFFF
+
+    def fmix(v: int) -> int:
+        v = (v ^ (v >> 16)) * 0x85EBCA6B & low
+        v = (v ^ (v >> 13)) * 0xC2B2AE35 & low
+        return v ^ (v >> 16)
+
+    seeds = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & low)
+    total = 0
+    for begin in range(0, len(words), 8192):
+        halves = []
+        for seed, factor, bits in zip(seeds, (0x27D4EB2D, 0x165667B1), (15, 13), strict=True):
+            mixed = 0
+            for i in range(begin, min(begin + 8192, len(words))):
+                mixed += fmix(words[i] ^ ((i * factor + seed) & low) ^ ((i << bits | i >> (32 - bits)) & low))
+            halves.append(fmix(mixed & low ^ 4 * len(words)))
+        total += halves[0] << 32 | halves[1]
+    total &= (1 << 64) - 1
+    total = (total ^ (total >> 30)) * 0xBF58476D1CE4E5B9 & ((1 << 64) - 1)
+    total = (total ^ (total >> 27)) * 0x94D049BB133111EB & ((1 << 64) - 1)
+    return f"{total ^ (total >> 31):016x}"
+
+
+def test_parts_are_hashed_as_the_whole_they_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of odd sizes, columns of a wider matrix, blocks much smaller than a part."""
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 40_000)
+    torch.manual_seed(3)
+    columns = torch.randn(300, 200)[:, 20:113]
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(7, 93), columns, torch.randn(1, 93), torch.zeros(11, 93)]
+        parts = [part.to(dtype) for part in parts]
+        whole = torch.cat(parts)
+        raw = whole.contiguous().view(torch.uint8).numpy().tobytes()
+        raw += b"\0" * (-len(raw) % 4)
+        words = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
+        assert cuda_hash(parts) == cuda_hash([whole]) == by_the_book(words)
+        assert cpu_hash(parts) == sha(whole)
+
+
+def test_a_stream_gives_the_same_checksums_whatever_comes_first(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2", seed=3, num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    kinds = [
+        CPU,
+        ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2),
+        ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=4),
+    ]
+    for names in (sorted(tensors), sorted(tensors, reverse=True)):
+        buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
+        with ChecksumStream(config, names, kinds) as stream:
+            for name in names:
+                place = buffer[: tensors[name].numel()].view(tensors[name].shape)
+                place.copy_(tensors[name])
+                stream.add({name: place})
+                stream.settle()  # the memory is used again for the next one
+            found = stream.finish()
+        assert found == {info: expected_checksums(tmp_path, info) for info in kinds}
+    with ChecksumStream(config, names, [CPU]) as stream, pytest.raises(ValueError, match="never whole"):
+        stream.add({name: tensors[name] for name in names[1:]})
+        stream.finish()
