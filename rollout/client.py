@@ -1,6 +1,6 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,15 +161,79 @@ class SglangClient:
         The cache is not flushed here: up to 0.5.21 that ends a server that has requests; call `flush_cache` after it.
         """
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": False}
-        answer = await self._post("/update_weights_from_disk", body, deadline_s)
-        if not answer.get("success"):
-            raise ServerRefused(f"{self.url}: loading weights from {folder}: {answer.get('message')}")
+        await self._succeed("/update_weights_from_disk", body, deadline_s)
+
+    async def update_weights_from_tensor(self, payloads: Sequence[str], label: str | None, deadline_s: float) -> None:
+        """Loads a flattened bucket of tensors: one base64 payload for each tensor-parallel rank (rollout.transport).
+
+        `label`: the new name of the weights, with their last bucket. The cache is not flushed here either.
+        """
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            "weight_version": label,
+            "flush_cache": False,
+        }
+        await self._succeed("/update_weights_from_tensor", body, deadline_s)
+
+    async def update_weights_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        label: str | None,
+        deadline_s: float,
+    ) -> None:
+        """Loads the flattened bucket that rank 0 of the group broadcasts meanwhile."""
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "weight_version": label,
+            "flush_cache": False,
+        }
+        await self._succeed("/update_weights_from_distributed", body, deadline_s)
+
+    async def init_weights_update_group(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        deadline_s: float,
+    ) -> None:
+        """The server's ranks join a process group as `rank_offset` and following; returns when all have met."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._succeed("/init_weights_update_group", body, deadline_s)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """The server's ranks leave it."""
+        await self._succeed("/destroy_weights_update_group", {"group_name": group_name}, None)
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, deadline_s)
         with _readable(self.url, "/weights_checker"):
             return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
+
+    async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> None:
+        answer = await self._post(path, body, deadline_s)
+        if not answer.get("success"):
+            raise ServerRefused(f"{self.url}{path}: {answer.get('message')}")
 
     async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> dict[str, Any]:
         return _json(self.url, path, await self._call("POST", path, body, deadline_s))

@@ -3,17 +3,19 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rollout.balancer import Balancer, Member, State
+from rollout.checksums import Checksums
+from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
-from rollout.publish import Publisher, PublishReport
+from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
 from rollout.server import Engine
 from rollout.supervision import Supervisor
@@ -217,7 +219,9 @@ class RolloutFleet:
             finally:
                 self._balancer.release(member)
 
-    async def publish(self, folder: Path, weight_version: int) -> PublishReport:
+    async def publish(
+        self, folder: Path, weight_version: int, checksums: Mapping[ServerInfo, Checksums] | None = None
+    ) -> PublishReport:
         """Gives every server the weights in `folder` and returns when the checksum of every tensor is as computed here.
 
         No request starts meanwhile; running ones are interrupted and go on afterwards. A server that fails is
@@ -227,6 +231,8 @@ class RolloutFleet:
             folder: Hugging Face layout (config.json, .safetensors), which the servers can read at the same path. It
                 must stay until the next publish: servers that restart load it.
             weight_version: what `Generation.weight_versions` says from now on.
+            checksums: those of the trainer, by kind of server (`kinds`); they are computed from the folder for kinds
+                that are not there.
 
         Raises:
             WeightMismatch: a server holds other weights; names the tensors.
@@ -234,7 +240,24 @@ class RolloutFleet:
             FileNotFoundError, ValueError: the folder is incomplete, or the model's checksums are not known.
             FleetLost: no server within `fleet_deadline_s`.
         """
-        return await self._publisher.publish(folder, weight_version, self.config.fleet_deadline_s)
+        weights = OnDisk(folder=folder, checksums=checksums or {})
+        return await self._publisher.publish(weights, weight_version, self.config.fleet_deadline_s)
+
+    async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
+        """The same for weights that the trainer sends from its memory. The servers are paused before it begins.
+
+        A server that is restarted, or that the sending did not reach, reads them from a folder that the trainer writes
+        for it.
+
+        Raises:
+            As `publish`, and what `stream` raises.
+        """
+        return await self._publisher.publish_stream(stream, weight_version, self.config.fleet_deadline_s)
+
+    @property
+    def kinds(self) -> tuple[ServerInfo, ...]:
+        """What the servers say of themselves, each kind once."""
+        return tuple(dict.fromkeys(member.info for member in self._members if member.info is not None))
 
     def status(self) -> list[EngineStatus]:
         """Every server as it is now, in the order of `engines`."""

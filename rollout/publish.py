@@ -2,16 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rollout.balancer import Balancer, Member, State
 from rollout.checksums import Checksums, expected_checksums, verify
 from rollout.client import ServerInfo
 from rollout.errors import FleetLost, ServerUnavailable
+from rollout.send import Sent
 from rollout.timing import Timing
+from rollout.transport import Failure, Target
+
+T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.02
 _ABORT_AGAIN_S = 0.5
@@ -33,32 +37,82 @@ class PublishReport:
     """What a publish did. Servers in `down` get the weights when they are back, before they serve."""
 
     weight_version: int
-    folder: Path
     servers: tuple[ServerPublish, ...]
     down: tuple[str, ...]
     interrupted: int
     """Responses that were being drawn; they go on with the new weights, after the tokens they have."""
     seconds: float
+    bytes: int
+    """Of the weights."""
+    by_disk: Mapping[str, str]
+    """{url: why} of servers that read a folder because the way without one failed."""
 
 
-@dataclass(slots=True)
-class Published:
-    """Weights that every server must hold, and their checksums as each kind of server reports them."""
+class WeightStream(Protocol):
+    """Weights in the trainer's memory."""
+
+    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+        """Into servers that are paused. A server that fails is named in the answer; checksums for their kinds."""
+        ...
+
+    async def to_disk(self) -> "OnDisk | None":
+        """The same weights as a folder; None when the trainer has other ones by now."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDisk:
+    """A folder in Hugging Face layout, and the checksums that were computed while it was written."""
 
     folder: Path
-    weight_version: int
-    expected: dict[ServerInfo, "asyncio.Task[Checksums]"] = field(default_factory=dict)
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
+
+class Published:
+    """Weights that every server must hold: in a folder, in the trainer's memory, or in both."""
+
+    def __init__(self, weight_version: int, *, on_disk: OnDisk | None = None, stream: WeightStream | None = None):
+        self.weight_version = weight_version
+        self.superseded = asyncio.Event()
+        """Set when other weights take their place."""
+        self._on_disk, self._stream = on_disk, stream
+        self._writing: asyncio.Task[OnDisk | None] | None = None
+        self._checksums = dict(on_disk.checksums) if on_disk else {}
+        self._computing: dict[ServerInfo, asyncio.Task[Checksums]] = {}
 
     @property
     def label(self) -> str:
         """The servers' name of these weights."""
         return str(self.weight_version)
 
+    def know(self, checksums: Mapping[ServerInfo, Checksums]) -> None:
+        """Takes the trainer's checksums, by kind of server."""
+        self._checksums |= checksums
+
+    async def folder(self) -> Path | None:
+        """Where they are on disk; written now if need be. None: they are gone."""
+        if self._on_disk is None and self._stream is not None:
+            if self._writing is None or (self._writing.done() and self._writing.exception() is not None):
+                self._writing = asyncio.ensure_future(self._stream.to_disk())
+            self._on_disk = await asyncio.shield(self._writing)
+            if self._on_disk is not None:
+                self._checksums = {**self._on_disk.checksums, **self._checksums}
+        return None if self._on_disk is None else self._on_disk.folder
+
     async def checksums(self, info: ServerInfo) -> Checksums:
-        """Computed once for each kind of server."""
-        if info not in self.expected:
-            self.expected[info] = asyncio.ensure_future(asyncio.to_thread(expected_checksums, self.folder, info))
-        return await asyncio.shield(self.expected[info])
+        """For a kind of server that was not known in time, they are computed from the folder, once."""
+        if info in self._checksums:
+            return self._checksums[info]
+        if info not in self._computing:
+            folder = await self.folder()
+            if folder is None:
+                raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
+            self._computing[info] = asyncio.ensure_future(asyncio.to_thread(expected_checksums, folder, info))
+        return await asyncio.shield(self._computing[info])
 
 
 class Publisher:
@@ -73,59 +127,148 @@ class Publisher:
         """Publishes that ended running requests; tells a request whether its abort was ours."""
         self._one_at_a_time = asyncio.Lock()
 
-    async def publish(self, folder: Path, weight_version: int, fleet_deadline_s: float) -> PublishReport:
-        """Every serving server holds `folder` on return, verified; see `RolloutFleet.publish`."""
+    async def publish(self, weights: OnDisk, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+        """Every serving server holds the folder on return, verified; see `RolloutFleet.publish`."""
+        folder = weights.folder.resolve()
+        if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{folder}: publish needs config.json and .safetensors files in one folder")
+        weights = OnDisk(folder=folder, checksums=weights.checksums)
+        published = Published(weight_version, on_disk=weights)
+
+        async def update(serving: list[Member]) -> _Outcome:
+            done = await _all_of([self._update(member, published, folder) for member in serving])
+            return _Outcome(servers=_there(done), bytes=weights.bytes)
+
+        return await self._while_closed(published, fleet_deadline_s, update)
+
+    async def publish_stream(self, stream: WeightStream, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+        """The same without a folder; see `RolloutFleet.publish_stream`."""
+        published = Published(weight_version, stream=stream)
+
+        async def update(serving: list[Member]) -> _Outcome:
+            started = time.monotonic()
+            paused = _there(await _all_of([self._pause(member, published) for member in serving]))
+            try:
+                sent = await stream.send([_target(member) for member in paused], published.label)
+            except BaseException as error:
+                for member in paused:
+                    self._give_up(member, published, error)
+                raise
+            published.know(sent.checksums)
+            failures = {member: sent.failures.get(member.url) for member in paused}
+            done = await _all_of([self._take(*pair, published, started) for pair in failures.items()])
+            reasons = {member.url: failure.reason for member, failure in failures.items() if failure is not None}
+            return _Outcome(servers=_there(done), bytes=sent.bytes, by_disk=reasons)
+
+        return await self._while_closed(published, fleet_deadline_s, update)
+
+    async def _while_closed(
+        self,
+        published: Published,
+        fleet_deadline_s: float,
+        update: Callable[[list[Member]], Awaitable["_Outcome"]],
+    ) -> PublishReport:
+        """Updates the serving servers while no request starts."""
         async with self._one_at_a_time:
             started = time.monotonic()
-            folder = folder.resolve()
-            if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-                raise FileNotFoundError(f"{folder}: publish needs config.json and .safetensors files in one folder")
-            published = Published(folder, weight_version)
             self.balancer.close()
             try:
                 # From here on a server that comes back gets these weights too.
+                if self.current is not None:
+                    self.current.superseded.set()
                 self.current = published
                 serving = [member for member in self.members if member.serving]
                 interrupted = sum(member.in_flight for member in serving)
                 self.interruptions += interrupted > 0
-                done = await _all_of([self._update(member, published) for member in serving])
-                if not any(done):
+                outcome = await update(serving)
+                if not outcome.servers:
                     await self._any_ready(fleet_deadline_s)
             finally:
                 self.balancer.open()
             return PublishReport(
-                weight_version=weight_version,
-                folder=folder,
-                servers=tuple(report for report in done if report is not None),
+                weight_version=published.weight_version,
+                servers=outcome.servers,
                 down=tuple(member.url for member in self.members if not member.serving),
                 interrupted=interrupted,
                 seconds=time.monotonic() - started,
+                bytes=outcome.bytes,
+                by_disk=outcome.by_disk,
             )
 
     async def bring_up_to_date(self, member: Member) -> None:
-        """Gives a server that just started the newest weights and marks it READY."""
+        """Gives a server that just started the newest weights and marks it READY.
+
+        It reads them from disk, whatever way they were published. When they are on no disk and the trainer has begun to
+        change them, it waits for the next ones.
+        """
         while True:
             published = self.current
             if published is not None:
-                await self._load(member, published)
+                folder = await published.folder()
+                if folder is None:
+                    member.reason = f"weight version {published.weight_version} is gone; it waits for the next publish"
+                    await published.superseded.wait()
+                    continue
+                await self._load(member, published, folder)
             if published is self.current:
                 member.enter(State.READY)
                 self.balancer.dispatch()
                 return
 
-    async def _update(self, member: Member, published: Published) -> ServerPublish | None:
+    async def _update(self, member: Member, published: Published, folder: Path) -> ServerPublish | None:
         """None if the server failed; the supervisor restarts it then."""
         started = time.monotonic()
-        try:
+
+        async def update() -> int:
             await self._drain(member)
-            tensors = await member.call(self._load(member, published))
+            return await member.call(self._load(member, published, folder))
+
+        tensors = await self._or_down(member, published, update())
+        return None if tensors is None else _report(member, tensors, started)
+
+    async def _pause(self, member: Member, published: Published) -> Member | None:
+        """The member, drawing nothing; None if it failed."""
+
+        async def pause() -> Member:
+            await self._drain(member)
+            if member.info is None:
+                member.info = await member.call(member.client.server_info())
+            await member.call(member.client.pause())
+            return member
+
+        return await self._or_down(member, published, pause())
+
+    async def _take(
+        self, member: Member, failure: Failure | None, published: Published, started: float
+    ) -> ServerPublish | None:
+        """Lets a server that was sent the weights serve again, once they are verified. One that did not get them, but
+        answers, reads them from disk."""
+
+        async def take() -> int:
+            if failure is None:
+                return await member.call(self._serve(member, published))
+            if not failure.answers:
+                raise ServerUnavailable(failure.reason)
+            folder = await published.folder()
+            assert folder is not None, "the trainer waits for this publish"
+            return await member.call(self._load(member, published, folder))
+
+        tensors = await self._or_down(member, published, take())
+        return None if tensors is None else _report(member, tensors, started)
+
+    async def _or_down(self, member: Member, published: Published, work: Coroutine[Any, Any, T]) -> T | None:
+        """None if the server failed; the supervisor restarts it then."""
+        try:
+            return await work
         except BaseException as error:
-            if member.serving:  # paused, perhaps with other weights: it must not serve
-                member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
+            self._give_up(member, published, error)
             if isinstance(error, ServerUnavailable):
                 return None
             raise
-        return ServerPublish(url=member.url, tensors=tensors, seconds=time.monotonic() - started)
+
+    def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
+        if member.serving:  # paused, perhaps with other weights: it must not serve
+            member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
 
     async def _drain(self, member: Member) -> None:
         """Ends what the server draws; each request keeps its tokens and waits for the balancer to open.
@@ -144,21 +287,25 @@ class Publisher:
                 again = now + _ABORT_AGAIN_S
             await asyncio.sleep(_DRAIN_POLL_S)
 
-    async def _load(self, member: Member, published: Published) -> int:
-        """Loads and verifies; the number of checksums compared."""
+    async def _load(self, member: Member, published: Published, folder: Path) -> int:
+        """Loads from disk and verifies; the number of checksums compared."""
         if member.info is None:
             member.info = await member.client.server_info()
         checksums = asyncio.ensure_future(published.checksums(member.info))
-        client, deadline_s = member.client, self.timing.load_deadline_s
         try:
-            await client.pause()
-            await client.update_weights_from_disk(published.folder, published.label, deadline_s)
-            await client.flush_cache()
-            reported = await client.checksums(deadline_s)
-            verify(await checksums, reported, member.url)
-            await client.resume()
+            await member.client.pause()
+            await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+            return await self._serve(member, published)
         finally:
             checksums.cancel()
+
+    async def _serve(self, member: Member, published: Published) -> int:
+        """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
+        assert member.info is not None
+        await member.client.flush_cache()
+        reported = await member.client.checksums(self.timing.load_deadline_s)
+        verify(await published.checksums(member.info), reported, member.url)
+        await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label
         return sum(len(names) for names in reported.values())
 
@@ -170,7 +317,27 @@ class Publisher:
             await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _all_of(updates: list[Coroutine[Any, Any, ServerPublish | None]]) -> list[ServerPublish | None]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    servers: tuple[ServerPublish, ...]
+    bytes: int
+    by_disk: Mapping[str, str] = field(default_factory=dict)
+
+
+def _report(member: Member, tensors: int, started: float) -> ServerPublish:
+    return ServerPublish(url=member.url, tensors=tensors, seconds=time.monotonic() - started)
+
+
+def _target(member: Member) -> Target:
+    assert member.info is not None
+    return Target(url=member.url, info=member.info, starts=member.restarts)
+
+
+def _there(results: Sequence[T | None]) -> tuple[T, ...]:
+    return tuple(result for result in results if result is not None)
+
+
+async def _all_of(updates: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all; the first error, once all have ended."""
     results = await asyncio.gather(*updates, return_exceptions=True)
     for result in results:
