@@ -1,6 +1,6 @@
 """Section `rollout`: the SGLang servers and how responses are drawn."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -52,6 +52,19 @@ class RolloutConfig:
 
     deterministic: bool = False
     """Each response depends on its seed alone, not on what shares its batch (SGLang's deterministic inference)."""
+
+    weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
+    """How new weights reach the servers: `disk`, a folder that all of them read; `tensor`, the memory of the machine
+    that trainer rank 0 shares with all servers; `distributed`, a process group (NCCL; gloo on a CPU, or where a server
+    shares the trainer's GPU). Every way ends with the checksums, and where the last two fail a folder is read."""
+
+    sync_bucket_mb: PositiveInt = 1024
+    """MiB of weights that travel together by `tensor` and `distributed`; a parameter that is larger travels alone. The
+    trainer's rank 0 and each rank of a server hold at most two buckets besides the model."""
+
+    sync_deadline_s: PositiveFloat = 300.0
+    """Seconds for a bucket to reach every server, and for the servers to meet in a process group. One that is late is
+    restarted and reads the weights from disk."""
 
     request_deadline_s: PositiveFloat = 1800.0
     """Seconds until a response without an answer is given to another server."""

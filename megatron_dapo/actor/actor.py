@@ -9,7 +9,7 @@ Nothing here imports Megatron before the constructor has prepared the device for
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -22,8 +22,10 @@ from megatron_dapo.config.actor import ActorConfig
 from megatron_dapo.config.model import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from megatron_dapo.actor.buckets import BucketSink
     from megatron_dapo.actor.checkpoint import PendingSave
     from megatron_dapo.actor.clock import PassClock
     from megatron_dapo.actor.offload import Part
@@ -260,16 +262,21 @@ class MegatronActor:
             tensors = dict(gathered)
         return (sums.loss, tensors) if self.rank == 0 else None
 
-    def export_hf(self, folder: Path) -> int:
+    def export_hf(self, folder: Path, watch: "Callable[[str, Tensor], None] | None" = None) -> int:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
-        Rank 0 writes; the number of bytes on every rank."""
-        import torch
-
+        Rank 0 writes, and hands each tensor to `watch` before; the number of bytes on every rank."""
         from megatron_dapo.actor.weights import export_hf
 
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
+        source, dtype = Path(self.model.path), self._dtype()
         with self.memory.resident("parameters"):
-            return export_hf(self.optimizer.chunks, self.hf, Path(folder), Path(self.model.path), dtype=dtype)
+            return export_hf(self.optimizer.chunks, self.hf, Path(folder), source, dtype=dtype, watch=watch)
+
+    def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
+        """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
+        from megatron_dapo.actor.buckets import stream_weights
+
+        with self.memory.resident("parameters"):
+            stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype(), bucket_bytes=bucket_bytes, sink=sink)
 
     def save_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
@@ -344,6 +351,11 @@ class MegatronActor:
         from megatron_dapo.actor import process_groups
 
         process_groups.shutdown()
+
+    def _dtype(self) -> "torch.dtype":
+        import torch
+
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
 
     def _check_finite(self, sums: "LossSums") -> None:
         if math.isfinite(sums.loss):

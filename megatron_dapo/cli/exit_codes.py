@@ -18,7 +18,7 @@ class ExitCode(IntEnum):
     TRAINER = 6
     """Ray or a trainer rank could not be started, or was lost too often."""
     INEXACT = 7
-    """`certify`: a layout's loss or gradient differs from the single process's by more than the bounds."""
+    """`certify`, `replay`, `bisect`: numbers that should be the same differ by more than the bounds."""
     CONTINUE = 75
     """Stopped by a signal, with everything saved: the same command with `run.resume=true` goes on."""
     INTERRUPTED = 130

@@ -82,10 +82,17 @@ def api_key(config: Config, run_path: Path) -> Secret | None:
     Raises:
         KeyFileError: `rollout.api_key_file` cannot be used.
     """
+    file = key_file(config, run_path)
+    if not config.rollout.urls:
+        new_key(run_path / KEY_FILE)
+    return None if file is None else read_key(file)
+
+
+def key_file(config: Config, run_path: Path) -> Path | None:
+    """Where that key is; None if the servers of `rollout.urls` ask for none."""
     if config.rollout.urls:
-        return read_key(Path(config.rollout.api_key_file)) if config.rollout.api_key_file else None
-    new_key(run_path / KEY_FILE)
-    return read_key(run_path / KEY_FILE)
+        return Path(config.rollout.api_key_file).resolve() if config.rollout.api_key_file else None
+    return run_path.resolve() / KEY_FILE
 
 
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:

@@ -103,7 +103,7 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
     updates, correction = await _update(parts, filled, step, phases)
     version = progress.weight_version + 1
     with phases.measure("weight_sync"):
-        await publish_weights(parts, version)
+        sync = await publish_weights(parts, version)
     close_step(parts, filled.admission, step, progress.weight_version)
     progress = replace(
         progress,
@@ -132,6 +132,7 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
         updates=tuple(updates),
         evaluation=evaluation,
         seconds=phases.seconds(),
+        sync=sync,
     )
     write_records(parts, record)
     if checkpoint:  # last: whatever a kill leaves undone before this line is done again, with its records

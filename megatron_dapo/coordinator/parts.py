@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.checkpoint import Checkpoints
 from megatron_dapo.coordinator.cluster import GCS, Cluster
 from megatron_dapo.coordinator.damage import damaged, load_counters
-from megatron_dapo.coordinator.engines import api_key, own_engines, placed_engines, visible_gpus
+from megatron_dapo.coordinator.engines import api_key, key_file, own_engines, placed_engines, visible_gpus
 from megatron_dapo.coordinator.evaluation import Evaluator
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.inputs import Inputs
@@ -41,6 +41,7 @@ from megatron_dapo.monitor.writer import MetricsWriter
 from reward.pool import RewardPool
 from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
+from rollout.server import LocalServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,10 @@ class Parts:
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
     start_seconds: float
+    key_file: Path | None
+    """With the API key of the servers."""
+    shared_gpu: bool
+    """Whether a server shares a GPU with a trainer rank."""
 
 
 async def start_parts(
@@ -102,11 +107,11 @@ async def start_parts(
     watching = asyncio.create_task(_until_cluster_lost(cluster, waits, run_dir.logs))
     stack.callback(watching.cancel)
     by_ray = cluster.joined and not config.rollout.urls
+    gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu and not by_ray else ()
     placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
     if by_ray:
         engines = placed_engines(config, run_dir.logs, placement, on_gpu=cluster.use_gpu)
     else:
-        gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu else ()
         engines = own_engines(config, run_dir.logs, gpus=gpus)
     key = api_key(config, run_dir.path)
     timeline = Timeline(run_dir.path, every=config.monitor.timeline_every)
@@ -154,6 +159,8 @@ async def start_parts(
         checkpoints=checkpoints,
         progress=progress,
         start_seconds=time.monotonic() - began,
+        key_file=key_file(config, run_dir.path),
+        shared_gpu=any(isinstance(engine, LocalServer) and engine.spec.gpus == gpus[:1] != () for engine in engines),
     )
 
 

@@ -1,20 +1,97 @@
 """New weights: from the Megatron ranks to every server, checked by checksum (law 6)."""
 
 import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_dapo.coordinator.parts import Parts
+from megatron_dapo.coordinator.parts import Parts, Services
+from rollout.config import RolloutConfig
+from rollout.publish import OnDisk, PublishReport
+from rollout.send import SendRequest, Sent
+from rollout.transport import Target
 
 
-async def publish_weights(parts: Parts, version: int) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSync:
+    """A publish in figures."""
+
+    seconds: float
+    """From the trainer's memory until every server serves the weights, verified."""
+    bytes: int
+    """Of the model, once."""
+    servers: int
+    """That got them."""
+    by_disk: int
+    """Of these, how many read a folder because the way without one failed."""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)
+
+
+async def publish_weights(parts: Parts, version: int) -> WeightSync:
     """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor."""
-    deadline = parts.config.run.step_deadline_s
+    started = time.monotonic()
+    config, services = parts.config, parts.services
+    fleet = services.fleet
     folder = parts.run_dir.path / "weights" / f"v{version}"
     parts.run_dir.check_there()
-    await parts.services.trainer.export_hf(folder)
-    await parts.services.waits.wait_for(
-        f"weight version {version}", "rollout servers", deadline, parts.services.fleet.publish(folder, version)
+    if config.rollout.weight_sync == "disk":
+        checksums = await services.trainer.write_weights(folder, fleet.kinds)
+        work = fleet.publish(folder, version, checksums)
+    else:
+        stream = TrainerWeights(services, config.rollout, folder, key_file=parts.key_file, shared_gpu=parts.shared_gpu)
+        work = fleet.publish_stream(stream, version)
+    report: PublishReport = await services.waits.wait_for(
+        f"weight version {version}", "rollout servers", config.run.step_deadline_s, work
     )
+    for url, reason in report.by_disk.items():
+        parts.console.note(f"weight version {version}: {url} read it from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
     for older in folder.parent.glob("v*"):
         if older != folder:
             shutil.rmtree(older)
+    return WeightSync(
+        seconds=time.monotonic() - started,
+        bytes=report.bytes,
+        servers=len(report.servers),
+        by_disk=len(report.by_disk),
+    )
+
+
+class TrainerWeights:
+    """The weights that the trainer holds when this is made (rollout.publish.WeightStream)."""
+
+    def __init__(
+        self, services: Services, config: RolloutConfig, folder: Path, *, key_file: Path | None, shared_gpu: bool
+    ) -> None:
+        """
+        Args:
+            folder: where they are written if a server has to read them.
+            shared_gpu: whether a server and a trainer rank are on one GPU, where NCCL cannot join them.
+        """
+        self._trainer, self._fleet, self._config, self._folder = services.trainer, services.fleet, config, folder
+        self._key_file, self._shared_gpu = key_file, shared_gpu
+        self._changes = services.trainer.weight_changes
+
+    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+        transport = self._config.weight_sync
+        assert transport != "disk"
+        on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
+        request = SendRequest(
+            transport=transport,
+            targets=tuple(targets),
+            label=label,
+            deadline_s=self._config.sync_deadline_s,
+            backend="nccl" if on_gpu and not self._shared_gpu else "gloo",
+            api_key_file=self._key_file,
+        )
+        return await self._trainer.send_weights(request, self._fleet.kinds)
+
+    async def to_disk(self) -> OnDisk | None:
+        if self._trainer.weight_changes != self._changes:
+            return None
+        # Calls to the ranks keep their order: whatever changes the weights later comes after this.
+        return OnDisk(folder=self._folder, checksums=await self._trainer.write_weights(self._folder, self._fleet.kinds))

@@ -16,6 +16,7 @@ from megatron_dapo.coordinator.batch import StepArrays
 from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.messages import Admission, ScoredGroup
 from megatron_dapo.coordinator.progress import Progress
+from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.wording import wording_metrics
@@ -51,6 +52,7 @@ class StepRecord:
     updates: tuple[UpdateMetrics, ...]
     evaluation: Mapping[str, Answers]
     seconds: Mapping[str, float]
+    sync: WeightSync
 
     def summary(self) -> dict[str, float]:
         """The few figures of the console's line."""
@@ -114,6 +116,8 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         "tokens/generated": tokens,
         "tokens/trained": trained,
         "tokens_per_second/rollout": tokens / max(writing, 1e-9),
+        "weight_sync/gb_per_s": record.sync.gigabytes_per_second,
+        "weight_sync/by_disk": record.sync.by_disk,
         "tokens_per_second/train": trained / max(seconds["update"], 1e-9),
     }
     metrics |= _response_metrics(generated)

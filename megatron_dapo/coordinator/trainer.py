@@ -5,8 +5,9 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -25,6 +26,11 @@ from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.placement import Placement
 from megatron_dapo.coordinator.rank_timeline import RankTimeline
 from megatron_dapo.coordinator.waits import Stalled, Waits
+from rollout.client import ServerInfo
+
+if TYPE_CHECKING:
+    from rollout.checksums import Checksums
+    from rollout.send import SendRequest, Sent
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
@@ -96,16 +102,27 @@ class TrainerRank:
             timeout_s=config.run.step_deadline_s,
             keep_reference=config.algorithm.kl.coefficient > 0,
         )
+        from megatron_dapo.coordinator.rank_weights import RankWeights  # imports Megatron, which the actor prepares
+
+        host, bucket_bytes = ray.util.get_node_ip_address(), config.rollout.sync_bucket_mb << 20
+        self._weights = RankWeights(self._actor, host=host, bucket_bytes=bucket_bytes)
         return self._actor.describe()
 
     def call(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
         """A method of the actor; with `recorded_step` its spans are written down as that rollout step's."""
-        if recorded_step is None:
-            return getattr(self._actor, method)(*arguments)
+        return self._recorded(self._actor, method, arguments, recorded_step)
+
+    def weights(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
+        """A method of the rank's side of the weight sync; as `call`."""
+        return self._recorded(self._weights, method, arguments, recorded_step)
+
+    def _recorded(self, part: Any, method: str, arguments: tuple[Any, ...], step: int | None) -> Any:
+        if step is None:
+            return getattr(part, method)(*arguments)
         if self._timeline is None:
             self._timeline = RankTimeline(self._run_dir, self._actor)
-        with self._timeline.call(recorded_step, method):
-            return getattr(self._actor, method)(*arguments)
+        with self._timeline.call(step, method):
+            return getattr(part, method)(*arguments)
 
 
 class Trainer:
@@ -113,7 +130,9 @@ class Trainer:
 
     def __init__(self, config: Config, model: HFModelConfig, run_dir: Path, waits: Waits, *, use_gpu: bool) -> None:
         self._config, self._model, self._run_dir, self._waits = config, model, run_dir, waits
-        self._use_gpu = use_gpu
+        self.on_gpu = use_gpu
+        self.weight_changes = 0
+        """Grows with every call that changes the weights, when it is made."""
         self.recorded_step: int | None = None
         """Rollout step whose calls the ranks write into the timeline."""
         self._ranks: list[Any] = []
@@ -128,7 +147,7 @@ class Trainer:
         deadline = self._config.run.start_deadline_s
         remote = ray.remote(TrainerRank)
         self._ranks = [
-            remote.options(num_cpus=1, num_gpus=int(self._use_gpu), max_restarts=0, **placement.at(bundle)).remote(
+            remote.options(num_cpus=1, num_gpus=int(self.on_gpu), max_restarts=0, **placement.at(bundle)).remote(
                 rank, str(self._run_dir / "logs" / f"trainer-rank{rank}.log"), self._config.actor.threads
             )
             for rank, bundle in enumerate(placement.trainer)
@@ -150,11 +169,20 @@ class Trainer:
 
     async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
+        self.weight_changes += 1
         return await self._everyone("update", batches, objective, self._config.rollout.temperature)
 
     async def export_hf(self, folder: Path) -> None:
         """Write the weights in Hugging Face format."""
         await self._everyone("export_hf", folder)
+
+    async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
+        """Write the weights in Hugging Face format; the checksums that each kind of server must have of them."""
+        return await self._everyone("write", folder, kinds, of="weights")
+
+    async def send_weights(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent":
+        """Send the weights to servers that are paused, and compute the same checksums."""
+        return await self._everyone("send", request, kinds, of="weights")
 
     async def save_checkpoint(self, folder: Path) -> None:
         await self._everyone("save_checkpoint", folder)
@@ -168,6 +196,7 @@ class Trainer:
         return await self._everyone("finish_checkpoint", wait)
 
     async def load_checkpoint(self, folder: Path) -> None:
+        self.weight_changes += 1
         await self._everyone("load_checkpoint", folder)
 
     async def close(self) -> None:
@@ -178,9 +207,9 @@ class Trainer:
             ray.kill(rank)
         self._ranks = []
 
-    async def _everyone(self, method: str, *arguments: Any) -> Any:
+    async def _everyone(self, method: str, *arguments: Any, of: str = "call") -> Any:
         shared = [ray.put(argument) for argument in arguments]
-        calls = [rank.call.remote(method, *shared, recorded_step=self.recorded_step) for rank in self._ranks]
+        calls = [getattr(rank, of).remote(method, *shared, recorded_step=self.recorded_step) for rank in self._ranks]
         return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
 
     async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:

@@ -160,6 +160,13 @@ _COST = (
     ),
     _metric("timing/update", "s", Reduce.SUM, "All optimizer steps."),
     _metric("timing/weight_sync", "s", Reduce.SUM, "New weights to every server, checksums compared."),
+    _metric("weight_sync/gb_per_s", "GB/s", Reduce.RATIO, "Bytes of the model, once / seconds of its weight sync."),
+    _metric(
+        "weight_sync/by_disk",
+        "servers",
+        Reduce.SUM,
+        "Servers that read new weights from disk because `tensor` or `distributed` failed for them.",
+    ),
     _metric("timing/evaluation", "s", Reduce.SUM, "Held-out problems, where the step had an evaluation."),
     _metric(
         "timing/checkpoint",
