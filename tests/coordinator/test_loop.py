@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.coordinator import loop
+from megatron_dapo.coordinator.timeline import Timeline
 from megatron_dapo.coordinator.trainer import Trainer, TrainerLost, TrainerStalled
 from megatron_dapo.coordinator.waits import Stalled, StopRequested, Waits
 
@@ -22,7 +23,7 @@ PROGRESS = SimpleNamespace(rollout_step=1)
         (TrainerLost("a rank"), False),
     ],
 )
-def test_what_was_reached_is_saved_unless_the_trainer_cannot(monkeypatch, error, saves):
+def test_what_was_reached_is_saved_unless_the_trainer_cannot(monkeypatch, tmp_path, error, saves):
     saved = []
 
     async def fail(*_):
@@ -33,7 +34,9 @@ def test_what_was_reached_is_saved_unless_the_trainer_cannot(monkeypatch, error,
 
     monkeypatch.setattr(loop, "fill_batch", fail)
     parts = SimpleNamespace(
-        config=SimpleNamespace(run=SimpleNamespace(rollout_steps=2)), checkpoints=SimpleNamespace(keep=keep)
+        config=SimpleNamespace(run=SimpleNamespace(rollout_steps=2)),
+        checkpoints=SimpleNamespace(keep=keep),
+        timeline=Timeline(tmp_path, every=0),
     )
     with pytest.raises(type(error)):
         asyncio.run(loop.train(parts, PROGRESS))
