@@ -136,11 +136,12 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
 
 def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
     """Append, for a person and for tools/audit_rewards.py to read: the first responses of the step's first groups, and
-    as many of the others as `count` allows again on which the rules for mathematics disagree."""
+    as many of the others as `count` allows again that have no verdict or on which the rules for mathematics disagree.
+    """
     groups = record.admission.generated or record.admission.kept
     first = [(group, group.responses[0]) for group in groups[:count]]
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
-    disputed = [(group, response) for group, response in others if response.rules_disagree]
+    disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
     with path.open("a", encoding="utf-8") as file:
         for group, response in (*first, *disputed[:count]):
             prompt = prompts[group.prompt_index]
@@ -167,6 +168,7 @@ def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, cou
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     responses = _responses(groups)
     lengths = np.array([len(response.generation.token_ids) for response in responses])
+    errors = sum(response.verdict.error is not None for response in responses)
     return {
         "accuracy/mean": float(np.mean([response.accuracy for response in responses])),
         "reward/mean": float(np.mean([response.reward_raw for response in responses])),
@@ -174,7 +176,8 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "response_length/mean": float(lengths.mean()),
         "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": float(lengths.max()),
-        "verdict_errors": sum(response.verdict.error is not None for response in responses),
+        "verdict_errors": errors,
+        "verdict_error_fraction": errors / len(responses),
         "truncated_fraction": float(np.mean([response.truncated for response in responses])),
     } | wording_metrics([response.text for response in responses], [response.accuracy for response in responses])
 

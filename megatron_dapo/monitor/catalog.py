@@ -61,6 +61,7 @@ _RESPONSES = (
     _metric(
         "verdict_errors", "responses", Reduce.SUM, "Responses without a verdict (time-out, memory, unusable answer)."
     ),
+    _metric("verdict_error_fraction", "share", Reduce.MEAN, "The same, as a share of the step's responses."),
     _metric(
         "verdict_disagreement",
         "share",

@@ -46,6 +46,10 @@ class HealthLimits:
     length_loss: float = 0.5
     """Recent length below this share of early length, with a loss in accuracy."""
     truncated: float = 0.2
+    verdict_errors: float = 0.02
+    """Recent share of responses without a verdict ..."""
+    verdict_errors_now: float = 0.2
+    """... and that of the newest step alone, which no window is waited for."""
     reward_gain: float = 0.05
     """Shaped reward rises by more than this while accuracy falls by more than `standstill`."""
     heldout_loss: float = 0.05
@@ -165,6 +169,21 @@ def truncation(history: History, limits: HealthLimits) -> Alarm | None:
     )
 
 
+def verdict_errors(history: History, limits: HealthLimits) -> Alarm | None:
+    """Many responses are counted as wrong because their verdict timed out or failed."""
+    share = history[-1].get("verdict_error_fraction")
+    if share is None or share < limits.verdict_errors_now:
+        share = _recent(history, "verdict_error_fraction", limits)
+    if share is None or share < limits.verdict_errors:
+        return None
+    return Alarm(
+        name="verdict_errors",
+        message=f"{share:.1%} of the responses have no verdict; `error` in samples.jsonl says why",
+        reason="They are counted as wrong however sound they are: reward noise, which eq. 9 cannot tell from a mistake.",
+        key="reward.timeout_s or reward.memory_mb",
+    )
+
+
 def reward_without_accuracy(history: History, limits: HealthLimits) -> Alarm | None:
     """The shaped reward rises while accuracy falls."""
     reward, accuracy = (_gain(history, name, limits) for name in ("reward_shaped/mean", "accuracy/mean"))
@@ -235,6 +254,7 @@ RULES: tuple[Callable[[History, HealthLimits], Alarm | None], ...] = (
     length_explosion,
     length_collapse,
     truncation,
+    verdict_errors,
     reward_without_accuracy,
     overfitting,
     all_correct,

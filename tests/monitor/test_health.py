@@ -15,6 +15,7 @@ def history(steps: int = 20, **columns) -> list[dict]:
         "reward_shaped/mean": lambda way: -0.4 + 0.8 * way,
         "response_length/mean": lambda way: 800 + 600 * way,
         "truncated_fraction": 0.02,
+        "verdict_error_fraction": 0.005,
         "entropy": lambda way: 0.6 - 0.3 * way,
         "grad_norm": 0.1,
         "mismatch/mean_abs": 0.01,
@@ -47,6 +48,7 @@ SICK = {
         "reward_shaped__mean": -0.5,
     },
     "truncation": {"truncated_fraction": 0.4},
+    "verdict_errors": {"verdict_error_fraction": 0.03},
     "reward_without_accuracy": {
         "reward_shaped__mean": lambda way: -1.2 + 0.5 * way,
         "accuracy__mean": lambda way: 0.4 - 0.2 * way,
@@ -64,6 +66,12 @@ def test_fires_alone_on_its_own_sickness(name):
 
 def test_few_useful_groups_are_no_signal():
     assert [alarm.name for alarm in check_health(history(sampling__pass_rate=0.05))] == ["no_signal"]
+
+
+def test_verdicts_that_fail_at_once_are_not_waited_for():
+    """A verifier that times out on everything shows at the first step; one bad verdict of a small batch does not."""
+    assert [alarm.name for alarm in check_health(history(verdict_error_fraction=0.9)[:1])] == ["verdict_errors"]
+    assert check_health(history(verdict_error_fraction=0.05)[:1]) == []
 
 
 def test_what_is_not_finite_stops_the_run():
