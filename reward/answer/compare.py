@@ -1,6 +1,7 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
-from reward.answer.read import Answer
+from reward.answer.interval import as_interval, is_interval
+from reward.answer.read import Answer, read
 from reward.answer.text import compact
 from reward.messages import Rule
 
@@ -19,6 +20,7 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return equal, Rule.INTEGER if integers else Rule.NUMBER
     if _same_text(answer, truth):
         return True, Rule.TEXT
+    answer, truth = _as_intervals(answer, truth)
     if truth.items:
         return _compare_lists(answer, truth)
     if answer.items:
@@ -29,6 +31,19 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if answer.number is not None and "." in answer.body:
         return False, Rule.NUMBER  # a decimal is not an exact form: 1.414 is not \\sqrt{2}
     return None
+
+
+def _as_intervals(answer: Answer, truth: Answer) -> tuple[Answer, Answer]:
+    """Both as intervals where one is an interval and the other an inequality."""
+    if _is_interval(truth) and not answer.items and (interval := as_interval(answer.text)):
+        return read(interval), truth
+    if _is_interval(answer) and not truth.items and (interval := as_interval(truth.text)):
+        return answer, read(interval)
+    return answer, truth
+
+
+def _is_interval(answer: Answer) -> bool:
+    return is_interval(len(answer.items), answer.brackets, answer.text)
 
 
 def _same_text(answer: Answer, truth: Answer) -> bool:
@@ -57,6 +72,8 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return (False, Rule.LIST) if answer.items or answer.number is not None else None
     if answer.brackets and truth.brackets and answer.brackets != truth.brackets:
         return False, Rule.LIST
+    if _is_interval(truth) and not answer.brackets:
+        return False, Rule.LIST  # `0, 1` does not say which ends belong to it
     if truth.brackets == "{}" and answer.brackets not in ("", "{}"):
         return False, Rule.LIST
     names = {item.name for item in (*answer.items, *truth.items)}

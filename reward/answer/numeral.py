@@ -22,10 +22,10 @@ class Number:
     """Written as a fraction that is not in lowest terms: an unworked quotient when it stands in the question too."""
 
     def equals(self, other: "Number") -> bool:
-        """Same value. A unit counts only where both have one; `50%` equals 50 as well as 0.5."""
+        """Same value. A unit counts only where both have one; `50%` equals 50 as well as 0.5, but `0.5%` not 0.5."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
-        if self.value == other.value:
+        if self.value == other.value and (self.percent == other.percent or abs(self.value) >= 1):
             return True
         return self.percent != other.percent and (
             self.value / 100 == other.value if self.percent else other.value / 100 == self.value
@@ -126,7 +126,9 @@ _UNITS = {
     **dict.fromkeys(("ml", "milliliter", "millilitre"), "ml"),
     **dict.fromkeys(("deg", "degree", "°"), "degree"),
     **dict.fromkeys(("rad", "radian"), "radian"),
-    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "cent", "dollar", "usd", "euro"), ""),
+    **dict.fromkeys(("dollar", "usd"), "dollar"),
+    "cent": "cent",
+    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "euro"), ""),
     **dict.fromkeys(("unit", "mile", "day", "week", "month", "year"), ""),
 }
 _NOT_UNIT_WORDS = """
@@ -172,3 +174,19 @@ def read_suffix(text: str) -> tuple[str, bool] | None:
         return None
     exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"]))
     return "/".join(name for name in names if name) + exponent, False
+
+
+_EXPRESSION_WITH_UNIT = re.compile(
+    r"(?P<expression>.*?[^\s(+*/^=-])\s+(?:(?:sq|square|cu|cubic)\.?\s+)?(?P<unit>[A-Za-z]{2,15})"
+    r"(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?)?"
+)
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    r"""(expression, unit): `3\sqrt{2} cm^2` is ("3\sqrt{2}", "cm2"). Only units of the list, and no single letters."""
+    found = _EXPRESSION_WITH_UNIT.fullmatch(text) if len(text) <= NUMERAL_LIMIT else None
+    if found is None:
+        return text, ""
+    lower = found["unit"].lower()
+    unit = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
+    return (text, "") if unit is None else (found["expression"], unit and unit + (found["power"] or ""))

@@ -22,15 +22,17 @@ EXPONENT_LIMIT = 10_000
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
 _ARITHMETIC_NAMES = """
     frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp pm infty circ
+    lfloor rfloor lceil rceil
 """
 _ALGEBRA_NAMES = """
     alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
-    in cup cap setminus emptyset varnothing mathbb begin end to quad lfloor rfloor lceil rceil vert
+    in cup cap setminus emptyset varnothing mathbb begin end to quad vert
 """
 _ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
 _ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
 _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
 _ROOT_CALL = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_LOG_BASE = re.compile(r"\\log\s*_\s*\{?(\d+)\}?\s*\{?(\d+)\}?")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
 _BARE_EXPONENT = re.compile(r"[+-]?\s*(?:\\?[A-Za-z]+|\d+)(?:\s*\^)?")
@@ -45,7 +47,7 @@ _NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, on one line; for a cleaned text."""
     text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
-    return _ROOT_CALL.sub(r"\\sqrt{\1}", text)
+    return _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt{\1}", text))
 
 
 def fits(text: str, truth: str) -> bool:

@@ -25,6 +25,10 @@ _REPLACED = {
     "\u2265": "\\ge ",
     "\u2260": "\\ne ",
     "\u2228": " or ",
+    "\u2205": "\\emptyset ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2208": "\\in ",
     "\u220e": " ",
 }
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
@@ -72,14 +76,19 @@ def plain_characters(text: str) -> str:
 
 # Order matters: `\$` is money and must go before `$`; `\\[2pt]` in a matrix is no display bracket.
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
-_SPECIAL_TOKENS = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|</?(?:b|i|em|strong|p|br|code|u|span|div|center) ?/?>")
+_SPECIAL_TOKENS = re.compile(
+    r"<\|[^|<>\n]{1,40}\|>|</?s>|&nbsp;"
+    r"|</?(?:b|i|em|strong|p|br|code|u|span|div|center|h[1-6]|td|tr|li|pre|font|answer|final|solution|output|response)"
+    r"(?: [a-z-]{1,20}=\"[^\"<>\n]{0,80}\")? ?/?>"
+)
 _MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
 _WRAPPERS = re.compile(
     r"\\(?:text|textbf|textit|textrm|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox|hbox|"
-    r"operatorname\*?|underline|displaystyle|emph|fbox|boxed)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+    r"operatorname\*?|underline|displaystyle|emph|fbox|boxed|framebox|ensuremath)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
 _LAYOUT = re.compile(
-    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it)(?![A-Za-z])|\\(?:hspace|(?:text)?color)\{[^{}]*\}"
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it|blacksquare|qed|Box|checkmark|"
+    r"math(?:bf|rm|it|sf|tt)|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])|\\(?:hspace|[hv]?phantom|(?:text)?color)\{[^{}]*\}"
 )
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])")
 _BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
@@ -107,7 +116,7 @@ def clean(text: str) -> str:
                 break
         text = _LAYOUT.sub("", text)
         text = _DEGREES.sub("°", text)
-        text = _FRACTIONS.sub(r"\\frac", text)
+        text = _FRACTIONS.sub(r"\\frac", text).replace("\\varnothing", "\\emptyset")
         text = _WIDE_SPACES.sub("  ", _SPACES.sub(" ", text)).replace("\\%", "%")
     text = text.replace("{,}", ",")
     if "*" in text:
@@ -120,10 +129,12 @@ def strip_edges(text: str) -> str:
     for _ in range(6):
         before = len(text)
         text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
-        while text.endswith(("\\\\", "\\n")):
-            text = text[:-2].rstrip(_EDGES_RIGHT)
+        while text.endswith(("\\", "\\n")):
+            text = text.removesuffix("n")[:-1].rstrip(_EDGES_RIGHT)
         if text.endswith("}") and text.count("}") > text.count("{"):
             text = text[:-1]  # of a wrapper that was opened before the answer
+        if text.endswith("|") and text.count("|") == 1:
+            text = text[:-1]  # the end of a table's row
         if text.startswith("{") and text.endswith("}") and enclosed(text):
             text = text[1:-1]
         if len(text) == before:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
+from reward.answer.numeral import split_unit
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters
 from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
@@ -134,8 +135,11 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
     if len(answer.text) > symbolic.LENGTH_LIMIT:
         return None
-    wanted = symbolic.normalise(truth.text)
-    given = symbolic.normalise(answer.text if "=" in truth.text else answer.body or answer.text)
+    truth_text, truth_unit = split_unit(truth.text)
+    answer_text, answer_unit = split_unit(answer.text if "=" in truth.text else answer.body or answer.text)
+    if truth_unit and answer_unit and truth_unit != answer_unit:
+        return None
+    wanted, given = symbolic.normalise(truth_text), symbolic.normalise(answer_text)
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
         return None
     return given, wanted
