@@ -41,5 +41,5 @@ class MonitorConfig:
     """The same, above which the run stops: the two sides no longer hold the same model."""
 
     sample_responses: NonNegativeInt = 2
-    """Responses of each step that are kept as text in `<run.dir>/samples.jsonl`; and as many again of those on which
-    the rules `exact` and `robust` disagree."""
+    """Responses of each step that are kept as text in `<run.dir>/samples.jsonl`; and as many again of those
+    without a verdict or on which the rules `exact` and `robust` disagree."""

@@ -179,7 +179,7 @@ def verdict_errors(history: History, limits: HealthLimits) -> Alarm | None:
     return Alarm(
         name="verdict_errors",
         message=f"{share:.1%} of the responses have no verdict; `error` in samples.jsonl says why",
-        reason="They are counted as wrong however sound they are: reward noise, which eq. 9 cannot tell from a mistake.",
+        reason="They count as wrong however sound they are: reward noise, which eq. 9 takes for mistakes.",
         key="reward.timeout_s or reward.memory_mb",
     )
 

@@ -1,28 +1,34 @@
-"""Measures the pool: `python -m tests.reward.measure_pool` (a minute). Prints each figure beside its reference.
+"""Measures the pool: `python -m tests.reward.measure_pool` (minutes). Prints each figure beside its reference.
 
 1. Verdicts a second on responses of 5000 characters with integer answers, per second and per second of CPU (pool,
-   workers and calling process together), against math-verify reading the same responses, in the same run.
+   workers and calling process together), against math-verify and verl's math_dapo (where that is installed) on the
+   same responses, in the same run.
 2. The same with 1% hostile requests against those without, in alternation: verdicts a second while verifiers hang until
    they are killed; verdicts per second of CPU where texts attack the algebra.
 """
 
 import asyncio
+import importlib.util
 import itertools
 import logging
 import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from reward.config import RewardConfig
-from reward.messages import VerificationRequest
+from reward.messages import Judgement, VerificationRequest
 from reward.pool import RewardPool
+from reward.verifiers import robust
 
 TEXT = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus"
 ATTACKS = ("9^{9^{9^9}}", "9" * 5000, "{" * 2000, "((9!)!)!", "\\sqrt{" * 200, "10^{10^{10}}", "\\binom{10^9}{10^8}")
+ATTACKS += ("\x00" * 2000, "\ud83d\udc00" * 1000, "\\boxed{" * 5000, "Answer: " * 5000, "9" * 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,25 @@ def math_verify_throughput(requests: list[VerificationRequest]) -> Throughput:
         gold = parse(f"${request.ground_truth}$", parsing_timeout=None)
         return verify(gold, parse(request.response, parsing_timeout=None), timeout_seconds=None)
 
+    return judge_throughput(judge, requests)
+
+
+def math_dapo() -> Callable[[str, str], bool] | None:
+    """verl's rule for DAPO: (response, ground truth) -> verdict; None where verl is not installed."""
+    package = importlib.util.find_spec("verl")
+    if package is None or package.origin is None:
+        return None
+    path = Path(package.origin).parent / "utils" / "reward_score" / "math_dapo.py"  # by itself: verl imports torch
+    spec = importlib.util.spec_from_file_location("math_dapo", path)
+    assert spec is not None, "a file's path has a spec"
+    assert spec.loader is not None, "of a source file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda response, truth: bool(module.compute_score(response, truth)["acc"])
+
+
+def judge_throughput(judge: Callable[[VerificationRequest], bool], requests: list[VerificationRequest]) -> Throughput:
+    """Of a function, in this process."""
     judge(requests[0])
     start, cpu = time.monotonic(), time.process_time()
     for request in requests:
@@ -135,6 +160,14 @@ def main() -> None:
     requests = responses(8192)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {len(requests)} responses of 5000 characters")
     theirs = math_verify_throughput(requests[:200])
+    rule = math_dapo()
+    if rule is not None:
+        dapo = judge_throughput(lambda each: rule(each.response, each.ground_truth), requests)
+        print(
+            f"verl's math_dapo, one process, in a loop: {dapo.per_second:.0f} and {dapo.per_cpu_second:.0f} verdicts/s"
+        )
+        alone = judge_throughput(lambda each: isinstance(robust.judge(each), Judgement), requests)
+        print(f"robust, one process, in a loop: {alone.per_second:.0f} and {alone.per_cpu_second:.0f}")
     for workers in (1, 2):
         ours = asyncio.run(pool_throughput(requests, workers=workers, rounds=4))
         print(

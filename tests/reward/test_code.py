@@ -133,6 +133,29 @@ FORGERIES = {
     "breaks the compiler": "(" * 5000 + ")" * 5000,
     "breaks the stack": "import sys\nsys.setrecursionlimit(10**9)\ndef add(a, b): return add(a, b)",
     "breaks the interpreter": "import ctypes\nctypes.string_at(0)",
+    "handles every signal": "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, lambda *_: None)\n"
+    "    except (OSError, ValueError): pass\ndef add(a, b): return None",
+    "takes ten gigabytes": "hoard = bytearray(10 << 30)\ndef add(a, b): return a + b",
+    "reads how it was started": "import os, sys\ndef add(a, b):\n"
+    "    told = ' '.join(sys.orig_argv) + str(dict(os.environ))\n"
+    "    return a + b if 'assert' in told or 'tests' in told else None",
+    "reads what others hold": "import os\ndef add(a, b):\n    for pid in ('self', os.getppid()):\n"
+    "        for name in ('cmdline', 'environ', 'mem', 'maps', 'fd/3', 'fd/0'):\n            try:\n"
+    "                if b'assert' in open(f'/proc/{pid}/{name}', 'rb').read(1 << 20): return a + b\n"
+    "            except (OSError, OverflowError): pass",
+    "searches its own memory": "import ctypes, json, sys\ndef add(a, b):\n    here = id(json) & ~0xfff\n"
+    "    return a + b if b'assert add' in ctypes.string_at(here, 4096) else None",
+    "starts a bomb of processes": "import os\ndef add(a, b):\n    for _ in range(1000):\n        try: os.fork()\n"
+    "        except OSError: pass",
+    "leaves a thread": "import threading\ndef add(a, b):\n    threading.Thread(target=add, args=(a, b)).start()\n"
+    "    return 5",
+    "sends another's frames": "import json\njson.dumps = lambda *a, **k: '{\"value\": 5}'\n"
+    "def add(a, b): return None",
+    "patches the equality of numbers": "import builtins\nclass int(int):\n    def __eq__(self, other): return True\n"
+    "builtins.int = int\ndef add(a, b): return int(0)",
+    "answers with a number without end": "def add(a, b): return 1 << (1 << 27)",
+    "answers with a range": "def add(a, b): return range(10**18)",
+    "writes over the judge": "import os, reward\nopen(reward.__file__, 'w').write('')\ndef add(a, b): return None",
 }  # fmt: skip
 
 
