@@ -18,7 +18,7 @@ from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
 from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import PoolError, RewardPool
-from reward.registry import VERIFIERS, find
+from reward.registry import VERIFIERS, find, find_named_by_data
 
 EXIT_OK = 0
 EXIT_NO_VERDICTS = 1
@@ -156,7 +156,7 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
 
     Raises:
         LineError: no JSON object, or a field of the wrong type.
-        VerifierError: the line names a verifier that is not known.
+        VerifierError: the line names a verifier that is not known, or code other than `verifier`.
     """
     text = line.decode("utf-8", "replace").removeprefix("\ufeff")
     if not text.strip():
@@ -168,7 +168,7 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     if not isinstance(fields, dict):
         raise LineError('not a JSON object with "response" and "ground_truth"')
     name = _string(fields, "verifier") if fields.get("verifier") is not None else verifier
-    structured = not find(name).cheap and isinstance(fields.get("ground_truth"), dict | list)
+    structured = not find_named_by_data(name, {verifier}).cheap and isinstance(fields.get("ground_truth"), dict | list)
     return VerificationRequest(
         response=_string(fields, "response"),
         ground_truth=_structure(text) if structured else _string(fields, "ground_truth", numerals=True),

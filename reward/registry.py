@@ -1,7 +1,7 @@
 """The table of verifiers: name -> where it is and how it is run. One outside the table is `module:function`."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -49,6 +49,21 @@ def find(name: str) -> Entry:
     near = get_close_matches(name.lower(), VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(VERIFIERS)}, or 'module:function'"
     raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}")
+
+
+def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
+    """As `find`, for a name out of a file of samples: a file may choose among built-in verifiers and what the user
+    allows by name, and no other code to import and run.
+
+    Raises:
+        VerifierError: unknown name, or code that is not allowed.
+    """
+    entry = find(name)
+    if name not in VERIFIERS and name not in allowed:
+        raise VerifierError(
+            f"verifier {name[:80]!r} is code that only this line names; a file of samples may not choose code to run"
+        )
+    return entry
 
 
 def load(name: str) -> Verifier:

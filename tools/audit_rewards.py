@@ -13,7 +13,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_dapo.config import ConfigError, load_config
 from reward.config import RewardConfig
 from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import RewardPool
-from reward.registry import find
+from reward.registry import find_named_by_data
 
 RULES = ("exact", "robust")
 EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE = 0, 1, 2
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=200, help="rows listed, at most")
     options = parser.parse_args(arguments)
     try:
-        config = _reward_config(options.run)
+        config, allowed = _settings(options.run)
         file = options.run / "samples.jsonl" if options.run.is_dir() else options.run
-        audited = asyncio.run(audit(read_lines(file), config))
+        audited = asyncio.run(audit(read_lines(file), config, allowed))
     except (AuditError, ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
@@ -77,10 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_DISAGREE if any(row.reason for row in audited) else EXIT_AGREE
 
 
-def _reward_config(run: Path) -> RewardConfig:
-    """Section `reward` of the run; the defaults for a file of its own."""
+def _settings(run: Path) -> tuple[RewardConfig, set[str]]:
+    """Section `reward` of the run and all verifiers that its config names; the defaults for a file of its own."""
     stored = run / "config.yaml"
-    return load_config(stored).reward if stored.is_file() else RewardConfig()
+    if not stored.is_file():
+        return RewardConfig(), set()
+    config = load_config(stored)
+    files = {source.verifier for source in config.data.mixture if source.verifier is not None}
+    return config.reward, {config.reward.verifier, *config.reward.by_source.values(), *files}
 
 
 def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -106,13 +110,22 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def audit(lines: Sequence[tuple[str, Mapping[str, Any]]], config: RewardConfig) -> list[Audited]:
-    """Judges every line. Raises AuditError for a verifier that is not known."""
+async def audit(
+    lines: Sequence[tuple[str, Mapping[str, Any]]], config: RewardConfig, allowed: Collection[str]
+) -> list[Audited]:
+    """Judges every line.
+
+    Args:
+        allowed: verifiers outside the table that a line may name.
+
+    Raises:
+        AuditError: a line names a verifier that is not known or not allowed.
+    """
     requests, owners = [], []
     for at, (place, line) in enumerate(lines):
         own = line.get("verifier") or config.verifier
         try:
-            math = find(own).math
+            math = find_named_by_data(own, allowed).math
         except VerifierError as error:
             raise AuditError(f"{place}: {error}") from None
         for name in RULES if math else (own,):

@@ -41,6 +41,7 @@ LINES: list[tuple[bytes, int, str | None]] = [
     (b'{"response": "Answer: 42", "ground_truth": null}', 0, '"ground_truth" is null'),
     (b'{"response": "Answer: 42", "ground_truth": ""}', 0, "ground truth"),
     (b'{"response": "Answer: 42", "ground_truth": "42", "verifier": "robst"}', 0, "did you mean 'robust'"),
+    (b'{"response": "true", "ground_truth": "1", "verifier": "os:system"}', 0, "may not choose code to run"),
     (b'{"response": "Answer: B", "ground_truth": "B", "verifier": "choice"}', 1, None),
     (b'{"response": "{\\"x\\": 1}", "ground_truth": {"equals": {"x": 1.0}}, "verifier": "json"}', 1, None),
     (b'{"response": "{\\"x\\": 2}", "ground_truth": {"equals": {"x": 1}}, "verifier": "json"}', 0, None),
@@ -114,6 +115,12 @@ def test_what_cannot_run_says_why_and_exits_with_2(tmp_path, arguments, message)
     assert message in result.stderr.decode()
     assert b"Traceback" not in result.stderr
     assert file.read_text().startswith('{"response"')
+
+
+def test_code_of_ones_own_judges_where_the_command_names_it():
+    line = b'{"response": "7", "ground_truth": "7", "verifier": "tests.reward.hostile:judge"}'
+    result = grade("-", "--verifier", "tests.reward.hostile:judge", stdin=line)
+    assert json.loads(result.stdout)["rule"] == "own"
 
 
 def test_an_empty_file_has_no_verdicts(tmp_path):

@@ -61,6 +61,7 @@ def test_agreement_is_exit_code_0(run, tmp_path, capsys):
         ("{broken", "samples.jsonl:1: no JSON"),
         ('{"response": "Answer: 1"}', 'samples.jsonl:1: holds no "response" and "ground_truth"'),
         (line("x", verifier="robst"), "did you mean 'robust'"),
+        (line("x", verifier="os:system"), "may not choose code to run"),
     ],
 )
 def test_what_cannot_be_audited_is_named(run, capsys, content, reason):
