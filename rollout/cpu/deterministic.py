@@ -14,6 +14,7 @@ ROWS = 16
 """With fewer rows the matmul library uses other kernels, and a row gets other last bits. From 16 rows on the result
 of a row did not depend on the number of rows, in float32 with one thread, up to the 4096 rows that were tried."""
 
+
 def no_gpu_kernels(*args: object, **kwargs: object) -> None:
     """In place of `enable_batch_invariant_mode`, which replaces PyTorch's operators on a GPU by Triton kernels."""
 
