@@ -155,6 +155,21 @@ class SglangClient:
         """Forgets all cached prefixes. Refused while a request runs: its keys and values would be of old weights."""
         await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
 
+    async def memory_gb(self) -> float:
+        """GB (2**30 bytes) of each of its accelerators that it says weights and KV cache take."""
+        answer = _json(self.url, "/server_info", await self._call("GET", "/server_info", None, None))
+        with _readable(self.url, "/server_info"):
+            usage = answer["internal_states"][0]["memory_usage"]
+            return float(usage["weight"] + usage["kvcache"])
+
+    async def release_memory(self, deadline_s: float) -> None:
+        """Leaves its accelerators' memory. Its scheduler ends on this call while a request runs."""
+        await self._call("POST", "/release_memory_occupation", {}, deadline_s)
+
+    async def resume_memory(self, deadline_s: float) -> None:
+        """Takes back what it left, weights included."""
+        await self._call("POST", "/resume_memory_occupation", {}, deadline_s)
+
     async def update_weights_from_disk(self, folder: Path, label: str, deadline_s: float) -> None:
         """Loads the safetensors of `folder`, a path that the server can read, and takes `label` as their name.
 

@@ -32,6 +32,8 @@ class ServerSpec:
     """File with the key that the server asks its callers for (rollout.keys); None: it answers anybody."""
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
+    shares_memory: bool = False
+    """Whether it can leave its accelerators' memory and take it back."""
     gpus: tuple[str, ...] = ()
     """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
     `rollout.tensor_parallel`; empty: all."""
@@ -58,6 +60,8 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")
+    if spec.shares_memory and spec.device == "cuda":
+        flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if spec.device == "cpu":
         arguments |= {
             "--attention-backend": "torch_native",

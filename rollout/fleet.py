@@ -15,6 +15,7 @@ from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
+from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
 from rollout.server import Engine
@@ -75,6 +76,7 @@ class RolloutFleet:
         self._aborts: set[asyncio.Task[None]] = set()
         self._balancer: Balancer
         self._publisher: Publisher
+        self._occupation: Occupation
         self._supervisor: Supervisor | None = None
 
     async def start(self, deadline_s: float) -> None:
@@ -91,10 +93,12 @@ class RolloutFleet:
         )
         self._balancer = Balancer(self._members, config.max_running_requests)
         self._publisher = Publisher(self._members, self._balancer, timing)
+        self._occupation = Occupation(self._members, self._balancer, timing)
         supervisor = Supervisor(
             self._members,
             self._balancer,
             self._publisher,
+            self._occupation,
             timing=timing,
             start_deadline_s=deadline_s,
             fleet_deadline_s=config.fleet_deadline_s,
@@ -258,6 +262,19 @@ class RolloutFleet:
     def kinds(self) -> tuple[ServerInfo, ...]:
         """What the servers say of themselves, each kind once."""
         return tuple(dict.fromkeys(member.info for member in self._members if member.info is not None))
+
+    async def release_memory(self) -> float:
+        """Every server leaves its accelerators' memory; requests wait until `resume_memory`. GB that each gave back, by
+        its own account. A server that cannot is ended, and restarted when the memory is the servers' again.
+
+        Raises:
+            RolloutError: a request is in flight.
+        """
+        return await self._occupation.release()
+
+    async def resume_memory(self) -> None:
+        """Servers take back what they left, weights included, and serve."""
+        await self._occupation.resume()
 
     def status(self) -> list[EngineStatus]:
         """Every server as it is now, in the order of `engines`."""

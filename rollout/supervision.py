@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rollout.balancer import Balancer, Member, State
 from rollout.errors import FleetLost, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.occupation import Occupation
 from rollout.publish import Publisher, describe
 from rollout.timing import Timing
 
@@ -22,6 +23,7 @@ class Supervisor:
         members: Sequence[Member],
         balancer: Balancer,
         publisher: Publisher,
+        occupation: Occupation,
         *,
         timing: Timing,
         start_deadline_s: float,
@@ -31,6 +33,7 @@ class Supervisor:
         self.members = members
         self.balancer = balancer
         self.publisher = publisher
+        self.occupation = occupation
         self.timing = timing
         self.start_deadline_s = start_deadline_s
         self.fleet_deadline_s = fleet_deadline_s
@@ -140,7 +143,8 @@ class Supervisor:
     async def _restart(self, member: Member) -> None:
         member.restarts += 1
         await member.forget_client()
-        await member.engine.restart()
+        async with self.occupation.start_of_a_server():
+            await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
@@ -160,7 +164,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_GUARD_POLL_S)
             now = time.monotonic()
-            if any(member.serving for member in self.members):
+            if any(member.serving for member in self.members) or not self.occupation.allowed:
                 down_since = reported = None
                 continue
             down_since = down_since or now

@@ -39,6 +39,7 @@ OF_ERRORS = {
     "reward.lanes.PoolError": ExitCode.FAILED,
     "megatron_dapo.coordinator.step_metrics.MismatchStop": ExitCode.DIVERGED,
     "megatron_dapo.coordinator.trainer.Diverged": ExitCode.DIVERGED,
+    "megatron_dapo.coordinator.turns.MemoryNotFree": ExitCode.CONFIG,
     "megatron_dapo.coordinator.waits.Stalled": ExitCode.STALLED,
     "megatron_dapo.coordinator.waits.StopRequested": ExitCode.CONTINUE,
     "rollout.errors.KeyFileError": ExitCode.CONFIG,

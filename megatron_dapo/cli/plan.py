@@ -112,7 +112,9 @@ def _gpus(config: Config, plan: Plan) -> str:
     layout = config.actor.layout
     sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
     if plan.shared:
-        return f"1 GPU that trainer and server share ({config.rollout.memory_fraction:g} of it the server's)"
+        whose = "the servers' while they write" if config.run.mode == "colocated" else "the server's"
+        these = f"{layout.world_size} GPUs" if layout.world_size > 1 else "1 GPU"
+        return f"{these} that trainer ({sizes}) and servers share ({config.rollout.memory_fraction:g} of each {whose})"
     servers = f"{plan.servers.count} servers of {plan.servers.tensor_parallel}"
     return f"{layout.world_size} GPUs train ({sizes}), {plan.servers.gpus} generate ({servers})"
 
@@ -159,6 +161,10 @@ def _time_table(step: StepPlan) -> Table:
         f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
     )
     table.add_row("weight sync", f"{step.sync_s:.0f}", "gather, write, read, checksums")
+    if step.handover_s:
+        table.add_row("handover", f"{step.handover_s:.0f}", "weights and optimizer state to host memory and back")
+    if step.overlaps:
+        table.add_row("", "", "rollout (without its end) and log-probs with update at the same time: the longer counts")
     table.add_row("all", f"{step.seconds:.0f}", f"trainer's MFU in log-probs and updates {step.mfu:.0%}", style="bold")
     return table
 

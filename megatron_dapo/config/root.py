@@ -32,6 +32,8 @@ GOVERNED = {
     "--mem-fraction-static": "rollout.memory_fraction",
     "--max-total-tokens": "rollout.kv_cache_tokens",
     "--enable-deterministic-inference": "rollout.deterministic",
+    "--enable-memory-saver": "run.mode",
+    "--enable-weights-cpu-backup": "run.mode",
 }
 """Options of SGLang's command line that a key stands for."""
 
@@ -143,6 +145,18 @@ def _of_run(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}, "
             "what run.mode=async sends so far ahead would be too old when its turn comes; lower it or raise that"
+        )
+    if config.run.mode == "colocated" and config.rollout.urls:
+        yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
+    if config.run.mode == "colocated" and config.rollout.weight_sync != "disk":
+        yield (
+            f"rollout.weight_sync = {config.rollout.weight_sync}: trainer and servers would be in memory at once, "
+            "which run.mode=colocated rules out; set it to disk"
+        )
+    if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
+        yield (
+            "actor.offload.between_phases = none: with run.mode=colocated the trainer must leave the GPUs' memory "
+            "to the servers; set it to all"
         )
     if config.run.dir.startswith("~"):
         yield f"run.dir = {config.run.dir}: nobody expands the ~, it would be a folder of that name; write it in full"

@@ -16,9 +16,10 @@ class RunConfig:
     rollout_steps: PositiveInt
     """The run ends after this many rollout steps (each: fill a batch, then `mini-batches` optimizer steps)."""
 
-    mode: Literal["sync", "async"] = "sync"
-    """`sync`: servers wait while the actor trains, and the reverse. `async`: servers write the next batches while the
-    actor trains; `algorithm.dynamic_sampling.ahead` and `.max_staleness` say how far ahead."""
+    mode: Literal["sync", "colocated", "async"] = "sync"
+    """`sync`: servers wait while the actor trains, and the reverse. `colocated`: so too, both on the same GPUs, whose
+    memory each leaves to the other. `async`: servers write the next batches while the actor trains;
+    `algorithm.dynamic_sampling.ahead` and `.max_staleness` say how far ahead."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response."""

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.placement import Placement, PlacementError
+from megatron_dapo.coordinator.placement import Placement, PlacementError, check_shared_gpus
 from megatron_dapo.coordinator.ray_server import RayServer
+from megatron_dapo.coordinator.trainer import Trainer
 from rollout.command import ServerSpec
 from rollout.keys import Secret, new_key, read_key
 from rollout.server import Engine, LocalServer, RemoteServer
@@ -29,14 +31,15 @@ def visible_gpus(count: int) -> tuple[str, ...]:
 def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The servers of `rollout.urls`, or `rollout.servers` of this machine's own, not yet started.
 
-    On this machine the trainer takes the first GPUs, the servers those after them.
+    On this machine the trainer takes the first GPUs, the servers those after them, or with `run.mode: colocated` the
+    same ones.
 
     Args:
         logs: folder of the servers' logs.
         gpus: `visible_gpus`; none for a run on the CPU.
 
     Raises:
-        PlacementError: trainer and servers need more GPUs than there are.
+        PlacementError: trainer and servers need more GPUs than there are, or cannot share them.
     """
     if config.rollout.urls:
         return [RemoteServer(url) for url in config.rollout.urls]
@@ -68,10 +71,23 @@ def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Eng
     ]
 
 
-def placed_engines(config: Config, logs: Path, placement: Placement, *, on_gpu: bool) -> list[Engine]:
-    """A server in each of the placement's places for servers; Ray says which GPUs it sees."""
+def placed_engines(config: Config, logs: Path, placement: Placement, trainer: Trainer, *, on_gpu: bool) -> list[Engine]:
+    """A server in each of the placement's places for servers. Ray says which GPUs it sees, or with `run.mode:
+    colocated` the trainer's ranks do, which have started by then."""
+    each = config.rollout.tensor_parallel
+
+    async def beside(index: int) -> tuple[str, ...]:
+        return tuple((await trainer.gpus())[index * each : (index + 1) * each])
+
+    shared = config.run.mode == "colocated" and on_gpu
     return [
-        RayServer(config.rollout, _spec(config, logs, index, on_gpu=on_gpu), placement, bundle)
+        RayServer(
+            config.rollout,
+            _spec(config, logs, index, on_gpu=on_gpu),
+            placement,
+            bundle,
+            shared_gpus=partial(beside, index) if shared else None,
+        )
         for index, bundle in enumerate(placement.servers)
     ]
 
@@ -105,12 +121,18 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         log_path=logs / f"server{index}.log",
         api_key_file=logs.parent / KEY_FILE,
         index=index,
+        shares_memory=config.run.mode == "colocated",
         gpus=gpus,
     )
 
 
 def _gpu_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
     trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
+    if config.run.mode == "colocated":
+        check_shared_gpus(config)
+        if trainer > len(gpus):
+            raise PlacementError(f"actor.layout needs {trainer} GPUs; this machine offers {len(gpus)}")
+        return [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
     if len(gpus) == trainer == each == servers == 1:
         return [(gpus[0],)]  # one GPU for both: rollout.memory_fraction says how much of it the server takes
     if trainer + servers * each > len(gpus):

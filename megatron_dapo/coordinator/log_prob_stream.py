@@ -36,10 +36,14 @@ def joined(parts: Sequence[LogProbs]) -> LogProbs:
 class LogProbStream:
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
-    def __init__(self, trainer: Trainer, *, groups: int) -> None:
-        """`groups`: how many a full batch has."""
+    def __init__(self, trainer: Trainer, *, groups: int, wait: bool = False) -> None:
+        """
+        Args:
+            groups: how many a full batch has.
+            wait: nothing is sent before `finish`; the parts are the same.
+        """
         self._trainer = trainer
-        self._chunk = chunk_size(groups)
+        self._chunk, self._wait = chunk_size(groups), wait
         self._waiting: list[ScoredGroup] = []
         self._parts: list[asyncio.Task[LogProbs]] = []
 
@@ -54,7 +58,7 @@ class LogProbStream:
     def add(self, group: ScoredGroup) -> None:
         """The next kept group."""
         self._waiting.append(group)
-        if len(self._waiting) == self._chunk:
+        if len(self._waiting) == self._chunk and not self._wait:
             self._send()
 
     async def finish(self) -> LogProbs:
@@ -63,11 +67,11 @@ class LogProbStream:
         Raises:
             TrainerError: a rank failed, now or while the batch was filled.
         """
-        if self._waiting:
+        while self._waiting:
             self._send()
         return joined(await asyncio.gather(*self._parts))
 
     def _send(self) -> None:
-        responses = responses_of(self._waiting)
-        self._waiting = []
+        responses = responses_of(self._waiting[: self._chunk])
+        del self._waiting[: self._chunk]
         self._parts.append(asyncio.create_task(self._trainer.log_probs(responses)))

@@ -3,13 +3,11 @@
 prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
-from megatron_dapo.config import Config
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.batch_file import save_batch
 from megatron_dapo.coordinator.evaluation import Answers
@@ -19,6 +17,7 @@ from megatron_dapo.coordinator.parts import Parts
 from megatron_dapo.coordinator.phases import Phases
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
+from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
 from megatron_dapo.coordinator.trainer import TrainerError, TrainerStalled
 from megatron_dapo.coordinator.waits import StopRequested
@@ -53,6 +52,7 @@ async def train(parts: Parts, progress: Progress) -> Progress:
 async def _keep_or_say(parts: Parts, progress: Progress) -> None:
     """A save that fails while the run ends must not hide why it ends."""
     try:
+        await parts.services.turns.trainer()
         await parts.checkpoints.keep(progress)
     except Exception as error:
         parts.console.note(f"what stood before this step could not be saved: {error}")
@@ -70,8 +70,11 @@ class FilledBatch:
 
 async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> FilledBatch:
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
-    config, step = parts.config, progress.rollout_step + 1
-    async with LogProbStream(parts.services.trainer, groups=config.algorithm.prompts_per_step) as stream:
+    config, step, turns = parts.config, progress.rollout_step + 1, parts.services.turns
+    groups, colocated = config.algorithm.prompts_per_step, config.run.mode == "colocated"
+    with phases.measure("handover"):
+        await turns.servers()
+    async with LogProbStream(parts.services.trainer, groups=groups, wait=colocated) as stream:
         parts.generator.take_reward_seconds()  # those of the update before belong to no phase
         with phases.measure("rollout"):
             filling = parts.sampler.fill(step, progress.weight_version, stream.add, ahead=groups_ahead(config, step))
@@ -79,6 +82,8 @@ async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> Filled
                 "batch of groups", "rollout servers", config.run.step_deadline_s, filling, stoppable=True
             )
         phases.move("rollout", "reward", parts.generator.take_reward_seconds())
+        with phases.measure("handover"):
+            await turns.trainer()
         with phases.measure("logprob"):
             old = await stream.finish()
     if admission.limit_reached:
@@ -86,15 +91,6 @@ async def fill_batch(parts: Parts, progress: Progress, phases: Phases) -> Filled
     arrays = step_arrays(admission.kept, config)
     gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, parts.console)
     return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
-
-
-def groups_ahead(config: Config, step: int) -> int:
-    """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is
-    `async`, and after the last step."""
-    if config.run.mode != "async":
-        return 0
-    later = config.run.rollout_steps - step
-    return math.ceil(min(config.algorithm.dynamic_sampling.ahead, later) * config.algorithm.prompts_per_step)
 
 
 async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: Phases) -> tuple[Progress, StepRecord]:
@@ -120,6 +116,8 @@ async def learn(parts: Parts, progress: Progress, filled: FilledBatch, phases: P
             evaluation = await evaluate(parts, f"step{step}")
     checkpoint = None
     if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
+        with phases.measure("handover"):
+            await parts.services.turns.trainer()
         with phases.measure("checkpoint"):
             checkpoint = await parts.checkpoints.begin(progress, wait=last)
     record = StepRecord(
@@ -183,6 +181,7 @@ def close_step(parts: Parts, admission: Admission, step: int, version: int) -> N
 async def evaluate(parts: Parts, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
     """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
     deadline = parts.config.run.step_deadline_s
+    await parts.services.turns.servers()
     return await parts.services.waits.wait_for(
         "held-out answers", "rollout servers", deadline, parts.evaluator.run(name, forbid=forbid), stoppable=True
     )

@@ -5,6 +5,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,7 @@ from megatron_dapo.coordinator.run_dir import EVALUATIONS, RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.timeline import Timeline
 from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
+from megatron_dapo.coordinator.turns import Turns
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
 from megatron_dapo.monitor.console import Console
@@ -53,6 +55,7 @@ class Services:
     pool: RewardPool
     ledger: Ledger
     waits: Waits
+    turns: Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +112,10 @@ async def start_parts(
     by_ray = cluster.joined and not config.rollout.urls
     gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu and not by_ray else ()
     placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
+    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
+    stack.push_async_callback(trainer.close)
     if by_ray:
-        engines = placed_engines(config, run_dir.logs, placement, on_gpu=cluster.use_gpu)
+        engines = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=cluster.use_gpu)
     else:
         engines = own_engines(config, run_dir.logs, gpus=gpus)
     key = api_key(config, run_dir.path)
@@ -125,20 +130,18 @@ async def start_parts(
         observe=timeline.served if config.monitor.timeline_every else None,
     )
     stack.push_async_callback(fleet.close)
-    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
     timeline.follow(trainer)
-    stack.push_async_callback(trainer.close)
-    described = await _start_together(config, trainer, placement, fleet, waits)
+    building = _start_trainer(trainer, placement, progress, run_dir)
+    described = await _start_both(config, building, fleet, waits)
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", _manifest(config, inputs, described))
     console.note(_one_line(described))
     for part, choice in described["kernels"].items():
         console.note(f"  {part}: {choice}")
-    if progress.rollout_step:
-        await _load_trainer(trainer, run_dir)
     checkpoints = Checkpoints(config.run, run_dir, trainer, ledger, waits, console)
     await stack.enter_async_context(checkpoints)
-    services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits)
+    turns = Turns(config.run, fleet, trainer.device_memory, waits, report=console.note)
+    services = Services(ledger=ledger, pool=pool, fleet=fleet, trainer=trainer, waits=waits, turns=turns)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
     generator = _generator(config, inputs, services)
@@ -226,11 +229,15 @@ async def _progress(config: Config, run_dir: RunDir) -> Progress:
     return Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)
 
 
-async def _load_trainer(trainer: Trainer, run_dir: RunDir) -> None:
-    latest = run_dir.latest_checkpoint()
-    assert latest is not None
+async def _start_trainer(trainer: Trainer, placement: Placement, progress: Progress, run_dir: RunDir) -> dict[str, Any]:
+    """All ranks built, with the weights that the run goes on from. Returns rank 0's description."""
+    described = await trainer.start(placement)
+    latest = run_dir.latest_checkpoint() if progress.rollout_step else None
+    if latest is None:
+        return described
     try:
         await trainer.load_checkpoint(latest.folder / "actor")
+        return described
     except TrainerLost:
         raise
     except DamageFound as error:
@@ -239,12 +246,15 @@ async def _load_trainer(trainer: Trainer, run_dir: RunDir) -> None:
         raise RunDirError(str(error)) from None
 
 
-async def _start_together(
-    config: Config, trainer: Trainer, placement: Placement, fleet: RolloutFleet, waits: Waits
+async def _start_both(
+    config: Config, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet, waits: Waits
 ) -> dict[str, Any]:
-    """Both at once; the first failure ends the other."""
+    """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
     deadline = config.run.start_deadline_s
-    building = asyncio.ensure_future(trainer.start(placement))
+    building = asyncio.ensure_future(trainer)
+    if config.run.mode == "colocated":
+        # First, and out of the memory again: a server takes its share of what is free when it starts.
+        await building
     # The fleet has the same deadline and the better explanation: it gets the first word.
     starting = waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
     serving = asyncio.ensure_future(starting)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from megatron_dapo.monitor.spans import SpanFile
 
-NAMES = ("rollout", "reward", "logprob", "update", "weight_sync", "evaluation", "checkpoint")
+NAMES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
 
 
 class Phases:

@@ -1,6 +1,7 @@
 """Where trainer ranks and servers stand on a Ray cluster: one placement group for all, checked before anything loads.
 
-A tensor-parallel group of the trainer is one bundle, and so is a server: a bundle never spans two nodes.
+A tensor-parallel group of the trainer is one bundle, and so is a server: a bundle never spans two nodes. On GPUs that
+both share (`run.mode: colocated`) a bundle holds whole groups and whole servers, as many as the larger one has GPUs.
 """
 
 from collections.abc import Sequence
@@ -62,10 +63,39 @@ class Placement:
 def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
     """The trainer's tensor-parallel groups, then the servers."""
     layout, each = config.actor.layout, config.rollout.tensor_parallel
-    size = layout.tensor
+    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
+    if _shared(config, use_gpu=use_gpu, servers=servers):
+        what = f"{size} trainer ranks and {size // each} servers (TP {each}) on the same GPUs"
+        return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (layout.world_size // size)
     trainer = Bundle(what=f"trainer (TP group of {size})", cpus=size, gpus=size if use_gpu else 0)
     server = Bundle(what=f"server (TP {each})", cpus=1 if use_gpu else each, gpus=each if use_gpu else 0)
     return [trainer] * (layout.world_size // size) + [server] * servers
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Raise PlacementError unless the servers of `run.mode: colocated` stand on exactly the trainer's GPUs."""
+    layout, each, servers = config.actor.layout, config.rollout.tensor_parallel, config.rollout.servers
+    if servers * each != layout.world_size:
+        raise PlacementError(
+            f"run.mode = colocated: rollout.servers x rollout.tensor_parallel = {servers * each} must be the "
+            f"{layout.world_size} GPUs of actor.layout; set rollout.servers to {max(1, layout.world_size // each)}"
+        )
+    larger, smaller = max(layout.tensor, each), min(layout.tensor, each)
+    if larger % smaller or layout.world_size % larger:
+        raise PlacementError(
+            f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} one "
+            "must divide the other, and both the number of GPUs, so that servers and groups of ranks share nodes"
+        )
+
+
+def _shared(config: Config, *, use_gpu: bool, servers: int) -> bool:
+    """Whether Ray places servers and ranks in the same bundles."""
+    return config.run.mode == "colocated" and use_gpu and servers > 0
+
+
+def _ranks_in_bundle(config: Config, *, use_gpu: bool, servers: int) -> int:
+    size = config.actor.layout.tensor
+    return max(size, config.rollout.tensor_parallel) if _shared(config, use_gpu=use_gpu, servers=servers) else size
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
@@ -84,23 +114,25 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     """Reserve the places of every rank and of `servers` servers.
 
     Raises:
-        PlacementError: they do not fit, whatever the order.
+        PlacementError: they do not fit, whatever the order, or cannot share GPUs.
         Stalled: they would fit, but somebody else holds the places.
     """
+    shared = _shared(config, use_gpu=use_gpu, servers=servers)
+    if shared:
+        check_shared_gpus(config)
     bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
     check_fit(bundles, cluster_nodes())
     group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
     await waits.wait_for("placement", "Ray", config.run.start_deadline_s, _reference(group.ready()))
-    size = config.actor.layout.tensor
+    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers.
     node_of = placement_group_table(group)["bundles_to_node_id"]
     ordered = sorted(groups, key=lambda bundle: (node_of[bundle], bundle))
-    return Placement(
-        group=group,
-        trainer=tuple(bundle for bundle in ordered for _ in range(size)),
-        servers=tuple(range(len(groups), len(bundles))),
-    )
+    trainer = tuple(bundle for bundle in ordered for _ in range(size))
+    own = tuple(range(len(groups), len(bundles)))
+    beside = trainer[:: config.rollout.tensor_parallel]
+    return Placement(group=group, trainer=trainer, servers=beside if shared else own)
 
 
 def cluster_nodes() -> list[Node]:

@@ -38,8 +38,10 @@ async def publish_weights(parts: Parts, version: int) -> WeightSync:
     fleet = services.fleet
     folder = parts.run_dir.path / "weights" / f"v{version}"
     parts.run_dir.check_there()
+    await services.turns.trainer()
     if config.rollout.weight_sync == "disk":
         checksums = await services.trainer.write_weights(folder, fleet.kinds)
+        await services.turns.servers()
         work = fleet.publish(folder, version, checksums)
     else:
         stream = TrainerWeights(services, config.rollout, folder, key_file=parts.key_file, shared_gpu=parts.shared_gpu)

@@ -1,6 +1,7 @@
 """A server on whatever node of the Ray cluster has its place: an actor there starts and watches the process."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +48,19 @@ class ServerHost:
 class RayServer:
     """Engine (rollout.server): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
 
-    def __init__(self, config: RolloutConfig, spec: ServerSpec, placement: Placement, bundle: int) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        spec: ServerSpec,
+        placement: Placement,
+        bundle: int,
+        *,
+        shared_gpus: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
+    ) -> None:
+        """`shared_gpus`: asked at each start for the GPUs of others in the bundle that the server uses too; None: Ray
+        gives it its own."""
         self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
+        self._shared_gpus = shared_gpus
         self._host: Any = None
         self._url = f"http://server{spec.index}.not-started"
         self._alive = False
@@ -59,12 +71,15 @@ class RayServer:
         return self._url
 
     async def start(self) -> None:
-        gpus = self._config.tensor_parallel if self._spec.device == "cuda" else 0
-        cpus = 1 if gpus else self._config.tensor_parallel
+        on_gpu = self._spec.device == "cuda"
+        gpus, spec = self._config.tensor_parallel if on_gpu else 0, self._spec
+        if self._shared_gpus is not None:
+            gpus, spec = 0, replace(spec, gpus=await self._shared_gpus())
+        cpus = 1 if on_gpu else self._config.tensor_parallel
         remote = ray.remote(ServerHost)
         self._host = remote.options(
             num_cpus=cpus, num_gpus=gpus, max_restarts=0, **self._placement.at(self._bundle)
-        ).remote(self._config, self._spec)
+        ).remote(self._config, spec)
         self._url = await self._ask(self._host.start.remote())
         self._alive = True
         self._watch = asyncio.create_task(self._look())
@@ -78,6 +93,9 @@ class RayServer:
 
     async def restart(self) -> None:
         self._stop_looking()
+        if self._host is None:  # it was closed, or killed
+            await self.start()
+            return
         try:
             self._url = await self._ask(self._host.restart.remote())
         except ServerStartError:  # the actor or its node is gone

@@ -16,6 +16,7 @@ from megatron_dapo.coordinator.heartbeat import heartbeat
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
 from megatron_dapo.coordinator.parts import Parts, start_parts
+from megatron_dapo.coordinator.phases import NAMES as PHASES
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
@@ -93,10 +94,11 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
     after = _as_json(await evaluate(parts, "after"))
     seconds["evaluation_after"] = time.monotonic() - clock
     if parts.config.run.export_at_end:
+        await parts.services.turns.trainer()
         await parts.services.trainer.export_hf(parts.run_dir.path / "model")
     lines = read_metrics(parts.run_dir.path)
-    for phase in ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint", "evaluation", "step"):
-        seconds[phase] = sum(line[f"timing/{phase}"] for line in lines)
+    for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
+        seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
     seconds["total"] = time.monotonic() - began
     return {
         "rollout_steps": progress.rollout_step,

@@ -19,11 +19,13 @@ how long its responses turned out to be: expiry favours no length.
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
+from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.coordinator.messages import Admission, ScoredGroup
 from megatron_dapo.data.ledger import Event, Ledger
@@ -34,6 +36,15 @@ GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 
 class OversamplingLimit(RuntimeError):
     """The batch could not be filled within `algorithm.dynamic_sampling.max_oversampling`."""
+
+
+def groups_ahead(config: Config, step: int) -> int:
+    """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is
+    `async`, and after the last step."""
+    if config.run.mode != "async":
+        return 0
+    later = config.run.rollout_steps - step
+    return math.ceil(min(config.algorithm.dynamic_sampling.ahead, later) * config.algorithm.prompts_per_step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,10 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         }
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
     metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in record.evaluation.items()}
+    if record.evaluation:
+        versions = [answers.versions for answers in record.evaluation.values()]
+        metrics["evaluation/oldest_version"] = min(oldest for oldest, _ in versions)
+        metrics["evaluation/newest_version"] = max(newest for _, newest in versions)
     return metrics
 
 

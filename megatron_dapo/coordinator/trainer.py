@@ -25,6 +25,7 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
 from megatron_dapo.coordinator.placement import Placement
 from megatron_dapo.coordinator.rank_timeline import RankTimeline
+from megatron_dapo.coordinator.turns import DeviceMemory
 from megatron_dapo.coordinator.waits import Stalled, Waits
 from rollout.client import ServerInfo
 
@@ -86,6 +87,19 @@ class TrainerRank:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def gpu(self) -> str:
+        """Name of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES knows it; empty on the CPU."""
+        return next(iter(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), "")
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Of this rank's GPU now; None on the CPU."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return DeviceMemory(rank=self._rank, free=free, total=total, held=torch.cuda.memory_reserved())
 
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         """Join the other ranks and load the model. Returns MegatronActor.describe()."""
@@ -172,6 +186,15 @@ class Trainer:
         self.weight_changes += 1
         return await self._everyone("update", batches, objective, self._config.rollout.temperature)
 
+    async def gpus(self) -> list[str]:
+        """Each rank's GPU on its node; empty names on the CPU."""
+        return await self._each("trainer GPUs", [rank.gpu.remote() for rank in self._ranks])
+
+    async def device_memory(self) -> list[DeviceMemory]:
+        """Each rank's GPU now; nothing on the CPU."""
+        found = await self._each("trainer memory", [rank.device_memory.remote() for rank in self._ranks])
+        return [memory for memory in found if memory is not None]
+
     async def export_hf(self, folder: Path) -> None:
         """Write the weights in Hugging Face format."""
         await self._everyone("export_hf", folder)
@@ -212,9 +235,15 @@ class Trainer:
         calls = [getattr(rank, of).remote(method, *shared, recorded_step=self.recorded_step) for rank in self._ranks]
         return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
 
+    async def _each(self, what: str, calls: list[Any]) -> list[Any]:
+        return await self._all_of(what, self._config.run.step_deadline_s, calls)
+
     async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:
-        """Rank 0's answer once all have answered; the first failure ends the wait, since the others then wait in
-        vain."""
+        """Rank 0's answer once all have answered."""
+        return (await self._all_of(what, deadline_s, calls))[0]
+
+    async def _all_of(self, what: str, deadline_s: float, calls: list[Any]) -> list[Any]:
+        """The ranks' answers; the first failure ends the wait, since the others then wait in vain."""
         owner = f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(_reference(call)) for call in calls]
         try:
@@ -226,7 +255,7 @@ class Trainer:
             if reasons:
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
-            return answers[0].result()
+            return [answer.result() for answer in answers]
         except Stalled as error:
             raise TrainerStalled(str(error)) from None
         finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.result import Ask, Finding, failed, passed, warning
-from megatron_dapo.plan.plan import share_one_gpu
+from megatron_dapo.plan.plan import share_gpus
 
 INFINIBAND = Path("/sys/class/infiniband")
 _BUSY_SHARE = 0.1
@@ -18,7 +18,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_versio
 def needed_gpus(config: Config) -> int:
     """Of trainer and own servers together."""
     servers = 0 if config.rollout.urls else config.rollout.servers * config.rollout.tensor_parallel
-    return 1 if share_one_gpu(config) else config.actor.layout.world_size + servers
+    return config.actor.layout.world_size + (0 if share_gpus(config) else servers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

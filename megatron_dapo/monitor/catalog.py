@@ -168,6 +168,12 @@ _COST = (
         Reduce.SUM,
         "Servers that read new weights from disk because `tensor` or `distributed` failed for them.",
     ),
+    _metric(
+        "timing/handover",
+        "s",
+        Reduce.SUM,
+        "`colocated`: the GPUs' memory from servers to trainer and back, but for the way back within weight_sync.",
+    ),
     _metric("timing/evaluation", "s", Reduce.SUM, "Held-out problems, where the step had an evaluation."),
     _metric(
         "timing/checkpoint",
@@ -191,6 +197,13 @@ _COST = (
 _EVALUATION = (
     _metric("evaluation/sampled", "share", Reduce.MEAN, "Held-out problems: accuracy of sampled answers, avg@k.", "1"),
     _metric("evaluation/greedy", "share", Reduce.MEAN, "Held-out problems: accuracy of greedy answers."),
+    _metric("evaluation/oldest_version", "versions", Reduce.LAST, "Oldest weights that wrote a token of an answer."),
+    _metric(
+        "evaluation/newest_version",
+        "versions",
+        Reduce.LAST,
+        "Newest ones: the same, since an evaluation ends before the next weights are published.",
+    ),
 )
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {

@@ -12,7 +12,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.plan import Assumptions, Plan, find_misfits, make_plan, share_one_gpu
+from megatron_dapo.plan.plan import Assumptions, Plan, find_misfits, make_plan, share_gpus
 
 Changes = Mapping[str, Any]
 """{"actor.recompute": "full"}: keys of a config and other values for them."""
@@ -68,7 +68,7 @@ def _trainer_ways(config: Config, hf: HFModelConfig) -> list[Changes]:
     for layout in [{}, *_layouts(config, hf)]:
         for budget, recompute, linear in itertools.product(budgets, recomputes, fused):
             ways.append({**layout, **budget, **recompute, **linear})
-    if share_one_gpu(config):  # the server can be given less of it
+    if share_gpus(config):  # the server can be given less of it
         ways.insert(0, {"rollout.memory_fraction": round(config.rollout.memory_fraction / 2, 2)})
     return ways
 

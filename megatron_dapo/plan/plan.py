@@ -8,6 +8,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.lengths import Workload, highest_pass_rate
 from megatron_dapo.plan.memory import (
+    PHASES,
     RankMemory,
     ServerMemory,
     host_memory,
@@ -49,7 +50,7 @@ class Plan:
 
     servers: Servers
     shared: bool
-    """Trainer and server use one GPU in turns."""
+    """Trainer and servers are on the same GPUs, in turns."""
 
     gpu_memory: float
     misfits: list[Misfit]
@@ -90,11 +91,11 @@ def make_plan(
             f"rollout.tensor_parallel = {servers.tensor_parallel}: must divide the model's num_attention_heads = "
             f"{hf.num_attention_heads}"
         )
-    shared = share_one_gpu(config)
+    shared = share_gpus(config)
     ranks = trainer_memory(config, hf, constants)
     server = server_memory(config, hf, constants, gpu_memory)
     misfits = find_misfits(config, hf, constants, gpu_memory)
-    gpus = 1 if shared else config.actor.layout.world_size + servers.gpus
+    gpus = config.actor.layout.world_size + (0 if shared else servers.gpus)
     step = None
     if not misfits:
         state = max((rank.state for rank in ranks), key=lambda one: one.total)
@@ -133,19 +134,27 @@ def workload_of(config: Config, constants: Calibration, assumed: Assumptions) ->
     )
 
 
-def share_one_gpu(config: Config) -> bool:
-    """One trainer rank and one server of one GPU: they take turns on the same one, if a machine has no other."""
+def share_gpus(config: Config) -> bool:
+    """`run.mode: colocated`. And one trainer rank and one server of one GPU: they take turns on the same one, if a
+    machine has no other."""
     rollout = config.rollout
+    if config.run.mode == "colocated":
+        return True
     return not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
 
 
 def find_misfits(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> list[Misfit]:
     """What needs more of a GPU than there is, the trainer's pipeline stages first."""
     server = server_memory(config, hf, constants, gpu_memory)
-    there = gpu_memory * (1 - config.rollout.memory_fraction if share_one_gpu(config) else 1)
+    room = dict.fromkeys(PHASES, gpu_memory)
+    if share_gpus(config):  # beside the server
+        room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
+    if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
+        room = dict.fromkeys(PHASES, gpu_memory - constants.framework_memory) | {"rollout": room["rollout"]}
     found = []
     for rank in trainer_memory(config, hf, constants):
-        phase, peak = max(rank.peaks.items(), key=lambda one: one[1])
+        phase, peak = max(rank.peaks.items(), key=lambda one: one[1] - room[one[0]])
+        there = room[phase]
         if peak > there:
             found.append(Misfit(part="trainer", what=f"pipeline stage {rank.stage}, {phase}", needed=peak, there=there))
     if config.rollout.urls:

@@ -3,6 +3,10 @@
 Phases follow `coordinator.loop`: the servers fill the batch while the trainer takes old log-probs of what is already
 kept; then the optimizer steps; then the new weights through a disk to the servers. Evaluation, checkpoints and the
 start of the run are not counted; verdicts are taken to be judged while the servers write.
+
+By `run.mode`: in `sync` one phase follows the other. In `colocated` all log-probs come after the rollout, and both
+sides move between GPU and host memory. In `async` the servers never wait for the trainer, nor for the slowest response
+of a batch: the step takes as long as the slower side, and the sync, which stops both.
 """
 
 from collections.abc import Sequence
@@ -59,6 +63,12 @@ class StepPlan:
 
     optimizer_steps: float
     sync_s: float
+    handover_s: float
+    """`colocated`: servers' weights and trainer's state to host memory and back."""
+
+    overlaps: bool
+    """`async`: servers and trainer work at the same time."""
+
     generated_tokens: float
     trained_tokens: float
     generated_groups: float
@@ -79,7 +89,10 @@ class StepPlan:
     @property
     def seconds(self) -> float:
         """From batch to batch."""
-        return self.rollout_s + self.log_prob_s + self.update_s + self.sync_s
+        training = self.log_prob_s + self.update_s
+        if self.overlaps:
+            return max(self.rollout_s - self.tail_s, training) + self.sync_s
+        return self.rollout_s + training + self.sync_s + self.handover_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -111,7 +124,8 @@ def plan_step(
     fleet = fleet_of(config, hf, constants, workload, servers, memory)
     filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
     shares = gpus < servers.gpus + config.actor.layout.world_size
-    trained = [_trained(one, config, hf, constants, workload, state, shared=shares) for one in filled]
+    after = shares or config.run.mode == "async"
+    trained = [_trained(one, config, hf, constants, workload, state, log_probs_after=after) for one in filled]
     lengths = np.concatenate([np.array(one.lengths) for one in filled])
     busy = sum(one.log_prob_total_s + one.update_s for one in trained)
     flops = sum(one.flops for one in trained)
@@ -131,6 +145,8 @@ def plan_step(
         ),
         optimizer_steps=len(updates) / len(trained),
         sync_s=sync_seconds(config, hf, constants, servers),
+        handover_s=handover_seconds(config, constants, memory, state),
+        overlaps=config.run.mode == "async",
         generated_tokens=_mean([one.tokens for one in filled]),
         trained_tokens=_mean([sum(one.lengths) for one in filled]),
         generated_groups=_mean([one.groups for one in filled]),
@@ -163,13 +179,14 @@ def _trained(
     workload: Workload,
     state: StateBytes,
     *,
-    shared: bool,
+    log_probs_after: bool,
 ) -> _Trained:
     sequences = np.array(filled.lengths) + round(workload.mean_prompt)
     parts = [log_prob_time(hf, config.actor, constants, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
     whole = sum(part.seconds for part in parts)
-    # The last part of the batch is known only at its end; a trainer that shares the servers' GPUs does all of it then.
-    left = whole if shared else max(parts[-1].seconds, whole - filled.seconds)
+    # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
+    # and so does one whose batch was written while it trained on the one before.
+    left = whole if log_probs_after else max(parts[-1].seconds, whole - filled.seconds)
     sequences = np.random.default_rng(0).permutation(sequences)
     size = config.algorithm.mini_batch_responses
     updates = [
@@ -212,6 +229,18 @@ def fleet_of(
         overhead_s=overhead,
         response_s=2 * matrix_parameters(hf) / speed / servers.count,
     )
+
+
+def handover_seconds(config: Config, constants: Calibration, memory: ServerMemory, state: StateBytes) -> float:
+    """Out and in again, once a step: a server's weights; the trainer's, twice (log-probs, then update), and what the
+    optimizer has."""
+    if config.run.mode != "colocated":
+        return 0.0
+    offload, optimizer = config.actor.offload, state.master_weights + state.moments
+    moved = memory.weights + (0 if offload.optimizer_state else optimizer)
+    if offload.between_phases == "all":
+        moved += 2 * state.parameters
+    return 2 * moved / constants.host_bandwidth
 
 
 def sync_seconds(config: Config, hf: HFModelConfig, constants: Calibration, servers: Servers) -> float:

@@ -136,6 +136,8 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
+        ("", ["run.mode=colocated"], ["between_phases = none", "set it to all"]),
+        ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
         ("", ["run.mode=async", "algorithm.dynamic_sampling.max_staleness=0"], ["ahead = 1", "max_staleness = 0"]),
     ],
 )

@@ -23,6 +23,20 @@ def test_servers_take_the_gpus_behind_the_trainers(tmp_path):
     assert places(tmp_path, gpus, "rollout.servers=2", "rollout.tensor_parallel=2") == [("2", "3"), ("4", "5")]
 
 
+COLOCATED = ("run.mode=colocated", "actor.offload.between_phases=all")
+
+
+def test_colocated_servers_stand_on_the_trainers_gpus(tmp_path):
+    gpus = ("0", "1", "2", "3")
+    four = (*COLOCATED, "actor.layout.data=2")
+    assert places(tmp_path, gpus, *four, "rollout.servers=2", "rollout.tensor_parallel=2") == [("0", "1"), ("2", "3")]
+    assert places(tmp_path, gpus, *four, "rollout.servers=4") == [("0",), ("1",), ("2",), ("3",)]
+    with pytest.raises(PlacementError, match=r"= 1 must be the 4 GPUs of actor\.layout; set rollout\.servers to 4"):
+        places(tmp_path, gpus, *four)
+    with pytest.raises(PlacementError, match=r"tensor = 2 and rollout\.tensor_parallel = 3 one must divide"):
+        places(tmp_path, gpus, *COLOCATED, "actor.layout.data=3", "rollout.servers=2", "rollout.tensor_parallel=3")
+
+
 def test_the_users_own_choice_of_gpus_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-8a")
     assert visible_gpus(3) == ("4", "7", "GPU-8a")

@@ -24,6 +24,16 @@ def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
     assert found[0].resources == {"CPU": 2.0, "GPU": 2.0}
 
 
+def test_colocated_servers_and_ranks_are_in_the_same_bundles():
+    shared = ("run.mode=colocated", "actor.offload.between_phases=all", "actor.layout.data=4")
+    found = bundles(*shared, "actor.layout.tensor=2", "rollout.tensor_parallel=4", servers=2)
+    assert [(bundle.gpus, bundle.cpus) for bundle in found] == [(4, 5), (4, 5)], "two groups of ranks and a server"
+    found = bundles(*shared, "actor.layout.tensor=4", "rollout.tensor_parallel=2", servers=8)
+    assert [(bundle.gpus, bundle.cpus) for bundle in found] == [(4, 6)] * 4, "a group of ranks and two servers"
+    alone = bundles(*shared, "actor.layout.tensor=2", servers=0)
+    assert [bundle.gpus for bundle in alone] == [2] * 4, "servers of this machine are none of Ray's"
+
+
 @pytest.mark.parametrize(
     ("gpus", "fits"), [((8, 8), True), ((8, 6), True), ((8, 5), False), ((3, 3, 3, 3), False), ((4, 4, 2, 2, 2), True)]
 )

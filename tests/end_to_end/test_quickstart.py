@@ -197,6 +197,18 @@ def fates(folder: Path) -> list[tuple]:
     return [(e["event"], e["prompt"], e["rollout_step"]) for e in events if e["event"] in ("trained", "filtered")]
 
 
+def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whole, tmp_path):
+    """Each side leaves its memory while the other works; what it computes is the same."""
+    run_dir = tmp_path / "run"
+    finished = start(run_dir, "run.mode=colocated", "actor.offload.between_phases=all").finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    assert fates(run_dir) == fates(whole)
+    assert weights(run_dir / "model") == weights(whole / "model")
+    assert all(step["timing/handover"] > 0.002 for step in lines(run_dir)), "servers were not told to leave"
+    assert all(step["timing/handover"] < 0.002 for step in lines(whole))
+
+
 def test_a_stop_saves_and_a_lost_rank_is_survived_bit_for_bit(whole, tmp_path):
     """Ctrl-C in a step saves the steps before it; after the death of a trainer rank the run starts again by itself."""
     run_dir = tmp_path / "run"

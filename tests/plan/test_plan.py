@@ -122,3 +122,29 @@ def test_it_needs_no_torch():
         "assert not {'torch', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_modes_differ_in_what_runs_at_the_same_time(constants):
+    """Sync adds the phases up, async counts the longer side, colocated has fewer GPUs and moves memory."""
+    sync = planned(constants, "qwen2.5_7b_8gpu").step
+    ahead = planned(constants, "qwen2.5_7b_8gpu", {"run.mode": "async"}).step
+    training = ahead.log_prob_total_s + ahead.update_s
+    assert ahead.seconds == pytest.approx(max(ahead.rollout_s - ahead.tail_s, training) + ahead.sync_s)
+    assert max(sync.rollout_s - sync.tail_s, sync.update_s) < ahead.seconds < sync.seconds
+    layout = load_config(RECIPES / "qwen2.5_7b_8gpu.yaml").actor.layout
+    shared = {"run.mode": "colocated", "actor.offload.between_phases": "all"}
+    plan = planned(constants, "qwen2.5_7b_8gpu", shared | {"rollout.servers": layout.world_size})
+    assert plan.fits, plan.misfits
+    assert plan.step.gpus == layout.world_size < sync.gpus
+    assert plan.step.handover_s > 0
+    total = plan.step.rollout_s + plan.step.log_prob_total_s + plan.step.update_s + plan.step.sync_s
+    assert plan.step.seconds == pytest.approx(total + plan.step.handover_s)
+
+
+def test_a_colocated_trainer_may_fill_the_gpu_when_the_servers_have_left(constants):
+    """Beside the server only what the trainer keeps between its phases must fit."""
+    changes = {"run.mode": "colocated", "rollout.memory_fraction": 0.8}
+    all_away = planned(constants, "qwen2.5_1.5b_1gpu", changes | {"actor.offload.between_phases": "all"})
+    assert all_away.fits, all_away.misfits
+    peak = max(max(rank.peaks.values()) for rank in all_away.ranks)
+    assert peak > 0.2 * all_away.gpu_memory, "more than what the server leaves free: the test shows nothing otherwise"

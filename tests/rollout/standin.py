@@ -49,6 +49,9 @@ class StandIn:
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0
         self.paused = False
+        self.released = False
+        """Whether it is out of its memory."""
+        self.hangs_on_release = False
         self._runner: web.AppRunner | None = None
         self._port = 1
 
@@ -65,6 +68,7 @@ class StandIn:
         if self.start_fails:
             return
         await self.may_start.wait()
+        self.released = False
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
         app = web.Application()
@@ -80,6 +84,8 @@ class StandIn:
                 web.post("/flush_cache", self._flush),
                 web.post("/update_weights_from_disk", self._update),
                 web.post("/weights_checker", self._checksums),
+                web.post("/release_memory_occupation", self._release_memory),
+                web.post("/resume_memory_occupation", self._resume_memory),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
@@ -124,13 +130,16 @@ class StandIn:
     async def _info(self, request: web.Request) -> web.Response:
         if not self.scheduler_answers:
             await asyncio.sleep(60)
-        return web.json_response({"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1})
+        memory = [{"memory_usage": {"weight": 1.5, "kvcache": 2.0}}]
+        info = {"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
+        return web.json_response(info)
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        assert not self.released
         number = len(self.prompts)
         self.prompts.append(body["input_ids"])
         self.calls.append(f"generate {self.label}")
@@ -181,6 +190,20 @@ class StandIn:
     async def _flush(self, request: web.Request) -> web.Response:
         self.calls.append("flush")
         return web.Response(status=400 if self.running else 200)
+
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        self.calls.append("release")
+        assert not self.running, "a real scheduler ends here"
+        if self.hangs_on_release:
+            await asyncio.sleep(60)
+        self.released = True
+        return web.Response()
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        self.calls.append("take back")
+        assert self.released
+        self.released = False
+        return web.Response()
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -56,6 +56,20 @@ def test_greedy_is_the_most_likely_token(places: dict[str, Place]) -> None:
     np.testing.assert_array_equal(answer.token_ids, best.numpy())
 
 
+def test_a_server_that_left_its_memory_and_came_back_answers_as_before(places: dict[str, Place]) -> None:
+    """On the CPU the calls free nothing; that the server survives them and holds its weights shows here."""
+    place = places["qwen2"]
+    asked = requests_of(4, seed=5, temperature=0.0)
+    before = place.run(all_of(place.fleet, asked))
+    assert place.run(place.fleet.release_memory()) > 0, "GiB of weights and KV cache, by its own account"
+    place.run(place.fleet.resume_memory())
+    after = place.run(all_of(place.fleet, asked))
+    for first, second in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_allclose(first.log_probs, second.log_probs, atol=1e-5)
+    assert place.reports == []
+
+
 def test_sampling_parameters_reach_the_sampler(places: dict[str, Place]) -> None:
     place = places["qwen2"]
     prompt = np.array([4, 8, 15], np.int32)

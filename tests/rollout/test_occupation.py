@@ -1,0 +1,94 @@
+"""Servers leave their memory and take it back: when all is well, when one dies, when one does not do as told."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import RolloutError
+from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
+from tests.rollout.standin import StandIn
+
+
+def test_no_request_starts_while_the_servers_are_out_of_their_memory() -> None:
+    async def test() -> None:
+        servers = [StandIn() for _ in range(2)]
+        async with fleet_of(*servers) as fleet:
+            assert await fleet.release_memory() == 3.5, "GiB of weights and KV cache, as the servers say"
+            assert all(server.released for server in servers)
+            asked = asyncio.ensure_future(fleet.generate(request()))
+            await asyncio.sleep(0.1)
+            assert not any(server.prompts for server in servers)
+            await fleet.resume_memory()
+            check_tokens(await asked, 1, 5)
+            assert [server.calls.index("release") < server.calls.index("take back") for server in servers] == [True] * 2
+
+    run(test)
+
+
+def test_a_request_in_flight_is_an_error_and_nothing_is_released() -> None:
+    async def test() -> None:
+        server = StandIn(seconds_a_token=0.02)
+        async with fleet_of(server) as fleet:
+            asked = asyncio.ensure_future(fleet.generate(request()))
+            await until(lambda: server.running)
+            with pytest.raises(RolloutError, match="1 requests run"):
+                await fleet.release_memory()
+            check_tokens(await asked, 1, 5)
+            assert not server.released
+
+    run(test)
+
+
+def test_a_server_that_dies_meanwhile_is_restarted_only_when_the_memory_is_the_servers_again(
+    folders: list[Path],
+) -> None:
+    async def test() -> None:
+        server, other = StandIn(), StandIn()
+        async with fleet_of(server, other) as fleet:
+            await fleet.publish(folders[0], 3)
+            await fleet.release_memory()
+            await server.die()
+            await until(lambda: fleet.status()[0].state == "down")
+            await asyncio.sleep(0.5)
+            assert server.starts == 1, "it would take memory that is the trainer's"
+            await fleet.resume_memory()
+            await until(lambda: fleet.status()[0].state == "ready")
+            assert server.starts == 2
+            assert server.loaded == folders[0]
+
+    run(test)
+
+
+def test_a_server_that_does_not_leave_is_ended_and_so_is_one_that_is_starting() -> None:
+    async def test() -> None:
+        stuck, starting, good = StandIn(), StandIn(), StandIn()
+        stuck.hangs_on_release = True
+        async with fleet_of(stuck, starting, good, timing=replace(FAST, load_deadline_s=0.3)) as fleet:
+            starting.healthy = False
+            await until(lambda: fleet.status()[1].state in ("down", "starting"))
+            await fleet.release_memory()
+            assert good.released
+            assert not stuck.alive(), "what it holds can be had only by its end"
+            assert not starting.alive()
+            stuck.hangs_on_release = False
+            await fleet.resume_memory()
+            await until(lambda: all(status.state == "ready" for status in fleet.status()))
+
+    run(test)
+
+
+def test_the_wait_for_servers_does_not_count_the_trainers_turn() -> None:
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server, fleet_deadline_s=0.5) as fleet:
+            await fleet.release_memory()
+            await server.die()
+            asked = asyncio.ensure_future(fleet.generate(request()))
+            await asyncio.sleep(1.0)
+            assert not asked.done(), "out of turn for longer than rollout.fleet_deadline_s, but not lost"
+            await fleet.resume_memory()
+            check_tokens(await asked, 1, 5)
+
+    run(test)
