@@ -61,18 +61,29 @@ def test_a_server_that_dies_meanwhile_is_restarted_only_when_the_memory_is_the_s
     run(test)
 
 
+class Slow(StandIn):
+    """Answers only once `loaded_model` is set: until then it is starting."""
+
+    loaded_model = True
+
+    async def start(self) -> None:
+        await super().start()
+        self.healthy = self.loaded_model
+
+
 def test_a_server_that_does_not_leave_is_ended_and_so_is_one_that_is_starting() -> None:
     async def test() -> None:
-        stuck, starting, good = StandIn(), StandIn(), StandIn()
+        stuck, starting, good = StandIn(), Slow(), StandIn()
         stuck.hangs_on_release = True
         async with fleet_of(stuck, starting, good, timing=replace(FAST, load_deadline_s=0.3)) as fleet:
-            starting.healthy = False
-            await until(lambda: fleet.status()[1].state in ("down", "starting"))
+            starting.loaded_model = False
+            await starting.die()
+            await until(lambda: fleet.status()[1].state == "starting" and starting.alive())
             await fleet.release_memory()
             assert good.released
             assert not stuck.alive(), "what it holds can be had only by its end"
             assert not starting.alive()
-            stuck.hangs_on_release = False
+            stuck.hangs_on_release, starting.loaded_model = False, True
             await fleet.resume_memory()
             await until(lambda: all(status.state == "ready" for status in fleet.status()))
 
