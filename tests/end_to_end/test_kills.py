@@ -11,12 +11,13 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.data.ledger import Event, check_ledger, effective_events, read_ledger
+from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
 from tests.processes import ROOT, Running
 
 VICTIMS = ("coordinator", "trainer", "server", "reward")
 EVENTS = (Event.DISPATCHED, Event.FINISHED, Event.FILTERED, Event.CARRIED, Event.TRAINED, Event.CHECKPOINT)
-COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4}
+COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4, Event.EXPIRED: 1}
 """How many of the rare events come before the kill; 11 of the others: in the second step."""
 TIMES = 28
 LIVES = 6
@@ -36,10 +37,11 @@ def arguments(run_dir: Path, *more: str) -> list[str]:
     return ["train", str(ROOT / "examples" / "quickstart" / "dapo.yaml"), f"run.dir={run_dir}", *SMALL, *more]
 
 
-def live_through(run_dir: Path, victim: str, event: str, count: float) -> str:
+def live_through(run_dir: Path, victim: str, event: str, count: float, *more: str) -> str:
     """Run with one murder in the first life, resumed until it is done. Returns the output of all lives."""
     log = run_dir.parent / "out.txt"
-    first = Running(victim, event, f"{count:g}", *arguments(run_dir), log=log, module="tests.killer").finish(600)
+    command = (victim, event, f"{count:g}", *arguments(run_dir, *more))
+    first = Running(*command, log=log, module="tests.killer").finish(600)
     output = first.output
     assert first.left_behind == (), output
     code = first.code
@@ -47,7 +49,7 @@ def live_through(run_dir: Path, victim: str, event: str, count: float) -> str:
         if code == ExitCode.FINISHED:
             break
         assert victim == "coordinator", f"the run did not survive the death of its {victim}:\n{output}"
-        again = Running(*arguments(run_dir, "run.resume=true"), log=log).finish(600)
+        again = Running(*arguments(run_dir, *more, "run.resume=true"), log=log).finish(600)
         code, output = again.code, output + again.output
     assert code == ExitCode.FINISHED, output
     return output
@@ -68,6 +70,17 @@ def check_equal(run_dir: Path, undisturbed: Path, output: str) -> None:
 def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event):
     output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11))
     check_equal(tmp_path / "run", undisturbed, output)
+
+
+@pytest.mark.parametrize("event", [*EVENTS, Event.EXPIRED])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_in_async_mode_loses_nothing_and_trains_nothing_twice(tmp_path, victim, event):
+    """Which weights write a token depends on time there, so weights differ; the order of prompts does not."""
+    # So many prompts are sent at first that some are too old when their turn comes.
+    more = ("run.mode=async", "run.rollout_steps=4", "algorithm.dynamic_sampling.initial_pass_rate=0.25")
+    output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11), *more)
+    check_async_ledger(tmp_path / "run", prompts=4 * 6)
+    assert victim != "coordinator" or "resuming after rollout step" in output, "nothing was killed"
 
 
 @pytest.mark.parametrize("number", range(TIMES))
