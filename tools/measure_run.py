@@ -16,7 +16,7 @@ import psutil
 from megatron_dapo.config import load_config
 
 PERIOD_S = 0.5
-OVERHEAD = ("reward", "logprob", "weight_sync", "evaluation", "checkpoint")
+OVERHEAD = ("reward", "logprob", "weight_sync", "handover", "evaluation", "checkpoint")
 
 
 def main() -> int:

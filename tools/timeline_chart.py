@@ -17,6 +17,7 @@ KINDS = (("forward", 0), ("backward", 1), ("optimizer", 2), ("gradient sum", 3),
 """What a rank's bar can be, and its series colour."""
 PHASE_COLOURS = {
     "rollout": 0, "reward": 5, "logprob": 3, "update": 1, "weight_sync": 2, "evaluation": 6, "checkpoint": 4,
+    "handover": 7,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ Value = Callable[[Mapping[str, Any]], float | None]
 """A line of metrics.jsonl -> what is drawn at its step; None where it was not measured."""
 
 GROUPS_DECIDED = ("sampling/kept", "sampling/all_wrong", "sampling/all_correct")
-PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "evaluation", "checkpoint")
+PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "evaluation", "checkpoint", "handover")
 
 
 @dataclass(frozen=True, kw_only=True)
