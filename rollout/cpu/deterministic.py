@@ -22,8 +22,8 @@ def no_gpu_kernels(*args: object, **kwargs: object) -> None:
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """SGLang's Triton kernel of this name: the 32-bit murmur hash of seed, position, token.
 
-    It is drawn for every token of the vocabulary, so it is a cost of each response token: int32, which wraps as the hash
-    wants it, takes a quarter of the time that int64 with masks takes.
+    It is drawn for every token of the vocabulary, so it is a cost of each response token: int32, which wraps as the
+    hash wants it, takes a quarter of the time that int64 with masks takes.
 
     Args:
         seed: [n] uint64 or int64, `sampling_seed` of each request.

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="torch threads while training (default: 2)")
     options = parser.parse_intermixed_args()
     config = load_config(options.config, options.overrides)
+    assert config.data.path is not None, "data.path: give a file of prompts"
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, local_files_only=True)
@@ -177,7 +178,7 @@ class Watch(TrainerCallback):
         return right / len(self.problems)
 
 
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+class TimedTrainer(GRPOTrainer):
     """Says what its seconds went to."""
 
     watch: Watch
