@@ -25,23 +25,31 @@ def keep_group(correct: int, group_size: int) -> bool:
     return 0 < correct < group_size
 
 
-def prompts_to_dispatch(missing: int, in_flight: int, pass_rate: float) -> int:
-    """How many more prompts to send, so that the expected number of groups kept reaches `missing`.
+def prompts_to_dispatch(missing: int, in_flight: int, pass_rate: float, margin: float = 0.0) -> int:
+    """How many more prompts to send, so that `missing` groups may be expected to be kept.
 
-    ceil(missing / pass_rate) - in_flight, never negative; 0 if nothing is missing. At least one prompt is under way as
-    long as something is missing. The caller applies its own ceiling (`max_oversampling`).
+    Of n prompts n p are kept on average, with a standard deviation of sqrt(n p (1 - p)). The smallest n with
+
+        n p - margin x sqrt(n p (1 - p)) >= missing
+
+    is to be in flight. Without margin that is ceil(missing / p): too few in every second case. Never negative; 0 if
+    nothing is missing. At least one prompt is under way as long as something is missing. The caller applies its own
+    ceiling (`max_oversampling`).
 
     Args:
         missing: groups still wanted, beyond those kept.
         in_flight: groups dispatched and not yet judged.
-        pass_rate: expected share of groups that are kept, in (0, 1].
+        pass_rate: p, the expected share of groups that are kept, in (0, 1].
+        margin: standard deviations; 1 is enough in 84% of the cases, 2 in 98%.
     """
     if not 0 < pass_rate <= 1:
         raise ValueError(f"pass rate {pass_rate:g}: must be in (0, 1]; an estimate of 0 would dispatch without end")
     if missing <= 0:
         return 0
-    # A hair below the quotient: 9 / 0.009 is 1000.0000000000001 in floating point and must not become 1001.
-    return max(0, math.ceil(missing / pass_rate - 1e-9) - in_flight)
+    spread = margin * math.sqrt(pass_rate * (1 - pass_rate))
+    root = (spread + math.sqrt(spread * spread + 4 * pass_rate * missing)) / (2 * pass_rate)
+    # A hair below: 9 / 0.009 is 1000.0000000000001 in floating point and must not become 1001.
+    return max(0, math.ceil(root * root - 1e-9 * max(1.0, missing / pass_rate)) - in_flight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -173,7 +173,8 @@ class DynamicSampler:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
         if not self._config.dynamic_sampling.enabled:
             return max(0, missing - in_flight)
-        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean)
+        sampling = self._config.dynamic_sampling
+        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, sampling.margin)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> int:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is

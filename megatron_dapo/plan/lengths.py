@@ -55,19 +55,31 @@ class Group:
         return keep_group(self.correct, len(self.lengths))
 
 
+class GroupModel:
+    """Draws groups of a workload. A prompt's difficulty is standard normal; its responses are drawn anew each time."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._steepness = _steepness(workload)
+        self._between = workload.sigma * math.sqrt(workload.difficulty_share)
+        self._within = workload.sigma * math.sqrt(1 - workload.difficulty_share)
+        self._median = math.log(workload.mean_response) - workload.sigma**2 / 2
+
+    def group(self, difficulty: float, random: np.random.Generator) -> Group:
+        """All responses of one prompt."""
+        workload = self._workload
+        logs = self._median + self._between * difficulty + self._within * random.standard_normal(workload.group_size)
+        lengths = np.clip(np.exp(logs), 1, workload.longest).astype(int)
+        right = random.binomial(workload.group_size, _right(self._steepness * difficulty))
+        return Group(lengths=tuple(lengths.tolist()), correct=int(right))
+
+
 def groups(workload: Workload, seed: int) -> Iterator[Group]:
     """Groups without end, the same for the same seed."""
     random = np.random.default_rng(seed)
-    steepness = _steepness(workload)
-    between = workload.sigma * math.sqrt(workload.difficulty_share)
-    within = workload.sigma * math.sqrt(1 - workload.difficulty_share)
-    median = math.log(workload.mean_response) - workload.sigma**2 / 2
+    model = GroupModel(workload)
     while True:
-        difficulty = random.standard_normal()
-        logs = median + between * difficulty + within * random.standard_normal(workload.group_size)
-        lengths = np.clip(np.exp(logs), 1, workload.longest).astype(int)
-        right = random.binomial(workload.group_size, _right(steepness * difficulty))
-        yield Group(lengths=tuple(lengths.tolist()), correct=int(right))
+        yield model.group(random.standard_normal(), random)
 
 
 def highest_pass_rate(group_size: int) -> float:

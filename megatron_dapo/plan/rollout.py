@@ -74,7 +74,7 @@ class Filled:
 def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list[Filled]:
     """`steps` rollout steps one after the other; the first has nothing carried over."""
     sampling = algorithm.dynamic_sampling
-    rate = PassRate.start(sampling.initial_pass_rate)
+    rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
     carried: deque[Group] = deque()
     limit = int((sampling.max_oversampling if sampling.enabled else 1) * algorithm.prompts_per_step)
     done = []
@@ -83,7 +83,8 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
         kept: list[Group] = []
         while len(kept) < algorithm.prompts_per_step:
             missing = algorithm.prompts_per_step - len(kept)
-            more = prompts_to_dispatch(missing, len(step.flight), rate.mean if sampling.enabled else 1.0)
+            expected = rate.mean if sampling.enabled else 1.0
+            more = prompts_to_dispatch(missing, len(step.flight), expected, sampling.margin)
             step.dispatch(min(more, limit - step.groups))
             if not step.flight:
                 break  # the limit: the smaller batch is trained

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,23 @@ def test_dispatch_is_the_smallest_number_whose_expectation_suffices(missing, in_
 
 def test_the_example_of_the_docstring():
     assert prompts_to_dispatch(8, 4, 0.5) == 12
+
+
+@pytest.mark.parametrize(("margin", "enough"), [(0.0, 0.5), (1.0, 0.841), (2.0, 0.977)])
+def test_a_margin_is_enough_as_often_as_the_normal_distribution_says(margin, enough):
+    number = prompts_to_dispatch(512, 0, 0.72, margin)
+    kept = np.random.default_rng(0).binomial(number, 0.72, 20_000)
+    assert (kept >= 512).mean() == pytest.approx(enough, abs=0.05)
+
+
+@given(st.integers(1, 600), st.integers(0, 600), st.floats(0.01, 1.0), st.floats(0.0, 4.0))
+def test_with_a_margin_it_is_the_smallest_number_too(missing, in_flight, rate, margin):
+    def falls_short(number):
+        return number * rate - margin * math.sqrt(number * rate * (1 - rate)) - missing
+
+    more = prompts_to_dispatch(missing, in_flight, rate, margin)
+    assert falls_short(in_flight + more) >= -1e-6
+    assert more == 0 or falls_short(in_flight + more - 1) < 1e-6
 
 
 def test_rounding_of_the_quotient_sends_no_extra_prompt():

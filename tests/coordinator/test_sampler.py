@@ -105,7 +105,7 @@ def steps(sampler, count, first=1):
 
 def test_a_batch_is_the_first_useful_groups_in_prompt_order(make):
     script = Script()
-    sampler, ledger = make(script)
+    sampler, ledger = make(script, margin=0.0)  # with one, a surplus of more than a batch of 8 becomes too old
     batches = steps(sampler, 5)
     ledger.close()
     kept = [g.position for batch in batches for g in batch.kept]
@@ -170,6 +170,18 @@ def test_a_resume_from_the_state_gives_the_same_batches(make):
     rest = steps(again, 3, first=4)
     assert [[g.position for g in b.kept] for b in rest] == [[g.position for g in b.kept] for b in whole[3:]]
     assert [b.carried for b in rest] == [b.carried for b in whole[3:]]
+
+
+def test_the_margin_spares_most_batches_a_second_round(make):
+    """A second round: prompts sent when the first dispatch of the batch is already decided."""
+    short = {}
+    for margin in (0.0, 2.0):
+        sampler, _ = make(Script(), name=f"{margin}.jsonl", prompts=64, margin=margin)
+        batches = steps(sampler, 12)[2:]  # the first ones know no pass rate
+        short[margin] = sum(len(b.kept) + len(b.filtered) > b.predicted_groups for b in batches)
+        assert all(len(b.kept) == 64 for b in batches)
+    assert short[0.0] >= 4
+    assert short[2.0] <= 1
 
 
 def test_carried_groups_that_are_too_old_are_generated_again(make):
