@@ -138,8 +138,8 @@ class EvalSession:
         whole = len(self._prompts) * sum(way.samples for way in self._ways)
         if len(missing) < whole:
             self._report(f"{whole - len(missing)} of {whole} responses are there already")
-        tokenizer, seed = self._problems.text.tokenizer, self._config.run.seed
-        responder = Responder(fleet=self._fleet, pool=self._pool, decoder=tokenizer, prompts=self._prompts, seed=seed)
+        decoder, seed = self._problems.text.decoder, self._config.run.seed
+        responder = Responder(fleet=self._fleet, pool=self._pool, decoder=decoder, prompts=self._prompts, seed=seed)
         began, said = time.monotonic(), time.monotonic()
         left = len(missing)
 

@@ -11,6 +11,7 @@ import torch
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
+from megatron_dapo.data.detokenizer import Decoder
 from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from reward.disagreement import other_accuracy
@@ -30,12 +31,6 @@ class Pool(Protocol):
     """What is used of reward.pool.RewardPool."""
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
-
-
-class Decoder(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class EngineAborted(RuntimeError):

@@ -193,7 +193,7 @@ def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGener
     return GroupGenerator(
         fleet=services.fleet,
         pool=services.pool,
-        decoder=inputs.text.tokenizer,
+        decoder=inputs.text.decoder,
         prompts=inputs.prompts,
         sampling=_sampling(config, inputs),
         group_size=config.algorithm.group_size,
@@ -205,7 +205,7 @@ def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGener
 def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunDir) -> Evaluator:
     prompts = inputs.heldout.prompts[: config.evaluation.limit or None]
     responder = Responder(
-        fleet=services.fleet, pool=services.pool, decoder=inputs.text.tokenizer, prompts=prompts, seed=config.run.seed
+        fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder, prompts=prompts, seed=config.run.seed
     )
     return Evaluator(
         config=config.evaluation,

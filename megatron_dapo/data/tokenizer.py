@@ -2,8 +2,11 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from megatron_dapo.data.detokenizer import Decoder, decoder_of
 
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
@@ -23,6 +26,11 @@ class TextTools:
     """Tokens after which a response is complete."""
     vocab_size: int
     """Rows of the model's embedding: an id beyond would crash a server."""
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Turns responses into text."""
+        return decoder_of(self.tokenizer)
 
 
 def load_text_tools(folder: str | Path) -> TextTools:
