@@ -67,7 +67,7 @@ def policies(wanted: int, group_size: int) -> dict[str, MakePolicy]:
     return {
         YARDSTICK: batch_synchronous(3.0),
         **{f"first completed, {factor:g}x, abort": first_completed(factor) for factor in (1.5, 2.0, 3.0)},
-        **{f"tail batching, {speculation:g}x": tail_batching(speculation) for speculation in (1.1, 1.25, 1.5)},
+        **{f"tail batching, {speculation:g}x": tail_batching(speculation) for speculation in (1.25, 1.5)},
         "ours, sync, max_staleness 0, margin 0": ours(0, 0, 0),
         "ours, sync, max_staleness 0, margin 1": ours(0, 0, 1),
         "ours, sync, max_staleness 1, margin 0": ours(0, 1, 0),
@@ -158,8 +158,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-s", type=float, default=speed.prefill_s, help="a token")
     parser.add_argument("--train-s", type=float, default=450.0, help="log-probs and updates of one batch")
     parser.add_argument("--sync-s", type=float, default=72.0, help="new weights, servers standing still")
-    parser.add_argument("--steps", type=int, default=8, help="that count")
-    parser.add_argument("--warm-steps", type=int, default=3, help="before them")
+    parser.add_argument("--steps", type=int, default=6, help="that count")
+    parser.add_argument("--warm-steps", type=int, default=2, help="before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="policies with this in their name, and the first")
     parser.add_argument("--json", type=Path, help="file for all figures")

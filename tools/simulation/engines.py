@@ -71,7 +71,8 @@ class Engine:
         self.slots = slots
         self.busy_s = 0.0
         """Seconds with at least one response running, times the share of the slots in use."""
-        self.running: set[Response] = set()
+        self.running: dict[Response, None] = {}
+        """A set in the order of arrival."""
         self._speed, self._free = speed, free
         self._loop = asyncio.get_running_loop()
         self._steps = 0.0
@@ -86,7 +87,7 @@ class Engine:
         self._advance()
         self.stall(self._speed.prefill_s * (response.prompt_tokens + response.drawn))
         response.engine, response.start = self, self._steps - response.drawn
-        self.running.add(response)
+        self.running[response] = None
         self._context += response.prompt_tokens + response.drawn
         heapq.heappush(self._due, (response.start + response.length, next(self._number), response))
 
@@ -141,7 +142,7 @@ class Engine:
             self.busy_s += seconds * len(self.running) / self.slots
 
     def _leave(self, response: Response) -> None:
-        self.running.remove(response)
+        del self.running[response]
         self._context -= response.prompt_tokens + self._steps - response.start
         response.engine = None
 

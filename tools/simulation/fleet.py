@@ -99,15 +99,16 @@ class ModelledFleet:
 
     def _fill(self, engine: Engine | None = None) -> None:
         """Places for those who wait; of `engine` alone, if it is known where they are."""
-        changed = set()
+        changed: dict[Engine, None] = {}
         while self._queue:
             chosen = engine or min(self._engines, key=lambda one: len(one.running))
             if len(chosen.running) >= chosen.slots:
                 break
             chosen.add(self._queue.popleft())
-            changed.add(chosen)
-        for one in changed - {engine}:  # who calls for itself sets its own
-            one.set_timer()
+            changed[chosen] = None
+        for one in changed:
+            if one is not engine:  # who calls for itself sets its own
+                one.set_timer()
 
     def _give_up(self, writing: _Writing) -> None:
         waiting = set()

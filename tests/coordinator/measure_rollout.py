@@ -1,0 +1,156 @@
+"""`python -m tests.coordinator.measure_rollout`: what one rollout step costs the coordinator at the paper's size.
+
+The real fleet, generator, sampler, ledger and reward pool fill batches of 512 x 16 responses of up to 20k tokens with
+log-probs; 64 scripted servers in processes of their own answer at a modelled speed, compressed in time. Counted are
+the CPU seconds and the peak resident memory of this process alone. `--profile` prints where the seconds go.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
+from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.coordinator.messages import Admission
+from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.data.detokenizer import decoder_of
+from megatron_dapo.data.ledger import Ledger
+from megatron_dapo.data.order import Span
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from reward.config import RewardConfig
+from reward.pool import RewardPool
+from rollout.config import RolloutConfig
+from rollout.fleet import RolloutFleet
+from rollout.messages import SamplingParams
+from rollout.server import RemoteServer
+from tests.rollout import measure_decode
+from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script, prompt_ids
+from tests.rollout.serve_scripts import served
+from tools.host_memory import begin_peak, peak_resident
+
+STEP_S = 300.0
+"""A rollout step on a GPU cluster, of which the coordinator may take a tenth of one core."""
+PROMPTS = 5000
+GIB = 2**30
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer whose words are four or five letters; the script's last word is the answer."""
+    entries = {f"Ġ{number:x}": number for number in range(VOCABULARY)}
+    named = {RIGHT: "ĊĊAnswer:Ġ42", WRONG: "ĊĊAnswer:Ġ41", END: "<end>"}
+    entries = {text: number for text, number in entries.items() if number not in named}
+    entries |= {text: number for number, text in named.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=entries, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def prompt_set() -> PromptSet:
+    return PromptSet(
+        prompts=tuple(
+            Prompt(text="", answer="42", ids=prompt_ids(index), place="", source="script", verifier="robust")
+            for index in range(PROMPTS)
+        ),
+        spans=(Span(name="script", start=0, count=PROMPTS, weight=1.0),),
+        rows_read=PROMPTS,
+        duplicates=0,
+        contradictions=0,
+        broken=0,
+        too_long=0,
+        content_hash="",
+    )
+
+
+async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
+    rollout = RolloutConfig(max_running_requests=options.slots, request_deadline_s=600.0)
+    fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
+    pool = RewardPool(RewardConfig(workers=1))
+    generator = GroupGenerator(
+        fleet=fleet,
+        pool=pool,
+        decoder=words() if options.plain_text else decoder_of(words()),
+        prompts=prompt_set(),
+        sampling=SamplingParams(max_new_tokens=Script().max_new_tokens),
+        group_size=options.group_size,
+        overlong=OverlongConfig(),
+        seed=0,
+    )
+    algorithm = AlgorithmConfig(
+        prompts_per_step=options.prompts, group_size=options.group_size, mini_batch_responses=options.group_size
+    )
+    ledger = Ledger(folder / "ledger.jsonl")
+    start = SamplerState(cursor=0, pass_rate=PassRate.start(0.7), carried=())
+    sampler = DynamicSampler(algorithm, generator.group, ledger, start)
+    await fleet.start(60.0)
+    try:
+        base = begin_peak()
+        cpu, wall = time.process_time(), time.monotonic()
+        admission = await sampler.fill(1, 0)
+        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+        report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
+    finally:
+        await sampler.close()
+        await fleet.close()
+        pool.close()
+        ledger.close()
+
+
+def report(admission: Admission, *, cpu: float, wall: float, base: int, peak: int) -> None:
+    responses = [response for group in admission.generated for response in group.responses]
+    tokens = sum(group.tokens for group in admission.generated)
+    errors = sum(response.verdict.error is not None for response in responses)
+    right = sum(response.accuracy for response in responses)
+    print(
+        f"{len(admission.kept)} groups kept of {len(admission.generated)} generated; {len(responses)} responses, "
+        f"{tokens / 1e6:.1f} M tokens, longest {max(len(one.generation.token_ids) for one in responses)}; "
+        f"{right} right, {errors} without a verdict"
+    )
+    print(f"coordinator: {cpu:.1f} CPU s ({cpu / tokens * 1e9:.0f} ns a token), {wall:.0f} s of wall-clock")
+    print(f"share of a core in a step of {STEP_S:g} s: {cpu / STEP_S:.1%}")
+    print(f"peak resident: {peak / GIB:.2f} GiB, {(peak - base) / GIB:.2f} of it since the step began")
+    bodies, some = measure_decode.answers()
+    ours, plain = (
+        measure_decode.cpu_ns(way, bodies, some) for way in (measure_decode.read_reply, measure_decode.plain)
+    )
+    kept = [measure_decode.kept_bytes(way, bodies, some) for way in (measure_decode.read_reply, measure_decode.plain)]
+    for name, each, size in zip(("read_reply", "plain json"), (ours, plain), kept, strict=True):
+        print(f"{name}: {each * tokens / 1e9:.1f} CPU s and {size * tokens / GIB:.2f} GiB kept for as many tokens")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, default=64, help="an even number: in two processes")
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=128, help="responses that one server runs at once")
+    parser.add_argument("--compress", type=float, default=4.0, help="modelled seconds in a real one")
+    parser.add_argument("--plain-text", action="store_true", help="the tokenizer's own decode instead of the table")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args(arguments)
+    half = options.servers // 2
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes = [stack.enter_context(served(half, first=at * half, compress=options.compress)) for at in range(2)]
+        urls = [url for process in processes for url in process.urls]
+        profile = cProfile.Profile() if options.profile else None
+        if profile is None:
+            asyncio.run(fill(urls, options, folder))
+        else:
+            profile.runcall(asyncio.run, fill(urls, options, folder))
+            pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
