@@ -69,10 +69,14 @@ class Admission:
     filtered: tuple[ScoredGroup, ...]
     carried: int
     """Finished groups past the end of the batch, first in line for the next one."""
+    carried_tokens: int
+    """Response tokens of those groups."""
     in_flight: int
     """Groups past the end of the batch that are still being written; 0 without look-ahead."""
     expired: int
     """Groups that had become too old when this step began and were generated again."""
+    expired_tokens: int
+    """Response tokens of those of them that were finished."""
     generated: tuple[ScoredGroup, ...]
     """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
     pass_rate: float

@@ -117,7 +117,7 @@ class DynamicSampler:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         try:
-            expired = await self._take_up(rollout_step, weight_version)
+            expired, expired_tokens = await self._take_up(rollout_step, weight_version)
             batch = self._new_batch(rollout_step, weight_version, on_kept, ahead)
             while len(batch.kept) < batch.wanted and batch.decided < batch.limit:
                 self._dispatch(batch)
@@ -130,13 +130,15 @@ class DynamicSampler:
             await self.close()
             raise
         generated, self._generated = self._generated, []
-        finished = sum(sent.finished for sent in self._flight)
+        finished = [sent.group.result().tokens for sent in self._flight if sent.finished]
         return Admission(
             kept=tuple(batch.kept),
             filtered=tuple(batch.filtered),
-            carried=finished,
-            in_flight=len(self._flight) - finished,
+            carried=len(finished),
+            carried_tokens=sum(finished),
+            in_flight=len(self._flight) - len(finished),
             expired=expired,
+            expired_tokens=expired_tokens,
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             pass_rate=batch.start_pass_rate.mean,
             predicted_groups=batch.predicted,
@@ -176,9 +178,10 @@ class DynamicSampler:
         sampling = self._config.dynamic_sampling
         return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, sampling.margin)
 
-    async def _take_up(self, rollout_step: int, weight_version: int) -> int:
+    async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
-        too old. Returns how many that were."""
+        too old. Returns how many groups that were, and the tokens of the finished ones."""
+        tokens = 0
         for position in range(self._cursor, max(self._restored, default=-1) + 1):
             group = self._restored.pop(position, None)
             if group is None:
@@ -190,15 +193,17 @@ class DynamicSampler:
         await _end([self._flight[at].group for at in too_old])
         for at in too_old:
             sent = self._flight[at]
+            spent = sent.group.result().tokens if sent.finished else None
+            tokens += spent or 0
             self._ledger.record(
                 Event.EXPIRED,
                 prompt=sent.position,
                 rollout_step=rollout_step,
                 weight_version=sent.version,
-                tokens=sent.group.result().tokens if sent.finished else None,
+                tokens=spent,
             )
             self._flight[at] = self._send(sent.position, rollout_step, weight_version)
-        return len(too_old)
+        return len(too_old), tokens
 
     def _dispatch(self, batch: "_Batch") -> None:
         missing = batch.wanted - len(batch.kept) + batch.ahead

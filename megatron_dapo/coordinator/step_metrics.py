@@ -206,10 +206,23 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/pass_rate": len(admission.kept) / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
+        **_tokens_by_fate(admission),
         "bias/accepted_length": _mean_length(admission.kept),
         "bias/generated_length": _mean_length(generated),
         "bias/accepted_accuracy": _mean_accuracy(admission.kept),
         "bias/generated_accuracy": _mean_accuracy(generated),
+    }
+
+
+def _tokens_by_fate(admission: Admission) -> dict[str, int]:
+    """Besides `tokens/trained`. What is generated in a step and what was carried into it has one of these fates."""
+    right = [group.tokens for group in admission.filtered if group.correct]
+    wrong = [group.tokens for group in admission.filtered if not group.correct]
+    return {
+        "tokens/all_correct": sum(right),
+        "tokens/all_wrong": sum(wrong),
+        "tokens/carried": admission.carried_tokens,
+        "tokens/expired": admission.expired_tokens,
     }
 
 

@@ -185,6 +185,15 @@ _COST = (
     _metric("timing/step", "s", Reduce.SUM, "The whole rollout step."),
     _metric("tokens/generated", "tokens", Reduce.SUM, "Response tokens generated in the step."),
     _metric("tokens/trained", "tokens", Reduce.SUM, "Response tokens of the batch trained on."),
+    _metric("tokens/all_correct", "tokens", Reduce.SUM, "Response tokens of groups filtered because all were right."),
+    _metric("tokens/all_wrong", "tokens", Reduce.SUM, "Response tokens of groups filtered because all were wrong."),
+    _metric("tokens/carried", "tokens", Reduce.LAST, "Response tokens of finished groups that wait for the next step."),
+    _metric(
+        "tokens/expired",
+        "tokens",
+        Reduce.SUM,
+        "Response tokens of finished groups that were too old and were generated again.",
+    ),
     _metric(
         "tokens_per_second/rollout",
         "tokens/s",

@@ -10,7 +10,9 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit, SamplerState
+from megatron_dapo.coordinator.step_metrics import _tokens_by_fate
 from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.monitor.report.fates import count_fates
 from reward.messages import Verdict
 from rollout.messages import FinishReason, Generation
 
@@ -195,6 +197,25 @@ def test_carried_groups_that_are_too_old_are_generated_again(make):
     events = read_ledger(ledger._path)
     check_ledger(events)
     assert sum(event["event"] == "expired" for event in events) == second.expired
+
+
+@pytest.mark.parametrize("max_staleness", [0, 9])
+def test_every_token_has_one_fate(make, max_staleness):
+    """Generated or carried into the step: trained, filtered as right or as wrong, carried out of it, or expired."""
+    sampler, ledger = make(Script(), initial_pass_rate=0.25, max_staleness=max_staleness)
+    batches = steps(sampler, 6)
+    ledger.close()
+    before = 0
+    for batch in batches:
+        fates = _tokens_by_fate(batch)
+        assert fates["tokens/all_correct"] + fates["tokens/all_wrong"] == sum(g.tokens for g in batch.filtered)
+        spent = sum(g.tokens for g in batch.kept) + sum(fates.values())
+        assert sum(g.tokens for g in batch.generated) + before == spent
+        before = fates["tokens/carried"]
+    assert (sum(batch.expired_tokens for batch in batches) > 0) == (max_staleness == 0)
+    written = count_fates(ledger._path, [])
+    for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
+        assert written.tokens[fate] == sum(_tokens_by_fate(batch)[f"tokens/{name}"] for batch in batches)
 
 
 def test_carried_groups_within_the_bound_are_used_as_they_are(make):
