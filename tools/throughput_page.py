@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from megatron_dapo.coordinator.phases import NAMES
 from tools.throughput import Profile, Row, rows
-from tools.timeline_chart import KINDS, PHASE_COLOURS, draw_timeline, left_out
+from tools.timeline_chart import KINDS, PHASE_COLOURS, draw_timeline, kind_of, left_out
 from tools.timeline_figures import rank_rows
 
 FORMULA = (
@@ -114,12 +114,13 @@ def _tiles(profiles: Sequence[Profile]) -> list[tuple[str, list[tuple[str, str]]
 def _picture(profile: Profile, number: int) -> dict[str, Any]:
     step = profile.recorded[-1]
     drawn = {span.name for span in step.phases}
-    legend = [(f"phase: {name.replace('_', ' ')}", colour) for name, colour in PHASE_COLOURS.items() if name in drawn]
+    phases = [(name.replace("_", " "), colour) for name, colour in PHASE_COLOURS.items() if name in drawn]
+    seen = {kind_of(span.name) for rank in step.ranks for span in rank.spans}
     return {
         "name": profile.name,
         "step": step.step,
         "svg": Markup(draw_timeline(step, salt=f"timeline{number}")),
-        "legend": legend + [(f"rank: {kind}", colour) for kind, colour in KINDS],
+        "legend": [("phases", phases), ("ranks", [(kind, colour) for kind, colour in KINDS if kind in seen])],
         "left_out": left_out(step),
         "ranks": _rank_cells(profile),
     }

@@ -1,0 +1,120 @@
+"""Bubble, communication, imbalance, tail and memory of a made-up step, by hand; its picture and its trace."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_dapo.monitor.spans import Span, read_spans
+from tests.tools.timelines import ZERO, write_timeline
+from tools.chrome_trace import chrome_trace, lanes
+from tools.timeline_chart import draw_timeline, kind_of, left_out, merged
+from tools.timeline_figures import rank_rows, recorded_steps, timeline_figures
+
+
+def steps_of(tmp_path, *, skip=0, **layout):
+    write_timeline(tmp_path, 2, **layout)
+    return recorded_steps(read_spans(tmp_path), skip=skip)
+
+
+def figures(steps, tail=0.5):
+    return timeline_figures(steps, hidden_size=64, layers=2, tail_share=tail)
+
+
+def test_shares_of_the_update(tmp_path):
+    found = figures(steps_of(tmp_path))
+    assert found["compute"] == pytest.approx(24 / 40)
+    assert found["gradient_sync"] == found["communication"] == pytest.approx(2 / 40)
+    assert found["optimizer"] == pytest.approx(6 / 40)
+    assert found["tensor_parallel"] is found["bubble"] is found["dp_imbalance"] is None
+
+
+def test_the_bubble_is_what_a_stage_does_not_use_of_its_schedule(tmp_path):
+    assert figures(steps_of(tmp_path, pipeline=2))["bubble"] == pytest.approx((30 - 24) / 30)
+
+
+def test_tensor_parallel_is_the_measured_all_reduce_times_how_often_it_is_made(tmp_path):
+    found = figures(steps_of(tmp_path, tensor=2))
+    reduced = 4 * 300 / 300 * 4 * 2 * 0.01  # four micro-batches, four reductions in each of two layers
+    assert found["tensor_parallel"] == pytest.approx(reduced / 40)
+    assert found["communication"] == pytest.approx((2 + reduced) / 40)
+
+
+def test_imbalance_is_the_slowest_data_parallel_rank_over_the_mean(tmp_path):
+    assert figures(steps_of(tmp_path, data=2, slow=1.2))["dp_imbalance"] == pytest.approx(1.2 / 1.1 - 1)
+
+
+def test_the_tail_is_when_few_responses_run(tmp_path):
+    steps = steps_of(tmp_path)  # four until 10 s, three until 20, two until 30, one until 40
+    assert figures(steps, tail=0.5)["rollout_tail"] == pytest.approx(10 / 40)
+    assert figures(steps, tail=0.6)["rollout_tail"] == pytest.approx(20 / 40)
+
+
+def test_memory_is_the_most_of_any_rank_and_call(tmp_path):
+    steps = steps_of(tmp_path, data=2)
+    assert figures(steps)["peak_memory"] == 5_000_001
+    assert rank_rows(steps)[1]["peak"] == {"log_probs": 2e6, "update": 5_000_001, "export_hf": 1e6}
+
+
+def test_steps_that_do_not_count_or_are_not_whole_are_left_out(tmp_path):
+    assert steps_of(tmp_path, skip=2) == []
+    assert figures([])["bubble"] is None
+    (tmp_path / "timeline" / "coordinator.jsonl").unlink()
+    assert recorded_steps(read_spans(tmp_path), skip=0) == []
+
+
+def test_the_trace_has_every_span_of_every_process_once(tmp_path):
+    (step,) = steps_of(tmp_path, data=2)
+    events = json.loads(json.dumps(chrome_trace(step)))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(names.values()) == [
+        "coordinator, rollout step 2",
+        "server http://a:1",
+        "rank0 (tensor 0, pipeline 0, context 0, data 0)",
+        "rank1 (tensor 0, pipeline 0, context 0, data 1)",
+    ]
+    spans = [event for event in events if event["ph"] == "X"]
+    whole = 4 + 4 + sum(len(rank.spans) for rank in step.ranks)
+    assert len(spans) == whole
+    update = next(event for event in spans if event["name"] == "update")
+    assert (update["ts"], update["dur"]) == (50e6, 40e6)
+    by_thread: dict = {}
+    for event in spans:
+        by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    server = [sorted(times) for (pid, _), times in by_thread.items() if names[pid].startswith("server")]
+    assert len(server) == 4, "four requests ran at once"
+
+
+def test_lanes_are_as_few_as_can_be():
+    spans = [Span(track="", name=str(s), start=s, end=e, about={}) for s, e in ((0, 2), (1, 3), (2, 4), (3, 5))]
+    assert [[span.name for span in lane] for lane in lanes(spans)] == [["0", "2"], ["1", "3"]]
+
+
+def test_the_picture_is_a_drawing_with_a_row_each(tmp_path):
+    (step,) = steps_of(tmp_path, pipeline=2)
+    svg = draw_timeline(step, salt="t")
+    ElementTree.fromstring(svg.replace("xlink:", ""))
+    labels = re.findall(r">([^<>]+)</text>", svg)
+    assert labels[-5:-1] == ["phases", "server 0", "rank0", "rank1"] or {"phases", "server 0", "rank0"} <= set(labels)
+    assert "#0a0b" not in svg, "a colour that the page does not know"
+    assert left_out(step) == ""
+
+
+def test_bars_that_nobody_could_tell_apart_are_one():
+    spans = [Span(track="", name="", start=ZERO + s, end=ZERO + e, about={}) for s, e in ((0, 1), (1.05, 2), (3, 4))]
+    assert merged(spans, 0.1) == [(ZERO, ZERO + 2), (ZERO + 3, ZERO + 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("forward-compute", "forward"),
+        ("backward-send-forward-recv", "between stages"),
+        ("embedding-grads-all-reduce", "gradient sum"),
+        ("forward-backward", None),
+        ("update", None),
+    ],
+)
+def test_megatrons_names_have_kinds(name, kind):
+    assert kind_of(name) == kind
