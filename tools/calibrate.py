@@ -63,7 +63,7 @@ def calibration_file(
     numbers = [step.step for step in steps]
     where = f"{run.name}, rollout step{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
     for name, found in _measured(run, steps, hf, constants).items():
-        entries[name] |= {"value": float(found.value), "source": f"measured: {found.how}; {where}"}
+        entries[name] |= {"value": float(f"{found.value:.6g}"), "source": f"measured: {found.how}; {where}"}
     lines = [f"{name}: {_flow(entry)}" for name, entry in entries.items()]
     return HEADER + "\n".join(lines) + "\n"
 
@@ -140,52 +140,58 @@ def _trainer(
 
 
 def _decode(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
-    """A decode step takes `decode_overhead` + (weights + cached tokens x their bytes) / (efficiency x bandwidth):
-    fitted by least squares to the seconds a token of each response, over the tokens that its server held meanwhile.
+    """A decode step takes `decode_overhead` + (weights + cached tokens x their bytes) / (efficiency x bandwidth).
 
-    Where the cache's share cannot be told (a small model, few responses), efficiency is left and the overhead fitted;
-    if the weights alone would take longer than measured, the overhead is 0 and efficiency fitted.
+    Fitted by least squares to the seconds of each response: a constant (prefill, queue; not used), its tokens, and its
+    tokens times those that its server held meanwhile. Where the cache's share cannot be told (a small model, few
+    responses), efficiency is left and the overhead fitted; if the weights alone would take longer than measured, the
+    overhead is 0 and efficiency fitted.
     """
     size = DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     parallel = run.setting("rollout.tensor_parallel") or 1
     weights = model_parameters(hf) * size / parallel
     cached = 2 * hf.num_layers * hf.num_query_groups * hf.head_dim * size / parallel
-    seconds, context = _decode_points(steps)
-    if len(seconds) < 2:
+    seconds, tokens, context = _responses(steps)
+    if len(seconds) < 3 or np.ptp(tokens) == 0:
         return {}
-    how = f"{len(seconds)} responses of the rollout"
-    bandwidth = constants.memory_bandwidth
-    slope, fixed = np.polyfit(context, seconds, 1) if np.ptp(context) > 0 else (0.0, float(seconds.mean()))
-    share = cached / (bandwidth * slope) if slope > 0 else np.inf
-    if share <= 1 and fixed > weights / (bandwidth * share):
-        overhead = fixed - weights / (bandwidth * share)
-    else:
-        share, overhead = constants.decode_efficiency, float(seconds.mean())
-        overhead -= (weights + cached * float(context.mean())) / (bandwidth * share)
-        if overhead < 0:
-            needed = (weights + cached * float(context.mean())) / bandwidth
-            share, overhead = min(1.0, needed / float(seconds.mean())), 0.0
+    how, bandwidth = f"{len(seconds)} responses of the rollout", constants.memory_bandwidth
+    columns = np.stack([np.ones_like(tokens), tokens, tokens * context], axis=1)
+    _, fixed, slope = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+    if slope > 0 and fixed > 0:
+        share = cached / (bandwidth * slope)
+        if share <= 1 and fixed > weights / (bandwidth * share):
+            return {
+                "decode_efficiency": Found(value=float(share), how=how),
+                "decode_overhead": Found(value=float(fixed - weights / (bandwidth * share)), how=how),
+            }
+    mean = float(np.linalg.lstsq(columns[:, :2], seconds, rcond=None)[0][1])
+    read = (weights + cached * float(context.mean())) / bandwidth
+    if mean <= 0:
+        return {}
+    overhead = mean - read / constants.decode_efficiency
+    if overhead >= 0:
+        return {"decode_overhead": Found(value=overhead, how=f"{how}, with decode_efficiency as it was")}
     return {
-        "decode_efficiency": Found(value=float(share), how=how),
-        "decode_overhead": Found(value=float(overhead), how=how),
+        "decode_efficiency": Found(value=min(1.0, read / mean), how=how),
+        "decode_overhead": Found(value=0.0, how=how),
     }
 
 
-def _decode_points(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds a token [n], mean tokens that the server held meanwhile [n]) of every response of two tokens or more."""
-    seconds, context = [], []
+def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(seconds, tokens, mean tokens that the server held meanwhile), [n] each, of all requests of the steps."""
+    rows = []
     for step in steps:
         for spans in step.requests.values():
             starts = np.array([span.start for span in spans])
             ends = np.array([span.end for span in spans])
             held = np.array([span.about["prompt"] + span.about["tokens"] / 2 for span in spans])
             for span in spans:
-                if span.about["tokens"] < 2 or span.seconds <= 0:
-                    continue
-                together = np.clip(np.minimum(ends, span.end) - np.maximum(starts, span.start), 0, None)
-                seconds.append(span.seconds / span.about["tokens"])
-                context.append(float((together * held).sum() / span.seconds))
-    return np.array(seconds), np.array(context)
+                if span.seconds > 0:
+                    together = np.clip(np.minimum(ends, span.end) - np.maximum(starts, span.start), 0, None)
+                    beside = float((together * held).sum() / span.seconds)
+                    rows.append((span.seconds, float(span.about["tokens"]), beside))
+    seconds, tokens, context = np.array(rows).reshape(-1, 3).T
+    return seconds, tokens, context
 
 
 def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:

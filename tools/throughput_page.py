@@ -23,10 +23,10 @@ FORMULA = (
 TIMELINE = (
     "From the timeline, over all ranks: passes = seconds of forward and backward over those of the update; pipeline "
     "bubble = share of the schedule, without the sum of gradients, in which a stage runs no pass; communication = the "
-    "sum of gradients, as measured, and tensor parallelism, which stands inside the passes and is estimated from a "
-    "measured all-reduce; imbalance = the slowest data-parallel rank's passes over their mean, less 1; rollout tail = "
-    "share of the rollout in which fewer than {tail:.0%} of the most responses run; memory = the most of any rank in "
-    "any call."
+    "sum of gradients, as measured (the wait for the slowest rank is in it), and tensor parallelism, which stands "
+    "inside the passes and is estimated from a measured all-reduce; imbalance = the slowest data-parallel rank's "
+    "passes over their mean, less 1; rollout tail = share of the rollout in which fewer than {tail:.0%} of the most "
+    "responses run; memory = the most of any rank in any call."
 )
 NOT_RECORDED = (
     "Without a timeline (monitor.timeline_every), bubble, communication, imbalance, rollout tail and memory are not "
