@@ -119,8 +119,8 @@ async def _watch(
 ) -> None:
     from megatron_dapo.coordinator.eval_session import EvalSession, with_own_servers
     from megatron_dapo.coordinator.eval_watch import Watch, watch_run
-    from megatron_dapo.coordinator.run_dir import EVALUATIONS
     from megatron_dapo.coordinator.waits import StopRequested, Waits
+    from megatron_dapo.monitor.at_k import EVALUATIONS
 
     if options.model or options.out or not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
@@ -159,7 +159,7 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
         ConfigError: neither a config nor a run; or a run that has no weights yet.
     """
     from megatron_dapo.coordinator.eval_session import with_own_servers
-    from megatron_dapo.coordinator.run_dir import EVALUATIONS
+    from megatron_dapo.monitor.at_k import EVALUATIONS
 
     is_run = target.is_dir()
     if is_run and not (target / "config.yaml").is_file():

@@ -16,7 +16,7 @@ from megatron_dapo.coordinator.eval_session import EvalSession
 from megatron_dapo.coordinator.frozen import fingerprint, freeze, versions
 from megatron_dapo.coordinator.problem_results import RESULT
 from megatron_dapo.coordinator.response_log import SETTINGS
-from megatron_dapo.coordinator.run_dir import EVALUATIONS
+from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.status import liveness, lock_holder, read_heartbeat
 
 POLL_S = 0.5

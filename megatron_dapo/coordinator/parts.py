@@ -30,13 +30,14 @@ from megatron_dapo.coordinator.placement import Placement, place
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.responder import Responder
 from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_dir import EVALUATIONS, RunDir, RunDirError
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.timeline import Timeline
 from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
 from megatron_dapo.coordinator.turns import Turns
 from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.data.ledger import Event, Ledger
+from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
 from megatron_dapo.monitor.writer import MetricsWriter

@@ -12,9 +12,6 @@ from filelock import FileLock, Timeout
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory: nothing of that may be somebody else's."""
 
-EVALUATIONS = "evaluations"
-"""Folder of held-out results, one folder each: `before`, `step12`, `after`, and those of `megatron-dapo eval`."""
-
 
 class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""

@@ -13,6 +13,9 @@ import numpy as np
 
 from megatron_dapo.monitor.statistics import wilson_accuracy
 
+EVALUATIONS = "evaluations"
+"""Folder of a run's held-out results, one folder each: `before`, `step12`, `after`, those of `megatron-dapo eval`."""
+
 RESAMPLES = 10_000
 _CHUNK = 500
 """Resamples held at once."""

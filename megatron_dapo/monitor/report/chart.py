@@ -46,6 +46,9 @@ class Curve:
     colour: int
     """Which of the page's series colours."""
     dash: int = 0
+    low: Sequence[float] | None = None
+    """Of an interval around the values, with `high`; drawn as a pale band."""
+    high: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class Frame:
     x_label: str
     last: int
     """Newest rollout step of any run on the page: all charts share the axis."""
+    first: int = 1
+    """Where it begins."""
     from_zero: bool = True
     to_one: bool = False
     band: tuple[float, float] | None = None
@@ -68,6 +73,9 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
     if frame.band:
         panel.axhspan(*frame.band, color=BAND, linewidth=0)
     for curve in curves:
+        if curve.low is not None and curve.high is not None:
+            colour = SERIES[curve.colour]
+            panel.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
         alone = "o" if len(curve.steps) == 1 else None  # a line through one point would not be seen
         panel.plot(
             curve.steps,
@@ -125,7 +133,7 @@ def _panel(frame: Frame) -> tuple[Figure, Axes]:
     up = height - _MARGIN["bottom"] - _MARGIN["top"]
     panel = figure.add_axes((_MARGIN["left"] / width, _MARGIN["bottom"] / height, across / width, up / height))
     panel.patch.set_visible(False)
-    panel.set_xlim(0.5, max(frame.last, 1) + 0.5)
+    panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, frame.unit)))

@@ -48,9 +48,15 @@ class Section:
     charts: tuple[Chart, ...]
 
 
-def _metric(name: str, label: str) -> Series:
-    check_declared([name])
-    return Series(label=label, value=lambda line: line.get(name))
+def _chart(key: str, title: str, unit: Unit, note: str, metrics: Mapping[str, str], **more: Any) -> Chart:
+    """A chart of metrics as they are: name -> label. `more`: other fields of Chart."""
+    check_declared(metrics)
+    series = tuple(Series(label=label, value=_reader(name)) for name, label in metrics.items())
+    return Chart(key=key, title=title, unit=unit, note=note, series=series, **more)
+
+
+def _reader(name: str) -> Value:
+    return lambda line: line.get(name)
 
 
 def _share_of_decided(name: str, label: str, colour: int | None = None) -> Series:
@@ -69,57 +75,57 @@ TRAINING = Section(
     lead="Length, reward, entropy and mean probability are what the paper monitors (figure 7). Training accuracy is "
     "measured on every response that was generated, before any filter.",
     charts=(
-        Chart(
-            key="length",
-            title="Response length",
-            unit=Unit.COUNT,
-            series=(_metric("response_length/mean", "mean"), _metric("response_length/p95", "95th percentile")),
-            note="Tokens.",
+        _chart(
+            "length",
+            "Response length",
+            Unit.COUNT,
+            "Tokens.",
+            {"response_length/mean": "mean", "response_length/p95": "95th percentile"},
             figure="7a",
             band=(1000, 4000),
         ),
-        Chart(
-            key="reward",
-            title="Reward",
-            unit=Unit.NUMBER,
-            series=(_metric("reward/mean", "right or wrong"), _metric("reward_shaped/mean", "with length penalty")),
-            note="+1 right, -1 wrong (eq. 7); the penalty is eq. 13.",
+        _chart(
+            "reward",
+            "Reward",
+            Unit.NUMBER,
+            "+1 right, -1 wrong (eq. 7); the penalty is eq. 13.",
+            {"reward/mean": "right or wrong", "reward_shaped/mean": "with length penalty"},
             figure="7b",
             from_zero=False,
         ),
-        Chart(
-            key="entropy",
-            title="Entropy",
-            unit=Unit.NUMBER,
-            series=(_metric("entropy", "nats a token"),),
-            note="Nats a token. A collapse ends exploration.",
+        _chart(
+            "entropy",
+            "Entropy",
+            Unit.NUMBER,
+            "Nats a token. A collapse ends exploration.",
+            {"entropy": "nats a token"},
             figure="7c",
             band=(0.30, 0.70),
         ),
-        Chart(
-            key="probability",
-            title="Mean probability",
-            unit=Unit.NUMBER,
-            series=(_metric("mean_prob", "of generated tokens"),),
-            note="Of the generated tokens.",
+        _chart(
+            "probability",
+            "Mean probability",
+            Unit.NUMBER,
+            "Of the generated tokens.",
+            {"mean_prob": "of generated tokens"},
             figure="7d",
             band=(0.74, 0.86),
             from_zero=False,
         ),
-        Chart(
-            key="accuracy",
-            title="Training accuracy",
-            unit=Unit.SHARE,
-            series=(_metric("accuracy/mean", "right answers"),),
-            note="Right answers among all responses generated.",
+        _chart(
+            "accuracy",
+            "Training accuracy",
+            Unit.SHARE,
+            "Right answers among all responses generated.",
+            {"accuracy/mean": "right answers"},
             to_one=True,
         ),
-        Chart(
-            key="truncated",
-            title="Cut off at the limit",
-            unit=Unit.SHARE,
-            series=(_metric("truncated_fraction", "responses"),),
-            note="Responses that met rollout.max_new_tokens.",
+        _chart(
+            "truncated",
+            "Cut off at the limit",
+            Unit.SHARE,
+            "Responses that met rollout.max_new_tokens.",
+            {"truncated_fraction": "responses"},
         ),
     ),
 )
@@ -155,22 +161,19 @@ SAMPLING = Section(
             figure="3b",
             band=(0.0, 0.60),
         ),
-        Chart(
-            key="oversampling",
-            title="Over-sampling",
-            unit=Unit.NUMBER,
-            series=(
-                _metric("sampling/oversampling_actual", "needed"),
-                _metric("sampling/oversampling_predicted", "first dispatched"),
-            ),
-            note="Groups for each group wanted.",
+        _chart(
+            "oversampling",
+            "Over-sampling",
+            Unit.NUMBER,
+            "Groups for each group wanted.",
+            {"sampling/oversampling_actual": "needed", "sampling/oversampling_predicted": "first dispatched"},
         ),
-        Chart(
-            key="carried",
-            title="Carried over",
-            unit=Unit.COUNT,
-            series=(_metric("sampling/carried", "waiting"), _metric("sampling/expired", "too old, generated again")),
-            note="Finished groups past the end of the batch.",
+        _chart(
+            "carried",
+            "Carried over",
+            Unit.COUNT,
+            "Finished groups past the end of the batch.",
+            {"sampling/carried": "waiting", "sampling/expired": "too old, generated again"},
         ),
     ),
 )
@@ -181,23 +184,19 @@ CLIP = Section(
     lead="Clip-higher (section 3.1) leaves unlikely tokens room to grow. If the clip holds back exploration, the "
     "tokens clipped from above are the unlikely ones.",
     charts=(
-        Chart(
-            key="clipped",
-            title="Clipped tokens",
-            unit=Unit.SHARE,
-            series=(
-                _metric("clip_fraction/low", "from below"),
-                _metric("clip_fraction/high", "from above"),
-                _metric("clip_fraction/dual", "dual"),
-            ),
-            note="Share of the tokens that carry loss.",
+        _chart(
+            "clipped",
+            "Clipped tokens",
+            Unit.SHARE,
+            "Share of the tokens that carry loss.",
+            {"clip_fraction/low": "from below", "clip_fraction/high": "from above", "clip_fraction/dual": "dual"},
         ),
-        Chart(
-            key="clip_prob",
-            title="Tokens clipped from above",
-            unit=Unit.NUMBER,
-            series=(_metric("clip_high_prob", "clipped from above"), _metric("mean_prob", "all tokens")),
-            note="Their probability before the update; low is the paper's point.",
+        _chart(
+            "clip_prob",
+            "Tokens clipped from above",
+            Unit.NUMBER,
+            "Their probability before the update; low is the paper's point.",
+            {"clip_high_prob": "clipped from above", "mean_prob": "all tokens"},
             figure="3a",
             to_one=True,
         ),
@@ -209,33 +208,33 @@ UPDATE = Section(
     title="Updates and agreement",
     lead="How large the steps are, and whether server and trainer still hold the same model.",
     charts=(
-        Chart(
-            key="gradient",
-            title="Gradient norm",
-            unit=Unit.NUMBER,
-            series=(_metric("grad_norm", "before clipping"),),
-            note="Mean over the optimizer steps, before clipping.",
+        _chart(
+            "gradient",
+            "Gradient norm",
+            Unit.NUMBER,
+            "Mean over the optimizer steps, before clipping.",
+            {"grad_norm": "before clipping"},
         ),
-        Chart(
-            key="kl",
-            title="KL divergence",
-            unit=Unit.NUMBER,
-            series=(_metric("kl/old", "old to new policy"), _metric("kl/reference", "to the start")),
-            note="Nats a token, k3 estimator.",
+        _chart(
+            "kl",
+            "KL divergence",
+            Unit.NUMBER,
+            "Nats a token, k3 estimator.",
+            {"kl/old": "old to new policy", "kl/reference": "to the start"},
         ),
-        Chart(
-            key="mismatch",
-            title="Server against trainer",
-            unit=Unit.NUMBER,
-            series=(_metric("mismatch/mean_abs", "mean"), _metric("mismatch/max_abs", "largest")),
-            note="|log-prob difference| of the same token, nats.",
+        _chart(
+            "mismatch",
+            "Server against trainer",
+            Unit.NUMBER,
+            "|log-prob difference| of the same token, nats.",
+            {"mismatch/mean_abs": "mean", "mismatch/max_abs": "largest"},
         ),
-        Chart(
-            key="stale",
-            title="Stale tokens",
-            unit=Unit.SHARE,
-            series=(_metric("staleness/share", "of the batch"),),
-            note="Trained tokens that older weights wrote.",
+        _chart(
+            "stale",
+            "Stale tokens",
+            Unit.SHARE,
+            "Trained tokens that older weights wrote.",
+            {"staleness/share": "of the batch"},
         ),
     ),
 )
@@ -246,19 +245,19 @@ BIAS = Section(
     lead="What is trained on against what was generated. Groups are admitted in prompt order, so a lasting gap in "
     "length comes from the filter alone, not from which response was finished first.",
     charts=(
-        Chart(
-            key="bias_length",
-            title="Length",
-            unit=Unit.COUNT,
-            series=(_metric("bias/accepted_length", "trained on"), _metric("bias/generated_length", "generated")),
-            note="Mean tokens a response.",
+        _chart(
+            "bias_length",
+            "Length",
+            Unit.COUNT,
+            "Mean tokens a response.",
+            {"bias/accepted_length": "trained on", "bias/generated_length": "generated"},
         ),
-        Chart(
-            key="bias_accuracy",
-            title="Accuracy",
-            unit=Unit.SHARE,
-            series=(_metric("bias/accepted_accuracy", "trained on"), _metric("bias/generated_accuracy", "generated")),
-            note="The filter draws the batch towards one half.",
+        _chart(
+            "bias_accuracy",
+            "Accuracy",
+            Unit.SHARE,
+            "The filter draws the batch towards one half.",
+            {"bias/accepted_accuracy": "trained on", "bias/generated_accuracy": "generated"},
             to_one=True,
         ),
     ),
@@ -271,23 +270,23 @@ WORDING = Section(
     "they appear in training. The correlation says whether, within a rollout step, such responses are right "
     "more often.",
     charts=(
-        Chart(
-            key="wording_rate",
-            title="How often",
-            unit=Unit.SHARE,
-            series=(_metric("reflection_rate", "reflecting"), _metric("backtracking_rate", "backtracking")),
-            note="Share of the responses generated.",
+        _chart(
+            "wording_rate",
+            "How often",
+            Unit.SHARE,
+            "Share of the responses generated.",
+            {"reflection_rate": "reflecting", "backtracking_rate": "backtracking"},
         ),
-        Chart(
-            key="wording_accuracy",
-            title="How often right",
-            unit=Unit.SHARE,
-            series=(
-                _metric("reflection_accuracy", "reflecting"),
-                _metric("backtracking_accuracy", "backtracking"),
-                _metric("accuracy/mean", "all responses"),
-            ),
-            note="Accuracy among those responses.",
+        _chart(
+            "wording_accuracy",
+            "How often right",
+            Unit.SHARE,
+            "Accuracy among those responses.",
+            {
+                "reflection_accuracy": "reflecting",
+                "backtracking_accuracy": "backtracking",
+                "accuracy/mean": "all responses",
+            },
             to_one=True,
         ),
     ),
@@ -298,23 +297,20 @@ TIME = Section(
     title="Time",
     lead="Seconds of the phases of each rollout step, as the coordinator waits for them.",
     charts=(
-        Chart(
-            key="phases",
-            title="Seconds a rollout step",
-            unit=Unit.SECONDS,
-            series=tuple(_metric(f"timing/{phase}", phase.replace("_", " ")) for phase in PHASES),
-            note="Stacked in the order of the step.",
+        _chart(
+            "phases",
+            "Seconds a rollout step",
+            Unit.SECONDS,
+            "Stacked in the order of the step.",
+            {f"timing/{phase}": phase.replace("_", " ") for phase in PHASES},
             stack=True,
         ),
-        Chart(
-            key="speed",
-            title="Tokens a second",
-            unit=Unit.COUNT,
-            series=(
-                _metric("tokens_per_second/rollout", "generated"),
-                _metric("tokens_per_second/train", "trained on"),
-            ),
-            note="The whole run, not a GPU.",
+        _chart(
+            "speed",
+            "Tokens a second",
+            Unit.COUNT,
+            "The whole run, not a GPU.",
+            {"tokens_per_second/rollout": "generated", "tokens_per_second/train": "trained on"},
         ),
     ),
 )

@@ -12,6 +12,7 @@ from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.report import tables
 from megatron_dapo.monitor.report.alarms import Spell, alarm_spells, limits_of
 from megatron_dapo.monitor.report.charts import count, draw_sections, has_paper_ranges, share, total
+from megatron_dapo.monitor.report.evaluations import EvaluationRow, draw_evaluations, evaluation_rows
 from megatron_dapo.monitor.report.source import Run
 from megatron_dapo.monitor.status import read_heartbeat
 
@@ -39,6 +40,8 @@ class RunView:
     notes: list[str]
     spells: list[Spell]
     held_out: list[tables.HeldOut]
+    evaluated: list[tuple[str, Markup, list]]
+    evaluations: list[EvaluationRow]
     prompts: list[tables.Part]
     tokens: list[tables.Part]
     bias: list[tuple[str, str, str, str]]
@@ -90,6 +93,8 @@ def _view(run: Run, number: int) -> RunView:
         notes=[*run.notes, *_last_error(run)],
         spells=alarm_spells(run.lines, limits_of(run.setting)),
         held_out=tables.held_out(run),
+        evaluated=draw_evaluations(run.evaluations, last_step=_last_evaluated(run), salt=f"evaluated{number}"),
+        evaluations=evaluation_rows(run.evaluations),
         prompts=tables.parts(run.fates.prompts, "prompts") if run.fates else [],
         tokens=tables.parts(run.fates.tokens, "tokens") if run.fates else [],
         bias=tables.bias_rows(run),
@@ -102,6 +107,10 @@ def _view(run: Run, number: int) -> RunView:
         examples=tables.examples(run),
         provenance=tables.provenance(run),
     )
+
+
+def _last_evaluated(run: Run) -> int:
+    return max([run.steps, *(each.step or 0 for each in run.evaluations)])
 
 
 def _breakable(key: str) -> Markup:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megatron_dapo.monitor.report.evaluations import Evaluation, read_evaluations
 from megatron_dapo.monitor.report.fates import Fates, count_fates
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 
@@ -36,6 +37,7 @@ class Run:
     manifest: Mapping[str, Any]
     samples: list[dict[str, Any]]
     fates: Fates | None
+    evaluations: list[Evaluation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,6 +104,7 @@ def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
         manifest=_mapping(folder / "manifest.json", notes),
         samples=_samples(folder / "samples.jsonl", notes),
         fates=count_fates(folder / "ledger.jsonl", notes),
+        evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
         notes=notes,
     )
 
