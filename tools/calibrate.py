@@ -195,13 +195,13 @@ def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:
-    """The export gathers and writes, the rest reads and compares; of each pair only the sum is known, so both get the
+    """Where weights go through a disk: the trainer gathers and writes, the rest reads and compares; of each pair only the sum is known, so both get the
     same bandwidth."""
     model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     export, rest = [], []
     for step in steps:
         phase = next((span for span in step.phases if span.name == "weight_sync"), None)
-        call = [s for rank in step.ranks for s in rank.spans if (s.track, s.name) == ("calls", "export_hf")]
+        call = [s for rank in step.ranks for s in rank.spans if (s.track, s.name) == ("calls", "write")]
         call = [span for span in call if phase and phase.start <= span.start < phase.end]
         if phase and call:
             export.append(max(span.seconds for span in call))

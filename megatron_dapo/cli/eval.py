@@ -124,6 +124,12 @@ async def _watch(
 
     if options.model or options.out or not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
+    sync = load_config(target / "config.yaml").rollout.weight_sync
+    if sync != "disk":
+        raise ConfigError(
+            f"{target}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs disk, "
+            "and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
+        )
     watch = Watch(target, every=options.every, report=console.note)
 
     def done(version: int, result: Mapping[str, Any]) -> None:
@@ -193,7 +199,9 @@ def _newest_kept(run: Path) -> int:
         return kept[-1]
     there = versions(run / "weights")
     if not there:
-        raise ConfigError(f"{run}: no weights there yet; wait for the run's first ones, or give --model")
+        raise ConfigError(
+            f"{run}: no weights on disk; wait for the run's first ones (with rollout.weight_sync=disk), or give --model"
+        )
     if not freeze(run / "weights" / f"v{there[-1]}", run / KEPT / f"v{there[-1]}"):
         raise ConfigError(f"{run}: version {there[-1]} was removed by the run meanwhile; try again")
     return there[-1]

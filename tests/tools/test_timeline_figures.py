@@ -54,7 +54,7 @@ def test_the_tail_is_when_few_responses_run(tmp_path):
 def test_memory_is_the_most_of_any_rank_and_call(tmp_path):
     steps = steps_of(tmp_path, data=2)
     assert figures(steps)["peak_memory"] == 5_000_001
-    assert rank_rows(steps)[1]["peak"] == {"log_probs": 2e6, "update": 5_000_001, "export_hf": 1e6}
+    assert rank_rows(steps)[1]["peak"] == {"log_probs": 2e6, "update": 5_000_001, "write": 1e6}
 
 
 def test_steps_that_do_not_count_or_are_not_whole_are_left_out(tmp_path):

@@ -50,5 +50,5 @@ def _write_rank(run: Path, number: int, about: dict, step: int, slow: float, ten
         rank.add("update", "optimizer", ZERO + start + 16, ZERO + start + 19)
     if tensor > 1:
         rank.add("probe", "all-reduce", ZERO + 90, ZERO + 90.1, bytes=300 * 64 * 4, ranks=tensor, seconds=0.01)
-    rank.add("calls", "export_hf", ZERO + 90, ZERO + 94, peak_bytes=1_000_000, memory="device")
+    rank.add("calls", "write", ZERO + 90, ZERO + 94, peak_bytes=1_000_000, memory="device")
     rank.write()
