@@ -195,8 +195,8 @@ def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:
-    """Where weights go through a disk: the trainer gathers and writes, the rest reads and compares; of each pair only the sum is known, so both get the
-    same bandwidth."""
+    """Where weights go through a disk: the trainer gathers and writes, then the servers read and compare. Of each pair
+    only the sum is known, so both get the same bandwidth."""
     model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     export, rest = [], []
     for step in steps:

@@ -127,8 +127,8 @@ async def _watch(
     sync = load_config(target / "config.yaml").rollout.weight_sync
     if sync != "disk":
         raise ConfigError(
-            f"{target}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs disk, "
-            "and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
+            f"{target}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs "
+            "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
         )
     watch = Watch(target, every=options.every, report=console.note)
 
