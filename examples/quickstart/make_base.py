@@ -5,6 +5,10 @@
 First the model learns to work problems out, from solutions of which some ramble past any limit. Then it learns from
 people who seldom bother: most of its examples are the bare answer, the more so the longer the problem. What comes out
 can calculate passably and seldom does. Reinforcement learning can improve both.
+
+    python examples/quickstart/make_base.py --recipe rambling --out FOLDER
+
+goes on from the committed base with longer problems and writers most of whom ramble: a base for examples/ablation.
 """
 
 import itertools
@@ -12,15 +16,15 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
@@ -35,7 +39,7 @@ from megatron_dapo.config.model import ModelConfig
 from respond import load, respond
 from reward.messages import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
-from task import Problem, Split, problems, rambling
+from task import MOST_STEPS, Problem, Split, problems, rambling
 
 BASE = Path(__file__).parent / "base"
 EVALUATED = 500
@@ -47,12 +51,16 @@ class Recipe:
 
     seed: int = 0
     """Of the weights and of the examples."""
+    start: Path | None = None
+    """Folder of the weights and the tokenizer to go on from; None: both are made anew."""
+    most_steps: int = MOST_STEPS
+    """Steps of the longest problems."""
     working_steps: int = 550
     """Optimizer steps on worked solutions alone."""
     blurting_steps: int = 250
     """Optimizer steps after them, on bare answers and worked solutions."""
     bare: tuple[float, ...] = (0.4, 0.6, 0.75, 0.85)
-    """Share of bare answers in them, for problems of 2, 3, 4 and 5 steps."""
+    """Share of bare answers in them, for problems of 2, 3, 4, ... steps."""
     rambling: float = 0.2
     """Share of rambling ones among worked solutions."""
     repeat: float = 0.55
@@ -75,7 +83,21 @@ class Recipe:
         return LearningRate(peak=self.lr, warmup_steps=20, decay_steps=self.steps, final_fraction=self.final_fraction)
 
 
-RECIPE = Recipe()
+RECIPES = {
+    "quickstart": Recipe(),
+    "rambling": Recipe(
+        start=BASE,
+        most_steps=7,
+        working_steps=0,
+        blurting_steps=220,
+        bare=(0.85,) * 6,
+        rambling=0.7,
+        repeat=0.6,
+        longest_ramble=10,
+        lr=2e-3,
+        final_fraction=0.1,
+    ),
+}
 
 
 def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
@@ -104,7 +126,7 @@ def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) 
 def examples(recipe: Recipe) -> Iterator[tuple[Problem, str, bool]]:
     """Problems with a response and whether that comes to an end: as many as the recipe has steps for."""
     rng = random.Random(recipe.seed)
-    endless = problems(Split.WARM_START, seed=recipe.seed)
+    endless = problems(Split.WARM_START, seed=recipe.seed, most_steps=recipe.most_steps)
     for index, problem in enumerate(itertools.islice(endless, recipe.steps * recipe.examples_per_step)):
         blurting = index >= recipe.working_steps * recipe.examples_per_step
         if blurting and rng.random() < recipe.bare[len(problem.steps) - 2]:
@@ -136,13 +158,13 @@ def mini_batch(
     return MiniBatch(responses=responses, weights=weights.numpy(), plan=plan)
 
 
-def train(recipe: Recipe, blank: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, rendezvous: Path) -> None:
-    """Trains the model in `blank` and writes the result, with `blank`'s tokenizer and config, to `folder`."""
+def train(recipe: Recipe, start: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, rendezvous: Path) -> None:
+    """Trains the model in `start` and writes the result, with `start`'s tokenizer and config, to `folder`."""
     optimizer = OptimizerConfig(lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
     config = ActorConfig(device="cpu", optimizer=optimizer, micro_batch_tokens=4096)
     actor = MegatronActor(
         config,
-        ModelConfig(path=str(blank), context_length=CONTEXT_LENGTH, dtype="float32"),
+        ModelConfig(path=str(start), context_length=CONTEXT_LENGTH, dtype="float32"),
         rank=0,
         world_size=1,
         rendezvous=f"file://{rendezvous}",
@@ -182,11 +204,11 @@ class Measured:
     """Answered without any working."""
 
 
-def measure(folder: Path, *, temperature: float, forbidden_start: str | None = None) -> Measured:
+def measure(folder: Path, *, most_steps: int, temperature: float, forbidden_start: str | None = None) -> Measured:
     """Lets the model in `folder` answer the first EVALUATED held-out problems of seed 0, once each."""
     torch.manual_seed(0)
     model, tokenizer = load(folder)
-    held_out = list(itertools.islice(problems(Split.HELDOUT, seed=0), EVALUATED))
+    held_out = list(itertools.islice(problems(Split.HELDOUT, seed=0, most_steps=most_steps), EVALUATED))
     answers = respond(
         model,
         tokenizer,
@@ -207,24 +229,36 @@ def is_right(problem: Problem, response: str) -> bool:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for the base.", file_okay=False)] = BASE,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the examples.")] = RECIPE.seed,
-    working_steps: Annotated[int, typer.Option(min=1, help="Steps on worked solutions.")] = RECIPE.working_steps,
-    blurting_steps: Annotated[int, typer.Option(min=1, help="Steps on mostly bare answers.")] = RECIPE.blurting_steps,
+    out: Annotated[Path | None, typer.Option(help="Folder; the quickstart's own otherwise.", file_okay=False)] = None,
+    recipe: Annotated[Literal["quickstart", "rambling"], typer.Option(help="How it is taught.")] = "quickstart",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the examples.")] = 0,
+    working_steps: Annotated[int | None, typer.Option(min=0, help="Steps on worked solutions.")] = None,
+    blurting_steps: Annotated[int | None, typer.Option(min=0, help="Steps on mostly bare answers.")] = None,
+    measured: Annotated[bool, typer.Option(help="Let it answer held-out problems when it is made.")] = True,
 ) -> None:
     """Make the tokenizer and the base model, and say what the base can do."""
-    recipe = Recipe(seed=seed, working_steps=working_steps, blurting_steps=blurting_steps)
+    if out is None and recipe != "quickstart":
+        raise typer.BadParameter(f"recipe {recipe} is no base of the quickstart; name a folder with --out")
+    folder = out or BASE
+    given = {"working_steps": working_steps, "blurting_steps": blurting_steps}
+    steps = {name: count for name, count in given.items() if count is not None}
+    taught = replace(RECIPES[recipe], seed=seed, **steps)
     disable_progress_bar()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        blank = Path(scratch, "blank")
-        tokenizer = make_tokenizer(blank)
-        blank_model(blank, tokenizer, seed=seed)
-        train(recipe, blank, out, tokenizer, Path(scratch, "rendezvous"))
-    print(f"{out} written after {time.monotonic() - began:.0f} s; now answering {EVALUATED} held-out problems")
+        start = taught.start
+        if start is None:
+            start = Path(scratch, "blank")
+            blank_model(start, make_tokenizer(start), seed=seed)
+        tokenizer = AutoTokenizer.from_pretrained(start, local_files_only=True)
+        train(taught, start, folder, tokenizer, Path(scratch, "rendezvous"))
+    print(f"{folder} written after {time.monotonic() - began:.0f} s")
+    if not measured:
+        return
+    print(f"now answering {EVALUATED} held-out problems")
     for name, forbidden in (("as it is", None), ("made to work it out", "Answer:")):
-        sampled = measure(out, temperature=1.0, forbidden_start=forbidden)
-        greedy = measure(out, temperature=0.0, forbidden_start=forbidden)
+        sampled = measure(folder, most_steps=taught.most_steps, temperature=1.0, forbidden_start=forbidden)
+        greedy = measure(folder, most_steps=taught.most_steps, temperature=0.0, forbidden_start=forbidden)
         print(f"{name}: sampled {sampled.right:.1%} right, {sampled.bare:.0%} bare answers; greedy {greedy.right:.1%}")
 
 

@@ -104,8 +104,9 @@ def split_of(problem: Problem) -> Split:
     return _SPLIT_OF_BUCKET[digest[0] % len(_SPLIT_OF_BUCKET)]
 
 
-def problems(split: Split, *, seed: int) -> Iterator[Problem]:
-    """Endless problems of one split, no signature twice, with as many of two steps as of three, four and five.
+def problems(split: Split, *, seed: int, most_steps: int = MOST_STEPS) -> Iterator[Problem]:
+    """Endless problems of one split, no signature twice, with as many of two steps as of three, and of each further
+    number up to `most_steps`.
 
     The same seed gives the same problems on every machine.
 
@@ -115,7 +116,7 @@ def problems(split: Split, *, seed: int) -> Iterator[Problem]:
     """
     rng, seen = random.Random(seed), set[Signature]()
     while True:
-        count = rng.randint(FEWEST_STEPS, MOST_STEPS)
+        count = rng.randint(FEWEST_STEPS, most_steps)
         for _ in range(ATTEMPTS):
             problem = _attempt(rng, count)
             if problem is not None and split_of(problem) == split and signature(problem) not in seen:

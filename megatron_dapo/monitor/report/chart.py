@@ -91,7 +91,8 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
     if frame.to_one:
         panel.set_ylim(0, 1)
     elif frame.from_zero:
-        low = min((value for curve in curves for value in curve.values), default=0)
+        drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if values is not None]
+        low = min((value for values in drawn for value in values), default=0)
         panel.set_ylim(bottom=min(0, low), top=None if panel.get_ylim()[1] > 0 else 1)
     return svg_of(figure, salt)
 

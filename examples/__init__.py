@@ -1,0 +1,1 @@
+"""Examples: programs and configs that are run from the repository's root."""

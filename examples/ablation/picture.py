@@ -1,0 +1,71 @@
+"""curves.png: the ladder at one glance, for a page that shows no HTML."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
+
+from examples.ablation.curves import CHARTS, Series, series
+from examples.ablation.results import Outcome
+from examples.ablation.rungs import LADDER
+from examples.ablation.verdicts import Found
+from megatron_dapo.monitor.picture import BLUE, FAINT, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
+from megatron_dapo.monitor.report.chart import Unit
+
+COLOURS = dict(zip((rung.name for rung in LADDER), (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN), strict=True))
+
+
+def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: Path) -> None:
+    """The ladder's six curves, and the gain of each rung with its 95% interval over the seeds."""
+    figure = Figure(figsize=(13, 7), dpi=150, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(3, 3, height_ratios=(1, 1, 0.9))
+    for number, chart in enumerate(CHARTS):
+        panel = figure.add_subplot(grid[number // 3, number % 3])
+        _style(panel, chart.title, chart.x_label)
+        for one in series(chart, outcomes, tuple(COLOURS)):
+            _curve(panel, one)
+        if chart.unit is Unit.SHARE:
+            panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        panel.set_ylim(bottom=0)
+        if number == 0:
+            panel.legend(fontsize=8, frameon=False, labelcolor=INK)
+    _gains(figure.add_subplot(grid[2, :]), ladder)
+    figure.savefig(out_png)
+
+
+def _curve(panel: Axes, one: Series) -> None:
+    colour, alone = COLOURS[one.rung], "o" if len(one.x) == 1 else None
+    panel.fill_between(one.x, one.low, one.high, color=colour, alpha=0.12, linewidth=0)
+    panel.plot(one.x, one.mean, color=colour, linewidth=1.8, label=one.rung, marker=alone)
+
+
+def _gains(panel: Axes, ladder: Sequence[Found]) -> None:
+    _style(
+        panel, "Gain of each rung over the one before, held-out, sampled: mean over the seeds, 95% interval", "points"
+    )
+    known = [found for found in ladder if found.difference]
+    for at, found in enumerate(known):
+        difference = found.difference
+        assert difference is not None
+        if difference.low is not None and difference.high is not None:
+            panel.plot([100 * difference.low, 100 * difference.high], [at, at], color=BLUE, linewidth=3, alpha=0.45)
+        panel.plot([100 * difference.mean], [at], "o", color=BLUE)
+    panel.axvline(0, color=INK, linewidth=1)
+    panel.set_yticks(range(len(known)), [f"{found.what}: {found.verdict}" for found in known], fontsize=8)
+    panel.invert_yaxis()
+
+
+def _style(panel: Axes, title: str, x_label: str) -> None:
+    panel.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold")
+    panel.set_xlabel(x_label, color=FAINT, fontsize=8)
+    panel.grid(axis="y", color=PALE, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=INK, length=0, labelsize=8)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color(FAINT)

@@ -1,0 +1,116 @@
+"""The report says what the figures say, and never more."""
+
+import json
+
+import pytest
+
+from examples.ablation.paired import paired
+from examples.ablation.report import said, spoken_difference, write_report
+from examples.ablation.results import SAMPLED, Outcome, accuracy_at, read_outcomes, useless_share, weighted
+from examples.ablation.runs import FAILURE
+from examples.ablation.verdicts import NOISE, UNSURE, claims, compare, verdict
+from tests.examples.ablation.folders import begin, finish, planned
+
+SEEDS = [0, 1, 2, 3, 4]
+WOBBLE = (0.0, 0.011, -0.006, 0.004, -0.009)
+
+
+@pytest.fixture
+def outcomes(tmp_path) -> list[Outcome]:
+    """Dynamic sampling gains 15 points on every seed, the filter 1 now and then, and `token` failed at seed 4."""
+    runs = planned(tmp_path, ["naive", "filter", "token", "full"], SEEDS)
+    gains = {"naive": 0.0, "filter": 0.01, "token": 0.05, "full": 0.20}
+    for run in runs:
+        wobble = WOBBLE[(run.seed + len(run.rung.name)) % 5]
+        if (run.rung.name, run.seed) == ("token", 4):
+            begin(run)
+            (run.folder / FAILURE).write_text(json.dumps({"exit_code": 3, "error": "Diverged: loss is nan\nmore"}))
+        else:
+            tokens = 2000 if run.rung.name == "full" else 1000
+            finish(run, sampled=0.3 + gains[run.rung.name] + wobble, tokens=tokens)
+    return read_outcomes(runs)
+
+
+def test_what_is_large_shows_and_what_is_small_does_not(outcomes) -> None:
+    ladder = {row.what: row for row in compare(outcomes)["ladder"]}
+    assert ladder["dynamic sampling"].verdict == "gains"
+    assert ladder["dynamic sampling"].difference.n == 4, "the seed whose `token` failed is no pair"
+    assert ladder["all of it"].difference.mean == pytest.approx(0.2, abs=0.01)
+    assert ladder["overlong filtering"].verdict == NOISE
+    assert ladder["clip-higher"].verdict == "not run"
+
+
+def test_a_difference_that_only_its_own_interval_shows_is_not_called_a_gain() -> None:
+    found = paired([0.01, 0.02, 0.03, 0.04, 0.05])
+    assert found.p == pytest.approx(0.0132, abs=1e-4)
+    assert verdict(found, found.p, words=("gains", "loses")) == "gains"
+    assert verdict(found, 6 * found.p, words=("gains", "loses")) == UNSURE
+    assert verdict(found, found.p, sign=-1, words=("shows", "shows the opposite")) == "shows the opposite"
+    assert verdict(paired([0.3]), None, words=("gains", "loses")) == "one seed: no interval"
+
+
+def test_equal_tokens_are_compared_where_the_thriftier_run_ends(outcomes) -> None:
+    row = next(row for row in compare(outcomes)["ladder"] if row.what == "dynamic sampling")
+    assert row.equal_tokens.mean < 0, "the same rollout accuracy by step costs `full` twice the tokens here"
+
+
+def test_accuracy_at_a_budget_by_hand() -> None:
+    lines = [
+        {"accuracy/mean": value, "sampling/generated": 10, "tokens/generated": 100} for value in (0.1, 0.2, 0.4, 0.5)
+    ]
+    assert accuracy_at(lines, 400) == pytest.approx(0.45), "of tokens 267 to 400"
+    assert accuracy_at(lines, 300) == pytest.approx(0.4)
+    assert accuracy_at(lines, 100) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="400 tokens were generated, 401"):
+        accuracy_at(lines, 401)
+
+
+def test_means_weigh_steps_by_their_size() -> None:
+    lines = [
+        {"accuracy/mean": 0.0, "sampling/generated": 30, "sampling/kept": 10, "sampling/all_wrong": 20},
+        {"accuracy/mean": 1.0, "sampling/generated": 10, "sampling/kept": 10, "sampling/all_correct": 0},
+    ]
+    assert weighted(lines, "accuracy/mean", "sampling/generated") == pytest.approx(0.25)
+    assert useless_share(lines) == pytest.approx(0.5)
+
+
+def test_an_effect_in_the_papers_direction_shows(tmp_path) -> None:
+    runs = planned(tmp_path, ["filter", "clip"], SEEDS)
+    for run in runs:
+        finish(run, sampled=0.3, entropy=(0.2 if run.rung.name == "clip" else 0.1) + 0.1 * WOBBLE[run.seed])
+    shown = {item.what: item.verdict for item in claims(read_outcomes(runs))}
+    assert shown["clip-higher keeps entropy up"] == "shows"
+    assert shown["token-level loss holds entropy down"] == "not run"
+
+
+def test_page_and_markdown_hold_the_same_verdicts(outcomes, tmp_path) -> None:
+    html, markdown, picture = write_report(tmp_path, outcomes)
+    page, text = html.read_text(), markdown.read_text()
+    gain = spoken_difference(compare(outcomes)["ladder"][4].difference, SAMPLED)
+    assert gain.startswith("+1")
+    for shown in (page, text):
+        assert "token, seed 4: Diverged: loss is nan" in shown
+        assert gain in shown
+        assert "inside the noise" in shown
+    assert page.count("<svg") == 18, "six charts of three sets"
+    assert "<script" not in page
+    assert "src=" not in page
+    assert picture.stat().st_size > 20_000
+    assert "| overlong filtering | naive → filter | 5 |" in text
+
+
+def test_plain_words_name_each_pair_once(outcomes) -> None:
+    words = said(compare(outcomes), claims(outcomes))
+    gains = words["gains"]
+    assert sum("dynamic sampling (token → full" in item for item in gains) == 1
+    assert not any("overlong filtering" in item for item in gains)
+
+
+def test_one_seed_gives_a_report_without_a_verdict(tmp_path) -> None:
+    runs = planned(tmp_path, ["naive", "full"], [0])
+    for run in runs:
+        finish(run, sampled=0.3)
+    _, markdown, _ = write_report(tmp_path, read_outcomes(runs))
+    assert "one seed: no interval" in markdown.read_text()
+    assert "**gains**" not in markdown.read_text()
+    assert "| gains |" not in markdown.read_text()
