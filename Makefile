@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED = 1
 TESTS := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-slurm test-gpu check format base-model data docs clean clean-venv
+.PHONY: help install demo test test-slow test-slurm test-gpu check format base-model ladder data docs clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,9 @@ format: install ## format the code and apply the linter's safe fixes
 
 base-model: install ## train the quickstart's base model anew
 	$(BIN)/python examples/quickstart/make_base.py $(ARGS)
+
+ladder: install ## switch each technique on and off over five seeds; hours, and resumable (examples/ablation)
+	$(BIN)/python -m examples.ablation $(ARGS)
 
 data: install ## write the quickstart's prompt files anew
 	$(BIN)/python examples/quickstart/make_data.py

@@ -38,12 +38,8 @@ def test_it_goes_on_from_the_committed_base_and_never_overwrites_it() -> None:
 def test_the_quickstarts_recipe_is_what_it_was() -> None:
     quickstart = make_base.RECIPES["quickstart"]
     assert quickstart.start is None
-    assert {len(problem.steps) for problem, _, _ in make_base.examples(replace(quickstart, working_steps=5))} == {
-        2,
-        3,
-        4,
-        5,
-    }
+    taught = make_base.examples(replace(quickstart, working_steps=5))
+    assert {len(problem.steps) for problem, _, _ in taught} == {2, 3, 4, 5}
 
 
 def test_long_problems_do_not_fit_and_short_ones_do() -> None:
