@@ -150,11 +150,3 @@ def test_every_file_that_the_makefile_runs_exists() -> None:
     named = re.findall(r"(?<![\w./])[\w.-]+/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text())
     assert named
     assert not [name for name in named if not (ROOT / name).is_file()]
-
-
-def test_every_command_that_a_document_names_exists() -> None:
-    code = code_of(documents()) + (ROOT / "Makefile").read_text()
-    for command in sorted(set(re.findall(r"(?:^|[`\s/])megatron-dapo ([a-z]+)", code, flags=re.MULTILINE))):
-        call = [sys.executable, "-c", "from megatron_dapo.cli.main import main; main()", command, "--help"]
-        answer = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert answer.returncode == 0, f"megatron-dapo {command}: {answer.stderr}"

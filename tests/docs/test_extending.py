@@ -1,0 +1,169 @@
+"""The worked examples of docs/extending.md, run as they stand there."""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actor.gloo import RankPlace, end_workers, run_ranks
+from tests.actor.ranks import assemble, logits_of
+from tests.actor.tiny import load_reference, random_sequences, reference_logits
+from tests.docs.documents import ROOT, blocks
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def written(name: str, folder: Path) -> Path:
+    """The block `file=NAME`, as a file."""
+    (body,) = [block.body for block in blocks(PAGE) if block.options.get("file") == name]
+    file = folder / name
+    file.write_text(body)
+    return file
+
+
+def entry(name: str) -> Any:
+    """The value of the block `entry=NAME`."""
+    (body,) = [block.body for block in blocks(PAGE) if block.options.get("entry") == name]
+    return ast.literal_eval(body.strip())
+
+
+def imported(file: Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(file.stem, file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[file.stem] = module  # dataclasses with slots look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
+    written("units_verifier.py", tmp_path)
+    (shell,) = [block.body for block in blocks(PAGE) if block.info == "bash"]
+    more = [
+        {"response": "about 4.9 km", "ground_truth": "5 km"},
+        {"response": "no idea", "ground_truth": "5 km"},
+        {"response": "5 km", "ground_truth": "far"},
+    ]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more))
+    command = shell.splitlines()[-1]
+    shell = shell.replace(command, f"cat more.jsonl >> lines.jsonl\n{command}")
+    shell = shell.replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}").replace("python -m", f"{sys.executable} -m")
+    done = subprocess.run(["bash", "-ec", shell], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [verdict["accuracy"] for verdict in verdicts] == [True, False, False, False]
+    assert [verdict["rule"] for verdict in verdicts] == ["length", "length", "none", "unjudged"]
+
+
+def test_the_objective_is_what_its_text_says(tmp_path) -> None:
+    from megatron_dapo.algorithm.policy_loss import LossColumns, PolicyObjective
+
+    objective = imported(written("detached_clip.py", tmp_path)).DetachedClipObjective(high=0.28)
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
+    moved = torch.tensor([0.0, 0.5, -0.2, 0.1], dtype=torch.float64)  # r: 1, 1.65 (clipped), 0.82, 1.105
+    advantages = torch.tensor([1.0, 2.0, 1.5, -1.0], dtype=torch.float64)
+    columns = LossColumns(
+        advantages=advantages,
+        old_log_probs=old,
+        sequence_index=torch.zeros(4, dtype=torch.int64),
+        sequence_lengths=torch.tensor([4]),
+    )
+
+    def gradient(chosen: Any) -> torch.Tensor:
+        log_probs = (old + moved).requires_grad_()
+        chosen(log_probs, torch.zeros(4), columns).loss.sum().backward()
+        assert log_probs.grad is not None
+        return log_probs.grad
+
+    expected = torch.tensor([-1.0, -1.28 * 2.0, -torch.tensor(-0.2).exp() * 1.5, torch.tensor(0.1).exp()])
+    assert torch.allclose(gradient(objective), expected.double(), rtol=1e-6)
+    paper = gradient(PolicyObjective())
+    assert paper[1] == 0, "eq. 8 drops the token beyond the clip; this objective does not"
+    assert torch.allclose(gradient(objective)[[0, 2, 3]], paper[[0, 2, 3]])
+
+
+def test_the_actor_takes_the_objective(tmp_path) -> None:
+    from megatron_dapo.algorithm.policy_loss import Objective
+
+    objective: Objective = imported(written("detached_clip.py", tmp_path)).DetachedClipObjective()
+    assert objective.stat_names == ("ratio",)
+    assert not objective.uses_entropy_gradient
+
+
+@pytest.fixture
+def mistral(tmp_path, monkeypatch) -> Path:
+    """A tiny random Mistral by transformers, with the page's entries in their tables."""
+    import transformers
+
+    from megatron_dapo.actor import hf_config
+    from rollout import checksums
+
+    monkeypatch.setattr(hf_config, "_FAMILIES", {**hf_config._FAMILIES, **entry("_FAMILIES")})
+    monkeypatch.setattr(hf_config, "_FIXED", {**hf_config._FIXED, **entry("_FIXED")})
+    monkeypatch.setattr(checksums, "ARCHITECTURES", (*checksums.ARCHITECTURES, *entry("ARCHITECTURES")))
+    config = transformers.MistralConfig(
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        sliding_window=None,
+    )
+    torch.manual_seed(0)
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_family_is_read_and_its_sliding_window_refused(mistral) -> None:
+    from megatron_dapo.actor.hf_config import HFModelConfig
+    from megatron_dapo.actor.weights import hf_shapes
+    from megatron_dapo.config.base import ConfigError
+
+    shape = HFModelConfig.load(mistral)
+    theirs = {name: tuple(tensor.shape) for name, tensor in load_reference(mistral).named_parameters()}
+    assert hf_shapes(shape) == theirs, "the table of parameters is the file's"
+    fields = json.loads((mistral / "config.json").read_text()) | {"sliding_window": 4096}
+    with pytest.raises(ConfigError, match="sliding_window = 4096: only None is supported"):
+        HFModelConfig.of(fields, shown="config.json")
+
+
+def logits_of_family(place: RankPlace, folder: Path, families: dict, micro_batches: list) -> list:
+    """In a rank's process, which other tests use after this one."""
+    from megatron_dapo.actor import hf_config
+
+    before = hf_config._FAMILIES
+    hf_config._FAMILIES = {**before, **families}
+    try:
+        return logits_of(place, [folder], {}, micro_batches)
+    finally:
+        hf_config._FAMILIES = before
+
+
+def test_the_family_computes_what_transformers_computes(mistral) -> None:
+    micro_batches = [random_sequences([5, 90, 33]), random_sequences([64], seed=2)]
+    try:
+        ((parts,),) = run_ranks(1, logits_of_family, mistral, entry("_FAMILIES"), micro_batches)
+    finally:
+        end_workers()
+    for got, sequences in zip(assemble([parts], micro_batches), micro_batches, strict=True):
+        for ours, theirs in zip(got, reference_logits(mistral, sequences), strict=True):
+            assert (ours[:, : theirs.shape[1]] - theirs).abs().max() <= 1e-4
+
+
+def test_a_server_of_the_family_can_be_checked(mistral) -> None:
+    from rollout.checksums import expected_checksums
+    from rollout.client import ServerInfo
+
+    info = ServerInfo(version="", tensor_parallel=1, device="cpu", dtype="float32")
+    (tensors,) = expected_checksums(mistral, info).values()
+    assert "model.layers.1.self_attn.qkv_proj.weight" in tensors
