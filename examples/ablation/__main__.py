@@ -29,7 +29,7 @@ def main(
     base_steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of a base's teaching; else its recipe's.")
     ] = None,
-    niceness: Annotated[int, typer.Option(min=0, max=19, help="How far other processes go first.")] = 10,
+    niceness: Annotated[int, typer.Option(min=0, max=19, help="How far other processes go first, at least.")] = 10,
     show_plan: Annotated[
         bool, typer.Option("--plan", help="Print what would be run and what it costs, and end.")
     ] = False,
@@ -52,7 +52,7 @@ def main(
     if show_plan:
         return
     if not report:
-        os.nice(niceness)
+        os.nice(max(0, niceness - os.nice(0)))
         try:
             _run_all(Place(folder=out), runs, base_steps)
         except LadderStopped as error:

@@ -142,8 +142,8 @@ def _add_seconds(folder: Path, seconds: float) -> None:
 def run_command(command: list[str], log: Path) -> tuple[int, str]:
     """Run a program to its end; its output goes to `log`. Returns exit code and output.
 
-    SIGINT and SIGTERM are handed on, so that a run saves what it has; should this process be killed, the program ends
-    too.
+    SIGINT and SIGTERM are handed on, so that a run saves what it has; a program that ends well all the same counts as
+    CONTINUE, for nothing is to follow it. Should this process be killed, the program is told to end too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -158,8 +158,10 @@ def run_command(command: list[str], log: Path) -> tuple[int, str]:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-        with _handing_on(process):
+        with _handing_on(process) as asked:
             code = process.wait()
+    if asked and code == 0:
+        code = ExitCode.CONTINUE
     return code, log.read_bytes()[start:].decode(errors="replace")
 
 
@@ -169,11 +171,17 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda given, _: process.send_signal(given)) for number in numbers}
+def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    """Yields the signals that were handed on so far."""
+    asked: list[int] = []
+
+    def hand_on(number: int, _: object) -> None:
+        asked.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -167,6 +167,12 @@ sys.exit(run_command([sys.executable, '-c', {SLOW!r}], Path({str(log)!r}))[0])"
         assert not Path(f"/proc/{child}").exists(), "the run outlived the ladder"
 
 
+def test_a_run_that_ends_well_after_a_signal_is_the_last_one(tmp_path) -> None:
+    """The signal comes while this process waits; without the handing-on it would end the test session."""
+    ends_well = f"import os, signal\nsignal.signal(15, lambda *_: None)\nos.kill({os.getpid()}, 15)\nsignal.pause()"
+    assert run_command([sys.executable, "-c", ends_well], tmp_path / "log")[0] == 75
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
