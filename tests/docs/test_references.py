@@ -127,6 +127,26 @@ def test_the_runbook_has_every_error_with_its_exit_code() -> None:
     assert stated == {path.rpartition(".")[2]: code.value for path, code in OF_ERRORS.items()}
 
 
+def wait_names() -> set[str]:
+    """What the coordinator waits for by name, up to the first part that is filled in."""
+    found = set()
+    for file in (ROOT / "megatron_dapo").rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args):
+                continue
+            what = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
+            if call.func.attr in ("wait_for", "_ask") and isinstance(what, ast.Constant):
+                found.add(str(what.value).strip())
+    return found
+
+
+def test_the_runbook_has_every_wait() -> None:
+    section = OPERATIONS.partition("## A run that stands still")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w -]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
+    assert len(wait_names()) > 6
+    assert not {name for name in wait_names() if not any(row.startswith(name) for row in named)}
+
+
 def test_the_runbook_has_every_alarm() -> None:
     section = OPERATIONS.partition("## Alarms")[2]
     missing = [rule.__name__ for rule in RULES if f"`{rule.__name__}`" not in section]
