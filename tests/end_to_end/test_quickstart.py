@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 import uuid
@@ -263,6 +265,26 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_bit_for_bit(whole,
         name: before[name] for name in ("loss", "grad_norm", "reward/mean")
     }
     assert (run_dir / "checkpoints" / f"set_aside.step_{STEPS}").is_dir()
+
+
+def private_mounts() -> bool:
+    """Whether this system lets its users have mount namespaces of their own."""
+    return shutil.which("unshare") is not None and subprocess.run(["unshare", "-rm", "true"]).returncode == 0
+
+
+@pytest.mark.skipif(not private_mounts(), reason="needs unshare -rm (user namespaces)")
+def test_a_full_disk_ends_the_run_with_its_checkpoint_whole(whole, tmp_path):
+    """The disk holds one checkpoint of 14 MB but not a second one; made larger, the run goes on as if nothing was."""
+    config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.small_disk", str(tmp_path), "30", config, *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = done.stdout.split('"state": "failed"')
+    assert f"exit code {ExitCode.TRAINER:d}, left behind: 0" in first
+    assert "the checkpoint could not be written: rank 0: [Errno 28] No space left on device" in first
+    assert f"exit code {ExitCode.FINISHED:d}, left behind: 0" in second
+    assert fates(tmp_path / "run") == fates(whole)
+    assert weights(tmp_path / "run" / "model") == weights(whole / "model")
 
 
 def test_an_interrupt_ends_everything(tmp_path):
