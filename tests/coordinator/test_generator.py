@@ -110,6 +110,17 @@ def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(
     assert (lines[0]["answer"], lines[0]["verifier"], lines[0]["place"]) == ("7", "robust", "exam.jsonl:1")
 
 
+def test_samples_hold_responses_without_a_verdict(tmp_path):
+    (group,) = groups(PROMPTS[2])
+    *judged, last = group.responses
+    failed = replace(last, verdict=replace(last.verdict, accuracy=False, error="timeout"))
+    admission = SimpleNamespace(generated=(replace(group, responses=(*judged, failed)),), kept=())
+    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    write_samples(record, PROMPTS[2:], tmp_path / "samples.jsonl", 1)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["response"], line["error"]) for line in lines] == [(judged[0].text, None), (last.text, "timeout")]
+
+
 def test_what_nobody_could_judge_stops_the_run():
     with pytest.raises(Unjudged, match=r"exam\.jsonl:1: no verdict by 'remote': reward\.remote\.url is not set"):
         groups(replace(PROMPTS[0], verifier="remote"))
