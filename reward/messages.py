@@ -109,6 +109,8 @@ class Rule(StrEnum):
     """Wrong: the prompt's placeholder (`$Answer`, `N`) instead of an answer."""
     ECHO = "echo"
     """Wrong: an expression copied out of the question, not worked out."""
+    EQUATION = "equation"
+    """Wrong: an equation that still has to be solved for its unknown, as `2x = 42`, unless the question asks so."""
     UNREADABLE = "unreadable"
     """Wrong: differs from the ground truth, and is nothing that could be compared with it (prose, or too long)."""
     UNJUDGED = "unjudged"

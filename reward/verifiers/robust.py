@@ -17,6 +17,10 @@ _PLACEHOLDER_WORDS = r"""
     [youranswer] <youranswer> youranswerhere
 """
 _PLACEHOLDERS = frozenset(_PLACEHOLDER_WORDS.split())
+_IN_ONE_UNKNOWN = re.compile(
+    r"-?\d+\*?[a-z]|-[a-z]|\|[a-z]\||[a-z]\^\{?\d+\}?|-?\d*[a-z][-+*/]\d+|\d+[-+*/][a-z]|\\frac\{[a-z]\}\{\d+\}"
+)
+"""`2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for."""
 _OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
 
 
@@ -75,6 +79,8 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
         extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
         if equal and rule is not Rule.TEXT and _is_echo(answer, prompt):
             return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
+        if equal and answer.name != truth.name and _is_unsolved(answer, prompt):
+            return Judgement(accuracy=False, extracted=answer.text[:EXTRACTED_LIMIT], rule=Rule.EQUATION)
         return Judgement(accuracy=equal, extracted=extracted, rule=rule)
     form = symbolic_form(answer, truth)
     if form is None:
@@ -114,6 +120,11 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
         return not bare or bare in _PLACEHOLDERS
     shown = [clean(shown.group(1)) for shown in re.finditer(r"(?i)answer:[ \t]{0,5}([^\s\"']{1,100})", prompt)]
     return text in shown
+
+
+def _is_unsolved(answer: Answer, prompt: str) -> bool:
+    """Whether the right side is stated of an expression in one unknown, for which the question does not ask."""
+    return bool(_IN_ONE_UNKNOWN.fullmatch(answer.name)) and _spelling(answer.name) not in _spelling(prompt)
 
 
 def _is_echo(answer: Answer, prompt: str) -> bool:
