@@ -114,6 +114,7 @@ def test_the_readme_has_a_command_for_each_verifier():
     assert {config.reward.verifier for config in configs} == {*VERIFIERS.values(), "robust"}
 
 
+@pytest.mark.timeout(600)
 def test_the_mixture_trains_every_source(tmp_path):
     """Two rollout steps with real parts: no source is all right or all wrong, and no verdict fails."""
     with socket.socket() as free:
@@ -132,7 +133,7 @@ def test_the_mixture_trains_every_source(tmp_path):
     command = ["-m", "megatron_dapo.cli.main", "train", str(config), *overrides]
     serve = ("--port", str(port), sys.executable, *command)
     running = Running(*serve, module="examples.verifiers.service", log=tmp_path / "log.txt")
-    finished = running.finish(250)
+    finished = running.finish(500)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
