@@ -188,8 +188,12 @@ def _block_end(response: str, start: int, end: int) -> int:
 
 
 def _line_end(response: str, start: int, end: int) -> int:
-    newline = _LINE_END.search(response, start, end)
-    return newline.start() if newline else end
+    near = min(end, start + LINE_LIMIT + 1)
+    newline = _LINE_END.search(response, start, near)
+    if newline or near == end:
+        return newline.start() if newline else end
+    far = response.find("\n", near, end)  # nobody reads a line so long: where it ends need not be exact, only fast
+    return far if far >= 0 else end
 
 
 def _open_boxes(line: str) -> str:

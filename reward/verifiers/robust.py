@@ -40,7 +40,7 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
     if statement is None:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
-    if not statement.rivals:
+    if not statement.rivals and len(statement.text) <= LINE_LIMIT:
         plain = _PLAIN_INTEGER.fullmatch(statement.text)
         wanted = _integer(request.ground_truth) if plain else None
         if plain and wanted is not None:

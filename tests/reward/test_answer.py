@@ -76,6 +76,14 @@ def test_numbers_are_exact(text, value):
     assert (number.value if number else None) == value
 
 
+@pytest.mark.parametrize("ending", [" or 43", "\n" + "chatter " * 2000])
+def test_a_line_beyond_the_limit_is_no_answer_wherever_it_ends(ending):
+    """Nothing behind the limit may be dropped as if it did not stand there."""
+    line = "Answer: 42" + " " * 6000 + "or 43" + ending
+    assert not judge_robust(line, "42").accuracy
+    assert judge_robust("Answer: 42\n" + " " * 6000 + ending, "42").accuracy
+
+
 def test_lower_case_keeps_every_place():
     for text in ("Answer: \u0130\u0130 ANSWER", "\ud83d A \ud83d\ude00 Z", "\u1e9e\u00df SS"):
         lower = ascii_lower(text)
