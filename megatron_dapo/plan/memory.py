@@ -33,6 +33,9 @@ EXPORT_FILE_BYTES = 5 * 10**9
 _TOKEN_BYTES = 28
 """Of a response token: id, version, log-probs of engine and trainer, entropy, advantage, weight."""
 
+_CHECKPOINT_STATE_BYTES = 12
+"""Of a parameter: weight and two moments in float32."""
+
 PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
 """`update` is forward and backward of a mini-batch, after which the `optimizer step` comes."""
 
@@ -174,6 +177,14 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
     return piece + tokens * columns * size * (2 if backward else 1)
 
 
+def _checkpoint_copy(config: Config, parameters: float, size: int) -> float:
+    """Of a first data-parallel rank, which writes for the others: optimizer state gathered to the host, and a copy of
+    what training goes on changing."""
+    beside = config.run.checkpoint_in_background
+    state = beside or config.actor.optimizer.distributed
+    return parameters * ((_CHECKPOINT_STATE_BYTES if state else 0) + (size if beside else 0))
+
+
 def _largest_tensor(hf: HFModelConfig) -> int:
     return max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size
 
@@ -209,6 +220,7 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
         "a trainer process": constants.process_memory + reference + offloaded,
+        "a trainer process with a checkpoint to write": _checkpoint_copy(config, state.parameters / size, size),
         "a server process": constants.process_memory,
         "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES)
         + 2.0 * _largest_tensor(hf) * size,

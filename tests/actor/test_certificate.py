@@ -11,11 +11,12 @@ import torch
 from megatron_dapo.actor.certificate import run
 from megatron_dapo.actor.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.actor.certificate.measure import Bounds, Difference, relative_error
+from megatron_dapo.actor.certificate.run import Case, Measured
 from megatron_dapo.actor.certificate.sample import random_responses, random_sample
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.messages import LogProbs
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cli.certify import CertifyOptions, certify_command
+from megatron_dapo.cli.certify import CertifyOptions, Limits, certify_command
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config.actor import LayoutConfig
 from tests.processes import ROOT, Running
@@ -47,7 +48,7 @@ def test_layouts_fit_the_model_and_the_processes():
 def test_few_layouts_have_every_kind_of_parallelism(processes, seed):
     candidates, own = fitting_layouts(HF, processes), LayoutConfig(data=2)
     chosen = choose_layouts(candidates, 6, seed=seed, always=own)
-    assert chosen[:2] == [own, LayoutConfig()]
+    assert chosen[:2] == [LayoutConfig(), own]
     assert len(set(chosen)) == 6
     assert set().union(*map(kinds, chosen)) == KINDS
     assert chosen == choose_layouts(candidates, 6, seed=seed, always=own)
@@ -93,13 +94,36 @@ def test_what_is_not_a_number_is_not_within_the_bounds():
         assert not dataclasses.replace(good, **{name: math.nan}).within(bounds)
 
 
+def result(*, loss: float = 0.01, gradient: float, worst: float) -> Measured:
+    case = Case(layout=LayoutConfig(), aggregation="token_mean", budget=1, mini_batch=None)
+    return Measured(case=case, difference=Difference(loss=loss, gradient=gradient, worst=worst, parameter=""))
+
+
+def test_in_bfloat16_a_layout_may_be_twice_as_far_as_one_process_and_no_further():
+    """What rounding does to the model is measured by one process, which comes first."""
+    limits = Limits("bfloat16", loss=0.02, gradient=0.4)
+    assert limits.hold(result(gradient=0.1, worst=9.0))
+    assert limits.hold(result(gradient=0.19, worst=9.0))
+    assert not limits.hold(result(gradient=0.21, worst=0.1))
+    assert not limits.hold(result(gradient=0.1, worst=0.1, loss=0.03))
+    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold(result(gradient=0.41, worst=0.1))
+
+
+def test_in_float32_each_parameter_counts():
+    limits = Limits("float32", loss=0.02, gradient=0.4)
+    assert limits.hold(result(gradient=0.1, worst=0.4))
+    assert limits.hold(result(gradient=0.3, worst=0.4))
+    assert not limits.hold(result(gradient=0.1, worst=0.41))
+
+
 def rows(output: str) -> list[str]:
     return re.findall(r"^.* (?:ok|FAIL) .*$", output, flags=re.MULTILINE)
 
 
-def test_the_quickstart_is_certified(tmp_path):
-    arguments = ("certify", str(CONFIG), "--layouts", "3", "--responses", "8", "--processes", "2")
-    finished = Running(*arguments, log=tmp_path / "out.txt").finish(240)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_quickstart_is_certified(tmp_path, dtype):
+    sizes = ("--layouts", "3", "--responses", "8", "--processes", "2")
+    finished = Running("certify", str(CONFIG), *sizes, "--dtype", dtype, log=tmp_path / "out.txt").finish(240)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     assert len(rows(finished.output)) == 3 * 5

@@ -9,7 +9,7 @@ from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import log_prob_stream
 from megatron_dapo.plan import memory, step
 from megatron_dapo.plan.alternatives import changed
-from megatron_dapo.plan.memory import activation_bytes, server_memory, trainer_memory
+from megatron_dapo.plan.memory import activation_bytes, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.shapes import BUILT_IN
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
@@ -118,3 +118,15 @@ def test_more_ranks_than_key_heads_store_them_twice(constants):
     config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"rollout.tensor_parallel": 8})
     hf = BUILT_IN["Qwen2.5-7B"]
     assert server_memory(config, hf, constants, 80e9).kv_bytes_per_token == 2 * 28 * 128 * 2
+
+
+def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
+    """The first of four data-parallel ranks, for all of them."""
+    config = load_config(RECIPES / "h100_128.yaml")
+    name = "a trainer process with a checkpoint to write"
+    layout = config.actor.layout
+    beside = host_memory(config, HF, constants, 5000.0)[name]
+    waiting = host_memory(changed(config, {"run.checkpoint_in_background": False}), HF, constants, 5000.0)[name]
+    average = 32.76e9 / (layout.tensor * layout.pipeline)
+    assert beside == pytest.approx(14 * average, rel=0.1)
+    assert waiting == pytest.approx(beside * 12 / 14)

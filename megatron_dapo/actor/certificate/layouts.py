@@ -18,13 +18,13 @@ def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
 def choose_layouts(
     candidates: Sequence[LayoutConfig], count: int, *, seed: int, always: LayoutConfig
 ) -> list[LayoutConfig]:
-    """`always`, one process (other packings alone), and a random choice up to `count` in all.
+    """One process (other packings alone), `always`, and a random choice up to `count` in all.
 
     Each next one is drawn from those that bring most kinds of parallelism that are not there yet: 4 of the layouts of
     two ranks have all kinds.
     """
     rng = np.random.default_rng(seed)
-    chosen = list(dict.fromkeys([always, LayoutConfig()]))[:count]
+    chosen = list(dict.fromkeys([LayoutConfig(), always]))[:count]
     left = [layout for layout in candidates if layout not in chosen]
     seen = {kind for layout in chosen for kind in kinds(layout)}
     while left and len(chosen) < count:
