@@ -216,7 +216,9 @@ class Trainer:
 
     async def finish_checkpoint(self, *, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole, which is waited for if asked."""
-        return await self._everyone("finish_checkpoint", wait)
+        # Asked again and again while one is written: no part of a timeline.
+        calls = [rank.call.remote("finish_checkpoint", wait) for rank in self._ranks]
+        return await self._ask("trainer finish_checkpoint", self._config.run.step_deadline_s, calls)
 
     async def load_checkpoint(self, folder: Path) -> None:
         self.weight_changes += 1
