@@ -186,10 +186,10 @@ class RunDir:
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
+        self._point_latest_at(f"step_{step}")  # first: it must not name what is not there any more
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
-        self._point_latest_at(f"step_{step}")
 
     def close(self) -> None:
         (self.path / ".holder").unlink(missing_ok=True)
