@@ -124,15 +124,15 @@ _FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "llama": {"qkv_bias": False, "qk_norm": False},
 }
 
-_REQUIRED = (
+_COUNTS = (
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "vocab_size",
     "max_position_embeddings",
-    "rms_norm_eps",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # Fields whose other values change the computation, and the only value that is computed here.
 _FIXED: Mapping[str, Any] = {
@@ -150,10 +150,7 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     if model_type not in _FAMILIES:
         yield f"model_type = {model_type!r}: not supported; known: {', '.join(_FAMILIES)}"
         return
-    for key in _REQUIRED:
-        value = fields.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            yield f"{key} = {value!r}: must be given, as a number above 0"
+    yield from _shape_problems(fields)
     for key, value in _FIXED.items():
         given = fields.get(key)
         if given is not None and given != value:
@@ -163,10 +160,40 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
         yield "use_sliding_window = True: sliding-window attention is not supported; every layer must be full_attention"
     elif layer_types - {"full_attention"}:
         yield f"layer_types = {sorted(layer_types)}: only full_attention is supported"
-    rope = _rope(fields)
+    yield from _rope_problems(_rope(fields))
+
+
+def _shape_problems(fields: Mapping[str, Any]) -> Iterator[str]:
+    wrong = [key for key in _COUNTS if not _is_number(fields.get(key), int)]
+    yield from (f"{key} = {fields.get(key)!r}: must be given, as a whole number above 0" for key in wrong)
+    if not _is_number(fields.get("rms_norm_eps")):
+        yield f"rms_norm_eps = {fields.get('rms_norm_eps')!r}: must be given, as a number above 0"
+    if not isinstance(fields.get("tie_word_embeddings", False), bool):
+        yield f"tie_word_embeddings = {fields['tie_word_embeddings']!r}: must be true or false"
+    if wrong:
+        return
+    heads, groups, size = (fields.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if groups is not None and (not _is_number(groups, int) or heads % groups):
+        yield f"num_key_value_heads = {groups!r}: must divide num_attention_heads = {heads}"
+    if size is None and (fields["hidden_size"] % heads or fields["hidden_size"] // heads % 2):
+        yield f"num_attention_heads = {heads}: must cut hidden_size = {fields['hidden_size']} into even heads"
+    if size is not None and (not _is_number(size, int) or size % 2):
+        yield f"head_dim = {size!r}: must be an even whole number above 0"
+
+
+def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "llama3"):
         yield f"rope type = {kind!r}: only default and llama3 are supported"
+    numbers = ("rope_theta", *_LLAMA3) if kind == "llama3" else ("rope_theta",)
+    for key in numbers:
+        if not _is_number(rope.get(key, 10000.0 if key == "rope_theta" else None)):
+            yield f"{key} = {rope.get(key)!r}: rotary embedding of type {kind} needs it, as a number above 0"
+
+
+def _is_number(value: Any, kind: Any = (int, float)) -> bool:
+    """Whether `value` is a finite number above 0 of a type."""
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
