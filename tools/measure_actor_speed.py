@@ -230,7 +230,7 @@ def spread(values: list[float]) -> str:
     """Median, and the quartiles of two or more."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
-    low, _, high = quantiles(values, n=4, method="inclusive")
+    low, _, high = quantiles(values, n=4)
     return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
