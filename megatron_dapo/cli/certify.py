@@ -22,9 +22,9 @@ LOSS_BOUNDS: dict[Dtype, float] = {"float32": 1e-6, "bfloat16": 2e-2}
 GRADIENT_BOUNDS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 4e-1}
 """Of a parameter in float32; in bfloat16, where a small one may be all rounding, of all parameters together."""
 
-ROUNDING = 2.0
+ROUNDING = 2.5
 """In bfloat16 a layout's gradient may be so many times as far from the float32 reference as that of one process in
-bfloat16: then it is rounding, which depends on the model, and not the layout."""
+bfloat16: that is rounding, whose size depends on the model. Two draws of it differ by up to 1.8 on the quickstart."""
 
 LONGEST = 256
 """Tokens of the longest response, prompt included, unless the context is shorter or the command line says more."""
