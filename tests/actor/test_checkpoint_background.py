@@ -1,7 +1,10 @@
 """Checkpoints written while training goes on: what they hold, what a writer that fails leaves, how much is copied."""
 
+import json
+import os
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +15,7 @@ import torch
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor import OffloadConfig
-from tests.actor.gloo import RankPlace
+from tests.actor.gloo import RankError, RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.test_checkpoint import NONE_OF, OPTIMIZER, loading, size
 from tests.actor.tiny import save_tiny
@@ -144,6 +147,26 @@ def test_a_writer_that_fails_is_named_on_every_rank_and_leaves_nothing(gloo, mod
         assert "File too large" in message
         assert left == ["1"]
         assert later == ["1", "3"]
+
+
+def dying(place: RankPlace, folder: Path, data: Columns, target: Path) -> None:
+    """A whole checkpoint, then a process that ends while it writes the next one."""
+    trained = Trained(place, folder, {}, data, {})
+    trained.update()
+    trained.actor.save_checkpoint(target / "1", extra={"rollout_step": 7})
+    (target / "after.json").write_text(json.dumps(trained.update()))
+    with mock.patch("megatron_dapo.actor.shard_writer.sha256", side_effect=lambda _: os._exit(9)):
+        trained.actor.begin_checkpoint(target / "2")
+        time.sleep(60)
+
+
+def test_a_kill_while_one_is_written_leaves_the_one_before(gloo, model, data, tmp_path):
+    with pytest.raises(RankError, match="rank 0 died, exit code 9"):
+        gloo(1, dying, model, data, tmp_path)
+    assert (tmp_path / "2.partial" / "__0_0.distcp").is_file()
+    assert not (tmp_path / "2").exists()
+    _, resumed = gloo(1, loading, model, {}, data, {}, tmp_path / "1")[0]
+    assert [list(step) for step in resumed] == json.loads((tmp_path / "after.json").read_text())
 
 
 def copying(place, folder, layout, data, options, target, available):
