@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -44,6 +43,7 @@ from megatron_dapo.actor.checkpoint_files import (
     write_synced,
 )
 from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
+from megatron_dapo.actor.host_memory import available_bytes
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
@@ -204,7 +204,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 def _has_room(own_bytes: int) -> bool:
     """Whether every host holds the copies of all its ranks; the same answer on every rank."""
-    places = _from_all((socket.gethostname(), own_bytes, psutil.virtual_memory().available))
+    places = _from_all((socket.gethostname(), own_bytes, available_bytes()))
     needed: Counter[str] = Counter()
     for host, size, _ in places:
         needed[host] += size

@@ -181,8 +181,8 @@ def copying(place, folder, layout, data, options, target, available):
         copy(writer)
         assert writer.bytes_to_copy == 0
 
-    memory = mock.Mock(available=available)
-    with mock.patch.object(ShardWriter, "copy", counted), mock.patch("psutil.virtual_memory", return_value=memory):
+    room = mock.patch("megatron_dapo.actor.checkpoint.available_bytes", return_value=available)
+    with mock.patch.object(ShardWriter, "copy", counted), room:
         beside = trained.actor.begin_checkpoint(target)
         trained.actor.finish_checkpoint()
     return beside, copied
