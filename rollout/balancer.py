@@ -17,8 +17,9 @@ from rollout.timing import Timing
 
 T = TypeVar("T")
 
-WINDOW = 64
-"""Waiting requests looked through for one whose group is at the free server; bounds how far one can be overtaken."""
+WINDOW, WINDOW_A_SERVER = 64, 16
+"""Waiting requests looked through for one whose group is at the free server, at least, and for each server: as many
+groups as there are servers are under way at once. Bounds how far one can be overtaken."""
 REMEMBERED_GROUPS = 8192
 
 
@@ -124,6 +125,7 @@ class Balancer:
     def __init__(self, members: Sequence[Member], limit: int) -> None:
         self.members = members
         self.limit = limit
+        self._window = max(WINDOW, WINDOW_A_SERVER * len(members))
         self._open = True
         self._ended: RolloutError | None = None
         self._waiting: list[_Waiter] = []
@@ -198,7 +200,7 @@ class Balancer:
     def _match(self, free: list[Member]) -> tuple[int, Member]:
         """The first request that can go where its group is, or has no group anywhere; else the first of all."""
         idlest = min(free, key=lambda member: member.in_flight)
-        for index in range(min(WINDOW, len(self._waiting))):
+        for index in range(min(self._window, len(self._waiting))):
             home = self._home.get(self._waiting[index].group_id)
             if home in free:
                 return index, home

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = [stack.enter_context(served(half, first=at * half, compress=options.compress)) for at in range(2)]
-        urls = [url for process in processes for url in process.urls]
+        urls = [url for process in processes for url in process]
         profile = cProfile.Profile() if options.profile else None
         if profile is None:
             asyncio.run(fill(urls, options, folder))
