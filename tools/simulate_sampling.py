@@ -73,6 +73,7 @@ def policies(wanted: int, group_size: int) -> dict[str, MakePolicy]:
         "ours, sync, max_staleness 1, margin 0": ours(0, 1, 0),
         "ours, sync, max_staleness 1, margin 2": ours(0, 1, 2),
         "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
+        "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
         "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),
     }
 
@@ -158,8 +159,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-s", type=float, default=speed.prefill_s, help="a token")
     parser.add_argument("--train-s", type=float, default=450.0, help="log-probs and updates of one batch")
     parser.add_argument("--sync-s", type=float, default=72.0, help="new weights, servers standing still")
-    parser.add_argument("--steps", type=int, default=6, help="that count")
-    parser.add_argument("--warm-steps", type=int, default=2, help="before them")
+    parser.add_argument("--steps", type=int, default=8, help="that count")
+    parser.add_argument("--warm-steps", type=int, default=3, help="before them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="policies with this in their name, and the first")
     parser.add_argument("--json", type=Path, help="file for all figures")

@@ -122,9 +122,7 @@ def compare(slowness: float) -> tuple[Routed, Routed]:
 
 
 def main() -> int:
-    print(
-        f"{SERVERS} servers x {SLOTS} slots, {GROUPS} groups x {GROUP_SIZE} responses; one server is slow; {SEEDS} batches"
-    )
+    print(f"{SERVERS} servers x {SLOTS} slots, one of them slow; {SEEDS} batches of {GROUPS} x {GROUP_SIZE} responses")
     print("\n| slow server | routing | batch, s | mean group, s | prompts read a group | share of the slow server |")
     print("|---|---|---|---|---|---|")
     for slowness in (1.0, 2.0, 4.0):

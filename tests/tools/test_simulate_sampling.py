@@ -218,6 +218,6 @@ def test_the_table_and_the_file_hold_the_same_figures(tmp_path, capsys):
     for name, figures in tree["policies"].items():
         assert f"| {name} | {figures['step_s']:.0f} |" in once
         assert figures["generated_tokens"] > figures["trained_tokens"] > 0
-    assert len(tree["policies"]) == 3
+    assert len(tree["policies"]) == 4
     main([*common, "--only", "async"])
     assert capsys.readouterr().out == once, "the same seed, the same figures"
