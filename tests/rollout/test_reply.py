@@ -36,6 +36,16 @@ def test_text_in_the_entries_and_ids_that_are_not_sent_do_no_harm() -> None:
     assert reply.weight_label == "3"
 
 
+def test_ids_may_be_written_with_spaces_or_as_null() -> None:
+    name = '"output_token_logprobs"'
+    for ids in ("9, 2", " 9,2 "):
+        np.testing.assert_array_equal(
+            read_reply(answer(f"{name}:[[-1.5,9,null],[-0.5,2,null]]", ids)).token_ids, [9, 2]
+        )
+    content = answer(f"{name}:[[-1.5,9,null]]", "9").replace(b'"output_ids":[9]', b'"output_ids":null')
+    np.testing.assert_array_equal(read_reply(content).token_ids, [9])
+
+
 def test_an_abort_before_the_first_token_is_empty() -> None:
     reply = read_reply(answer('"id":"r"', "", reason='{"type":"abort","message":"Abort"}'))
     assert reply.finish_reason is FinishReason.ABORT
