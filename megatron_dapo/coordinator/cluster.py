@@ -14,6 +14,7 @@ import ray
 import torch
 
 from megatron_dapo.coordinator.placement import PlacementError
+from megatron_dapo.coordinator.waits import Stalled
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
@@ -58,7 +59,7 @@ class Cluster:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
-        except (ClusterError, PlacementError):
+        except (ClusterError, PlacementError, Stalled):
             self.close()
             raise
         except (RuntimeError, OSError, ValueError, AssertionError) as error:  # what ray.init raises

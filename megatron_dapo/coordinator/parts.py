@@ -106,7 +106,8 @@ async def start_parts(
     mirror = _mirror(config, run_dir, stack)
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
+    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
+        cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
     stack.callback(cluster.close)
     watching = asyncio.create_task(_until_cluster_lost(cluster, waits, run_dir.logs))
     stack.callback(watching.cancel)

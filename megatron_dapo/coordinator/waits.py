@@ -5,6 +5,11 @@ for waits that may be given up, a request to stop.
 """
 
 import asyncio
+import faulthandler
+import os
+import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator
@@ -13,6 +18,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+EXIT_STALLED = 4
+"""`ExitCode.STALLED` of megatron_dapo.cli, for a process that can end no other way."""
+
+LAST_WORD_S = 30.0
+"""After the deadline of a blocking wait: then the process ends, for what it called lets no signal through."""
 
 
 class Stalled(RuntimeError):
@@ -97,6 +108,38 @@ class Waits:
                     asked.cancel()
                     await asyncio.gather(asked, return_exceptions=True)
 
+    @contextmanager
+    def blocking(self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S) -> Iterator[None]:
+        """A library's call that is no coroutine: the whole process waits in the body. In the main thread only.
+
+        Where the call lets no signal through, the process ends `last_word_s` after the deadline, with every thread's
+        stack on stderr.
+
+        Raises:
+            Stalled: `deadline_s` passed.
+        """
+        with self.register(what, owner, deadline_s) as wait:
+
+            def on_alarm(*_: object) -> None:
+                raise self._stalled(wait)
+
+            def end() -> None:
+                print(self._stalled(wait), file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(EXIT_STALLED)
+
+            last = threading.Timer(deadline_s + last_word_s, end)
+            last.daemon = True
+            last.start()
+            before = signal.signal(signal.SIGALRM, on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, deadline_s)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+                last.cancel()
+
     def _stalled(self, wait: Wait) -> Stalled:
         table = "\n".join(f"  {line}" for line in self.lines())
         stacks = "\n".join(f"  {line}" for line in _stacks())
@@ -113,7 +156,8 @@ class Waits:
 def _stacks() -> list[str]:
     """Where each task of this process waits, equal places counted once."""
     places: Counter[str] = Counter()
-    for task in asyncio.all_tasks():
+    loop = asyncio._get_running_loop()  # none in the thread that has the last word
+    for task in asyncio.all_tasks(loop) if loop else ():
         frames = task.get_stack()
         if frames:
             code = frames[-1].f_code

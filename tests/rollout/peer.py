@@ -1,0 +1,137 @@
+"""A stand-in for a server's end of a weight sync, as a process of its own: it keeps what it is sent.
+
+`python -m tests.rollout.peer FOLDER [FAULT BUCKET]`: writes its port to FOLDER/port, and to FOLDER/held.safetensors
+what it holds whenever weights get their label. FAULT: exit, hang or refuse at bucket BUCKET (0 is the first one); the
+joining of a group is bucket -1.
+"""
+
+import asyncio
+import base64
+import io
+import os
+import pickle
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from safetensors.torch import save_file
+from torch.distributed import distributed_c10d
+
+ADMITTED = ("builtins", "types", "functools", "torch", "collections", "copyreg")
+"""Modules that SGLang's unpickler admits, as far as they are needed."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] not in ADMITTED or name in ("eval", "exec", "compile", "FunctionType"):
+            raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
+class Peer:
+    def __init__(self, folder: Path, fault: str = "", at: int = 0) -> None:
+        self.folder, self.fault, self.at = folder, fault, at
+        self.bucket = 0
+        self.held: dict[str, torch.Tensor] = {}
+        self.groups: dict[str, Any] = {}
+
+    async def init_group(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        await self._stumble(-1)
+        await asyncio.to_thread(self._join, asked)
+        return web.json_response({"success": True, "message": ""})
+
+    def _join(self, asked: dict[str, Any]) -> None:
+        """As SGLang's `init_custom_process_group`."""
+        rank, world, name = asked["rank_offset"], asked["world_size"], asked["group_name"]
+        url = f"tcp://{asked['master_address']}:{asked['master_port']}"
+        store, _, _ = next(dist.rendezvous(url, rank, world, timeout=timedelta(seconds=60)))
+        group, _ = distributed_c10d._new_process_group_helper(
+            world,
+            rank,
+            [],
+            distributed_c10d.Backend(asked["backend"]),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            backend_options=None,
+            timeout=timedelta(minutes=30),
+        )
+        self.groups[name] = group
+
+    async def destroy_group(self, request: web.Request) -> web.Response:
+        known = self.groups.pop((await request.json())["group_name"], None) is not None
+        return web.json_response({"success": known, "message": ""}, status=200 if known else 400)
+
+    async def from_distributed(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        await self._stumble(self.bucket)
+        self.bucket += 1
+        sizes = [torch.Size(shape).numel() for shape in asked["shapes"]]
+        kind = getattr(torch, asked["dtypes"][0])
+        flat = torch.empty(sum(sizes) * kind.itemsize, dtype=torch.uint8)
+        try:
+            await asyncio.to_thread(lambda: self.groups[asked["group_name"]].broadcast(flat, 0).wait())
+        except RuntimeError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        parts = flat.view(kind).split(sizes)
+        shaped = [part.view(shape).clone() for part, shape in zip(parts, asked["shapes"], strict=True)]
+        return self._take(dict(zip(asked["names"], shaped, strict=True)), asked)
+
+    async def from_tensor(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        await self._stumble(self.bucket)
+        self.bucket += 1
+        (payload,) = asked["serialized_named_tensors"]
+        content = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
+        flat = content["flattened_tensor"]
+        tensors = {
+            entry.name: flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape).clone()
+            for entry in content["metadata"]
+        }
+        return self._take(tensors, asked)
+
+    def _take(self, tensors: dict[str, torch.Tensor], asked: dict[str, Any]) -> web.Response:
+        assert asked["load_format"] == "flattened_bucket"
+        assert asked["flush_cache"] is False
+        self.held |= tensors
+        if asked["weight_version"] is not None:
+            save_file(self.held, self.folder / "held.safetensors", {"label": asked["weight_version"]})
+            self.held, self.bucket = {}, 0
+        return web.json_response({"success": True, "message": ""})
+
+    async def _stumble(self, bucket: int) -> None:
+        if bucket != self.at or not self.fault:
+            return
+        if self.fault == "exit":
+            os._exit(9)
+        if self.fault == "hang":
+            await asyncio.sleep(600)
+        raise web.HTTPBadRequest(text='{"success": false, "message": "planted"}', content_type="application/json")
+
+
+async def serve(peer: Peer) -> None:
+    app = web.Application()
+    app.add_routes(
+        [
+            web.post("/init_weights_update_group", peer.init_group),
+            web.post("/destroy_weights_update_group", peer.destroy_group),
+            web.post("/update_weights_from_distributed", peer.from_distributed),
+            web.post("/update_weights_from_tensor", peer.from_tensor),
+        ]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    (peer.folder / "port.new").write_text(str(runner.addresses[0][1]))
+    (peer.folder / "port.new").rename(peer.folder / "port")
+    await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    asyncio.run(serve(Peer(folder, *sys.argv[2:3], *map(int, sys.argv[3:4]))))
