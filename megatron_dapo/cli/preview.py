@@ -16,7 +16,7 @@ def preview_command(path: Path, overrides: Sequence[str], count: int) -> ExitCod
     """Print the first `count` prompts of the run's order."""
     try:
         config = load_config(path, overrides)
-        text = load_text_tools(config.model.path)
+        text = load_text_tools(config.model.path, config.model.stop_token_ids)
         prompts, _ = read_problems(config, text)
     except (ConfigError, DataError, TokenizerError) as error:
         print(error, file=sys.stderr)

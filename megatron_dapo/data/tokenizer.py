@@ -1,6 +1,7 @@
 """The run's tokenizer and the tokens that end a response, resolved once and checked."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,11 +34,16 @@ class TextTools:
         return decoder_of(self.tokenizer)
 
 
-def load_text_tools(folder: str | Path) -> TextTools:
+def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = None) -> TextTools:
     """Tokenizer, stop ids and vocabulary size of a model folder.
 
+    Args:
+        stop_token_ids: `model.stop_token_ids` of a run, whose tokenizer, generation_config.json and config.json must
+            agree where it is empty; None: whatever any of them names ends a response.
+
     Raises:
-        TokenizerError: no model folder, no end token, or AutoTokenizer reads tokenizer.json as something else.
+        TokenizerError: no model folder, no end token, end tokens that contradict each other, or AutoTokenizer reads
+            tokenizer.json as something else.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -54,11 +60,11 @@ def load_text_tools(folder: str | Path) -> TextTools:
             "tokenizer files and config.json anew"
         ) from None
     _check_class(folder, tokenizer)
-    stops = _stop_ids(folder, tokenizer)
+    stops = _stop_ids(folder, tokenizer, stop_token_ids)
     if not stops:
         raise TokenizerError(
-            f"model.path = {folder}: neither tokenizer nor generation_config.json names an end token (eos_token); "
-            "without one every response runs to rollout.max_new_tokens"
+            f"model.path = {folder}: neither tokenizer nor config.json nor generation_config.json names an end token "
+            "(eos_token); without one every response runs to rollout.max_new_tokens; model.stop_token_ids can name it"
         )
     vocab_size = _read_json(folder / "config.json")["vocab_size"]
     if not isinstance(vocab_size, int):
@@ -87,16 +93,45 @@ def _check_class(folder: Path, tokenizer: Any) -> None:
         )
 
 
-def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        named = _read_json(generation).get("eos_token_id")
-        named = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(isinstance(stop, int) for stop in named):
-            raise TokenizerError(f"{generation}: eos_token_id = {named}: expected token ids, which are whole numbers")
-        stops += named
-    return tuple(dict.fromkeys(stops))
+def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple[int, ...]:
+    """Once for the whole run: the servers are given these, and end at those of the two configs in any case."""
+    own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    model, generation = (_eos_ids(folder / name) for name in ("config.json", "generation_config.json"))
+    if told:
+        missing = sorted({*model, *generation} - set(told))
+        if missing:
+            raise TokenizerError(
+                f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}, the eos_token_id of "
+                f"config.json or generation_config.json in {folder}; name them too, or change those files"
+            )
+        return tuple(dict.fromkeys(told))
+    if told is not None and _contradict(own, model, generation):
+        raise TokenizerError(
+            f"model.path = {folder}: the end of a response is {_named(tokenizer, own)} to the tokenizer, "
+            f"{_named(tokenizer, generation)} to generation_config.json and {_named(tokenizer, model)} to config.json; "
+            "say which token ids end one in model.stop_token_ids, or correct the files"
+        )
+    return tuple(dict.fromkeys((*own, *generation, *model)))
+
+
+def _contradict(own: Sequence[int], model: Sequence[int], generation: Sequence[int]) -> bool:
+    """The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and
+    the end of text); config.json counts where there is no such file, and may otherwise add nothing."""
+    engine = generation or model
+    stray = bool(engine) and not set(own) <= set(engine)
+    return stray or (bool(generation) and not set(model) <= {*generation, *own})
+
+
+def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+    return " and ".join(f"{one} {tokenizer.decode([one])!r}" for one in ids) or "unknown"
+
+
+def _eos_ids(file: Path) -> tuple[int, ...]:
+    named = _read_json(file).get("eos_token_id") if file.is_file() else None
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(isinstance(stop, int) for stop in listed):
+        raise TokenizerError(f"{file}: eos_token_id = {named}: expected token ids, which are whole numbers")
+    return tuple(listed)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def check_tokenizer(config: Config) -> Finding:
     from megatron_dapo.data.tokenizer import load_text_tools
 
     try:
-        text = load_text_tools(config.model.path)
+        text = load_text_tools(config.model.path, config.model.stop_token_ids)
     except TokenizerError as error:
         return failed("tokenizer", str(error), "the message says it")
     except ImportError as error:
@@ -101,7 +101,7 @@ def check_data(config: Config) -> Finding:
     from megatron_dapo.data.tokenizer import load_text_tools
 
     try:
-        prompts, heldout = read_problems(config, load_text_tools(config.model.path))
+        prompts, heldout = read_problems(config, load_text_tools(config.model.path, config.model.stop_token_ids))
     except (DataError, ConfigError, OSError) as error:
         return failed("data", str(error), "the message says it; megatron-dapo preview shows what is read")
     except (TokenizerError, ImportError):

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.coordinator.generator import GroupGenerator, Unjudged
+from megatron_dapo.coordinator.messages import ScoredResponse
 from megatron_dapo.coordinator.progress import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
@@ -126,3 +127,25 @@ def test_what_nobody_could_judge_stops_the_run():
         groups(replace(PROMPTS[0], verifier="remote"))
     with pytest.raises(Unjudged, match="ground truth"):
         groups(replace(PROMPTS[0], answer=""))
+
+
+def test_truncation_is_what_the_server_says_whatever_the_last_token_is():
+    """A response of full length whose last token ends it, and one that the server cut off at a stop token's id."""
+    stop = SamplingParams(max_new_tokens=2, stop_token_ids=(0,))
+
+    def scored(tokens, reason):
+        generation = Generation(
+            request_id="r",
+            token_ids=np.array(tokens, np.int32),
+            log_probs=np.zeros(len(tokens), np.float32),
+            weight_versions=np.zeros(len(tokens), np.int32),
+            finish_reason=reason,
+        )
+        verdict = SimpleNamespace()
+        return ScoredResponse(
+            generation=generation, text="", verdict=verdict, accuracy=0.0, reward_raw=-1.0, reward_shaped=-1.0
+        )
+
+    assert not scored([5, stop.stop_token_ids[0]], FinishReason.STOP).truncated
+    assert scored([5, stop.stop_token_ids[0]], FinishReason.LENGTH).truncated
+    assert scored([5], FinishReason.LENGTH).truncated

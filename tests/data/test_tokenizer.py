@@ -41,3 +41,51 @@ def test_a_vocabulary_size_that_is_no_whole_number(folder, size):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
     with pytest.raises(TokenizerError, match="vocab_size"):
         load_text_tools(folder)
+
+
+def with_ends(folder, *, tokenizer, generation, model):
+    """The folder with other end tokens; None: not named."""
+    for name, ids in (("generation_config.json", generation), ("config.json", model)):
+        content = json.loads((folder / name).read_text())
+        content.pop("eos_token_id", None)
+        (folder / name).write_text(json.dumps(content | ({} if ids is None else {"eos_token_id": ids})))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    words = {ids: word for word, ids in json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"].items()}
+    settings["eos_token"] = None if tokenizer is None else words[tokenizer]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "generation", "model", "stops"),
+    [
+        (2, 2, 2, (2,)),
+        (2, [2, 5], 2, (2, 5)),  # the end of a turn and the end of text
+        (5, [2, 5], 2, (5, 2)),
+        (2, None, [2, 5], (2, 5)),
+        (2, None, None, (2,)),
+        (None, None, 5, (5,)),
+    ],
+)
+def test_the_end_of_a_response_is_resolved_once(folder, tokenizer, generation, model, stops):
+    with_ends(folder, tokenizer=tokenizer, generation=generation, model=model)
+    assert load_text_tools(folder, ()).stop_token_ids == stops
+    assert set(load_text_tools(folder).stop_token_ids) == set(stops)
+
+
+@pytest.mark.parametrize(("tokenizer", "generation", "model"), [(2, 5, 5), (2, [5, 6], None), (2, None, 5), (2, 2, 6)])
+def test_end_tokens_that_contradict_each_other_are_refused_unless_told(folder, tokenizer, generation, model):
+    with_ends(folder, tokenizer=tokenizer, generation=generation, model=model)
+    with pytest.raises(TokenizerError, match=r"to the tokenizer, .* model\.stop_token_ids") as error:
+        load_text_tools(folder, ())
+    assert str(folder) in str(error.value)
+    assert load_text_tools(folder, (5, 6, 2)).stop_token_ids == (5, 6, 2)
+    assert 2 in load_text_tools(folder).stop_token_ids  # a tool that has no config takes all of them
+
+
+def test_what_the_engine_ends_at_anyway_has_to_be_told_too(folder):
+    with_ends(folder, tokenizer=2, generation=[2, 5], model=2)
+    with pytest.raises(TokenizerError, match=r"model\.stop_token_ids = \[2\]: SGLang ends a response also at \[5\]"):
+        load_text_tools(folder, (2,))
+    with pytest.raises(TokenizerError, match="outside the vocabulary"):
+        load_text_tools(folder, (2, 5, 10**6))

@@ -1,0 +1,64 @@
+"""The gate on the gap between engine and trainer: nothing, a warning, or the end of the run."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megatron_dapo.actor.messages import LogProbs
+from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.coordinator.batch import StepArrays
+from megatron_dapo.coordinator.step_metrics import Gap, MismatchStop, check_mismatch
+
+LIMITS = MonitorConfig(mismatch_warn=0.1, mismatch_stop=0.5)
+
+
+@dataclass
+class Notes:
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def gate(gaps: list[float], versions: list[int]) -> tuple[Gap, list[str]]:
+    """The trainer's log-probs are those of the engine plus `gaps`; the trainer holds version 3."""
+    engine = np.linspace(-2, -0.1, len(gaps)).astype(np.float32)
+    trainer = (engine + np.array(gaps)).astype(np.float32)
+    arrays = StepArrays(
+        responses=None,
+        rollout_log_probs=engine,
+        weight_versions=np.array(versions, np.int32),
+        advantages=np.zeros(1, np.float32),
+        carries_loss=np.ones(1, bool),
+    )
+    notes = Notes()
+    old = LogProbs(log_probs=trainer, entropy=np.zeros(len(gaps), np.float32))
+    return check_mismatch(old, arrays, 3, LIMITS, notes), notes.lines
+
+
+def test_a_small_gap_is_only_measured():
+    gap, lines = gate([0.1, -0.05, 0.0], [3, 3, 3])
+    assert lines == []
+    assert gap.current.mean_abs == pytest.approx(0.05, abs=1e-6)
+    assert gap.current.max_abs == pytest.approx(0.1, abs=1e-6)
+    assert gap.stale_share == 0
+
+
+def test_above_the_first_threshold_it_warns():
+    _, lines = gate([0.3, -0.3, 0.0], [3, 3, 3])
+    assert len(lines) == 1
+    assert "0.2 (monitor.mismatch_warn)" in lines[0]
+
+
+@pytest.mark.parametrize("gaps", [[0.6, -0.6, 0.6], [0.0, 0.0, float("nan")]], ids=["large", "not a number"])
+def test_above_the_second_it_stops(gaps):
+    with pytest.raises(MismatchStop, match=r"monitor\.mismatch_stop = 0\.5"):
+        gate(gaps, [3, 3, 3])
+
+
+def test_tokens_of_older_weights_do_not_count():
+    gap, lines = gate([0.0, 0.0, 5.0, -5.0], [3, 3, 2, 1])
+    assert lines == []
+    assert gap.stale.mean_abs == pytest.approx(5.0, abs=1e-5)
+    assert gap.stale_share == 0.5
