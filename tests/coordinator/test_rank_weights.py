@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from megatron_dapo.actor.ranks import RankPlace
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
-from megatron_dapo.config.model import ModelConfig
 from rollout.checksums import expected_checksums
 from rollout.client import ServerInfo
-from rollout.send import SendRequest, Sent
+from rollout.send import SendRequest
 from rollout.transport import Target
 from tests.actor.gloo import end_workers, run_ranks
 from tests.actor.test_weights import assert_same_tensors, read_folder
 from tests.actor.tiny import save_tiny
+from tests.coordinator.sync_kit import send
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.timeout(300)
@@ -79,25 +77,6 @@ def folder(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"), "qwen2", tied=False)
 
 
-def send(place: RankPlace, folder: Path, requests: list[SendRequest]) -> list[Sent | None]:
-    from megatron_dapo.actor.actor import MegatronActor
-    from megatron_dapo.coordinator.rank_weights import RankWeights
-
-    config = ActorConfig(layout=LayoutConfig(tensor=place.world_size), device="cpu")
-    actor = MegatronActor(
-        config,
-        ModelConfig(path=str(folder), context_length=64, dtype="float32"),
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
-        steps_per_rollout=1,
-        seed=1,
-        timeout_s=60,
-    )
-    weights = RankWeights(actor, host="127.0.0.1", bucket_bytes=BUCKET)
-    return [weights.send(request, [ONE]) for request in requests]
-
-
 def request(transport: str, started: list[Started], label: str = "7", deadline_s: float = 30.0) -> SendRequest:
     return SendRequest(
         transport=transport,
@@ -113,7 +92,7 @@ def request(transport: str, started: list[Started], label: str = "7", deadline_s
 def test_every_peer_holds_the_model_and_the_trainer_knows_its_checksums(ranks, folder, tmp_path, transport):
     with peers(tmp_path, (), ()) as started:
         requests = [request(transport, started, "7"), request(transport, started, "8"), request(transport, started[:1])]
-        (first, second, alone), other = ranks(2, send, folder, requests, timeout_s=120)
+        (first, second, alone), other = ranks(2, send, folder, requests, [ONE], BUCKET, timeout_s=120)
         assert other == [None] * 3
         whole = read_folder(folder)
         for sent in (first, second, alone):
@@ -135,7 +114,7 @@ def test_every_peer_holds_the_model_and_the_trainer_knows_its_checksums(ranks, f
 def test_by_memory_one_peer_fails_alone(ranks, folder, tmp_path, fault, words, answers):
     with peers(tmp_path, (), fault) as started:
         clock = time.monotonic()
-        [sent], _ = ranks(2, send, folder, [request("tensor", started, deadline_s=5.0)], timeout_s=120)
+        [sent], _ = ranks(2, send, folder, [request("tensor", started, deadline_s=5.0)], [ONE], BUCKET, timeout_s=120)
         assert time.monotonic() - clock < 60
         good, bad = started
         assert list(sent.failures) == [bad.target.url]
@@ -154,7 +133,7 @@ def test_by_group_all_fail_in_time_and_the_next_group_works(ranks, folder, tmp_p
     with peers(tmp_path, (), fault) as started:
         clock = time.monotonic()
         requests = [request("distributed", started, deadline_s=8.0), request("distributed", started[:1], "9")]
-        (failed, again), _ = ranks(2, send, folder, requests, timeout_s=150)
+        (failed, again), _ = ranks(2, send, folder, requests, [ONE], BUCKET, timeout_s=150)
         assert time.monotonic() - clock < 80
         good, bad = started
         assert failed.failures.keys() == {good.target.url, bad.target.url}
@@ -172,4 +151,4 @@ def test_memory_is_not_shared_with_another_machine(ranks, folder):
     far = Target(url="http://192.0.2.1:30000", info=ONE, starts=0)
     asked = SendRequest(transport="tensor", targets=(far,), label="1", deadline_s=5, backend="gloo", api_key_file=None)
     with pytest.raises(Exception, match=r"192\.0\.2\.1:30000: not on the machine of trainer rank 0"):
-        ranks(2, send, folder, [asked], timeout_s=60)
+        ranks(2, send, folder, [asked], [ONE], BUCKET, timeout_s=60)

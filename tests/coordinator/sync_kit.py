@@ -1,0 +1,78 @@
+"""A trainer in rank processes that sends the weights of a folder: the real actor and transports, without Ray."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.actor.ranks import RankPlace
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.config.model import ModelConfig
+from rollout.client import ServerInfo
+from rollout.publish import OnDisk
+from rollout.send import SendRequest, Sent
+from rollout.transport import Target
+
+
+def send(
+    place: RankPlace,
+    folder: Path,
+    requests: Sequence[SendRequest],
+    kinds: Sequence[ServerInfo],
+    bucket_bytes: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> list[Sent | None]:
+    """One after the other, by one trainer at TP = all ranks: its process group stays."""
+    from megatron_dapo.actor.actor import MegatronActor
+
+    actor = MegatronActor(
+        ActorConfig(layout=LayoutConfig(tensor=place.world_size), device=device),
+        ModelConfig(path=str(folder), context_length=64, dtype=dtype),
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        steps_per_rollout=1,
+        seed=1,
+        timeout_s=120,
+    )
+    from megatron_dapo.coordinator.rank_weights import RankWeights
+
+    weights = RankWeights(actor, host="127.0.0.1", bucket_bytes=bucket_bytes)
+    return [weights.send(request, kinds) for request in requests]
+
+
+class PoolTrainer:
+    """The weights of a folder as a `rollout.publish.WeightStream`."""
+
+    def __init__(
+        self, run: Callable[..., list[Any]], folder: Path, transport: str, *, deadline_s: float = 60.0, **place: Any
+    ) -> None:
+        """`run`: RankPool.run, for `ranks` (2) processes; `bucket_bytes`, `device`, `dtype` as for `send`."""
+        self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
+        self.ranks, self.bucket_bytes = place.pop("ranks", 2), place.pop("bucket_bytes", 1 << 20)
+        self.place = place
+        self.written = 0
+        self.sent: Sent | None = None
+
+    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+        request = SendRequest(
+            transport=self.transport,  # type: ignore[arg-type]
+            targets=tuple(targets),
+            label=label,
+            deadline_s=self.deadline_s,
+            backend="gloo",
+            api_key_file=None,
+        )
+        kinds = list(dict.fromkeys(target.info for target in targets))
+        places = self.place.values()
+        results = await asyncio.to_thread(
+            self.run, self.ranks, send, self.folder, [request], kinds, self.bucket_bytes, *places, timeout_s=300
+        )
+        self.sent = results[0][0]
+        assert self.sent is not None
+        return self.sent
+
+    async def to_disk(self) -> OnDisk | None:
+        self.written += 1
+        return OnDisk(folder=self.folder)
