@@ -48,9 +48,14 @@ class PoolTrainer:
     def __init__(
         self, run: Callable[..., list[Any]], folder: Path, transport: str, *, deadline_s: float = 60.0, **place: Any
     ) -> None:
-        """`run`: RankPool.run, for `ranks` (2) processes; `bucket_bytes`, `device`, `dtype` as for `send`."""
+        """
+        Args:
+            run: RankPool.run.
+            place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype` as for `send`.
+        """
         self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
         self.ranks, self.bucket_bytes = place.pop("ranks", 2), place.pop("bucket_bytes", 1 << 20)
+        self.backend = place.pop("backend", "gloo")
         self.place = place
         self.written = 0
         self.sent: Sent | None = None
@@ -61,13 +66,13 @@ class PoolTrainer:
             targets=tuple(targets),
             label=label,
             deadline_s=self.deadline_s,
-            backend="gloo",
+            backend=self.backend,
             api_key_file=None,
         )
         kinds = list(dict.fromkeys(target.info for target in targets))
-        places = self.place.values()
+        where = (self.place.get("device", "cpu"), self.place.get("dtype", "float32"))
         results = await asyncio.to_thread(
-            self.run, self.ranks, send, self.folder, [request], kinds, self.bucket_bytes, *places, timeout_s=300
+            self.run, self.ranks, send, self.folder, [request], kinds, self.bucket_bytes, *where, timeout_s=300
         )
         self.sent = results[0][0]
         assert self.sent is not None
