@@ -212,7 +212,7 @@ def _read(config: Config, console: Console) -> "Problems":
     from megatron_dapo.coordinator.inputs import read_heldout
     from megatron_dapo.data.tokenizer import load_text_tools
 
-    text = load_text_tools(config.model.path)
+    text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)
     console.note(f"held-out problems: {heldout.summary()}")
     return Problems(text=text, heldout=heldout)

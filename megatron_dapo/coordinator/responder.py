@@ -99,7 +99,9 @@ class Responder:
         first = await self._fleet.generate(
             replace(request, sampling=replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN}))
         )
-        if int(first.token_ids[-1]) in sampling.stop_token_ids or sampling.max_new_tokens <= 1:
+        # Both words: what is cut off after its only token can still have ended with it.
+        stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
+        if stopped or sampling.max_new_tokens <= 1:
             return [first]
         rest = await self._fleet.generate(
             replace(

@@ -188,16 +188,13 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
 
 
 def _parts(**services: object) -> Any:
-    run_config = SimpleNamespace(step_deadline_s=SHORT)
-    rollout = SimpleNamespace(weight_sync="disk")
     return SimpleNamespace(
-        config=SimpleNamespace(
-            run=run_config, rollout=rollout, algorithm=SimpleNamespace(prompts_per_step=8), monitor=None
-        ),
+        config=load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"]),
         services=SimpleNamespace(waits=Waits(), trainer=None, **services),
         sampler=SimpleNamespace(fill=never),
+        generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
         evaluator=SimpleNamespace(run=never),
-        run_dir=SimpleNamespace(path=Path("/nonexistent")),
+        run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
     )
 
 
