@@ -148,16 +148,19 @@ class Publisher:
         async def update(serving: list[Member]) -> _Outcome:
             started = time.monotonic()
             paused = _there(await _all_of([self._pause(member, published) for member in serving]))
+            # As they are now: a server that is restarted meanwhile has another address.
+            targets = [_target(member) for member in paused]
             try:
-                sent = await stream.send([_target(member) for member in paused], published.label)
+                sent = await stream.send(targets, published.label)
             except BaseException as error:
                 for member in paused:
                     self._give_up(member, published, error)
                 raise
             published.know(sent.checksums)
-            failures = {member: sent.failures.get(member.url) for member in paused}
-            done = await _all_of([self._take(*pair, published, started) for pair in failures.items()])
-            reasons = {member.url: failure.reason for member, failure in failures.items() if failure is not None}
+            failures = [sent.failures.get(target.url) for target in targets]
+            pairs = zip(paused, targets, failures, strict=True)
+            done = await _all_of([self._take(*each, published, started) for each in pairs])
+            reasons = {url: failure.reason for url, failure in sent.failures.items()}
             return _Outcome(servers=_there(done), bytes=sent.bytes, by_disk=reasons)
 
         return await self._while_closed(published, fleet_deadline_s, update)
@@ -239,10 +242,12 @@ class Publisher:
         return await self._or_down(member, published, pause())
 
     async def _take(
-        self, member: Member, failure: Failure | None, published: Published, started: float
+        self, member: Member, target: Target, failure: Failure | None, published: Published, started: float
     ) -> ServerPublish | None:
         """Lets a server that was sent the weights serve again, once they are verified. One that did not get them, but
-        answers, reads them from disk."""
+        answers, reads them from disk. None for one that was restarted meanwhile: its supervisor sees to it."""
+        if member.restarts != target.starts or not member.serving:
+            return None
 
         async def take() -> int:
             if failure is None:

@@ -55,12 +55,12 @@ class GroupKeeper:
         self._group: GroupTransport | None = None
         self._left: str | None = None
 
-    def take(self, request: SendRequest, *, host: str, device: torch.device) -> GroupTransport:
+    def take(self, request: SendRequest, *, device: torch.device) -> GroupTransport:
         """The group of the request's servers; one of others is left."""
         if self._group is None or self._group.broken or self._group.targets != request.targets:
             self.close()
             self._group = GroupTransport(
-                request.targets, host=host, backend=request.backend, device=device, deadline_s=request.deadline_s
+                request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
             )
         return self._group
 
@@ -92,17 +92,15 @@ class WeightSender:
         names: Collection[str],
         groups: GroupKeeper,
         *,
-        host: str,
         device: torch.device,
     ) -> None:
         """
         Args:
             names: all tensors that will come.
-            host: address of this machine for the servers.
             device: where the trainer's weights are.
         """
         self._request, self._checksums, self._missing = request, checksums, set(names)
-        self._groups, self._host, self._device = groups, host, device
+        self._groups, self._device = groups, device
         self._transport: Transport | None = None
         self._clients: dict[str, SglangClient] = {}
         self._closing: list[SglangClient] = []
@@ -156,10 +154,10 @@ class WeightSender:
             self._clients[target.url] = SglangClient(
                 target.url, request_deadline_s=request.deadline_s, control_deadline_s=request.deadline_s, api_key=key
             )
-        if request.transport == "tensor":
+        if not request.targets or request.transport == "tensor":
             self._transport = SharedMemoryTransport(request.targets, request.deadline_s)
         else:
-            self._transport = self._groups.take(request, host=self._host, device=self._device)
+            self._transport = self._groups.take(request, device=self._device)
             await self._groups.end_left(self._clients)
         if self._clients:
             self._drop(await self._transport.join(self._clients))

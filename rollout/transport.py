@@ -159,6 +159,18 @@ def _payload(path: str, bucket: Flat) -> str:
     return base64.b64encode(pickle.dumps(content)).decode()
 
 
+def address_towards(targets: Sequence[Target]) -> str:
+    """This machine's address for the servers: the loopback one only if all of them are on it."""
+    hosts = [urlsplit(target.url).hostname or "" for target in targets]
+    found = []
+    for host in hosts:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            found.append(str(probe.getsockname()[0]))
+    return next((address for address in found if not address.startswith("127.") and address != "::1"), found[0])
+
+
 def check_this_machine(url: str) -> None:
     """
     Raises:
@@ -179,12 +191,9 @@ class GroupTransport:
     It stays from publish to publish. After a failure it is of no use: make a new one.
     """
 
-    def __init__(
-        self, targets: Sequence[Target], *, host: str, backend: str, device: torch.device, deadline_s: float
-    ) -> None:
+    def __init__(self, targets: Sequence[Target], *, backend: str, device: torch.device, deadline_s: float) -> None:
         """
         Args:
-            host: address of this process, under which the servers can reach it.
             backend: "nccl", or "gloo".
             device: where buckets are filled: that of the trainer's weights.
         """
@@ -192,7 +201,7 @@ class GroupTransport:
         self.broken = False
         self._name = f"weights-{uuid.uuid4().hex[:12]}"
         self._backend, self._device, self._deadline_s = backend, device, deadline_s
-        self._host = host
+        self._host = host = address_towards(targets)
         self._world = 1 + sum(target.info.tensor_parallel for target in targets)
         timeout = timedelta(seconds=deadline_s)
         self._store = TCPStore(host, 0, self._world, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -219,10 +228,11 @@ class GroupTransport:
             offset += target.info.tensor_parallel
         made = self._threads.submit(self._make)
         failures = await self._together(calls, made.done)
-        if failures:
-            return failures
-        self._group = made.result()
-        return {}
+        if not failures and (error := made.exception()) is not None:
+            return self._all_failed(error)
+        if not failures:
+            self._group = made.result()
+        return failures
 
     async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
         names = list(bucket.shapes)
@@ -243,8 +253,19 @@ class GroupTransport:
         if failures:
             _abandoned.extend((self._group, sent, bucket.buffer))
             return failures
-        sent.wait()
+        try:
+            sent.wait()
+        except RuntimeError as error:
+            return self._all_failed(error)
         return {}
+
+    def _all_failed(self, error: BaseException) -> dict[str, Failure]:
+        """Our own end of the group failed, though every server answered well: none of them can be trusted."""
+        self.broken = True
+        return {
+            target.url: Failure(reason=f"{target.url}: the trainer's end: {error}", answers=True)
+            for target in self.targets
+        }
 
     @property
     def name(self) -> str:

@@ -20,9 +20,8 @@ from rollout.send import GroupKeeper, SendRequest, Sent, WeightSender
 class RankWeights:
     """What every rank is asked for together; the answers are rank 0's."""
 
-    def __init__(self, actor: MegatronActor, *, host: str, bucket_bytes: int) -> None:
-        """`host`: address of this machine, under which servers can reach it."""
-        self._actor, self._host, self._bucket_bytes = actor, host, bucket_bytes
+    def __init__(self, actor: MegatronActor, *, bucket_bytes: int) -> None:
+        self._actor, self._bucket_bytes = actor, bucket_bytes
         self._groups = GroupKeeper()
 
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
@@ -41,7 +40,7 @@ class RankWeights:
                 return None
             device = self._actor.device.device
             names = hf_shapes(self._actor.hf)
-            with WeightSender(request, checksums, names, self._groups, host=self._host, device=device) as sender:
+            with WeightSender(request, checksums, names, self._groups, device=device) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
                 return sender.report()
 

@@ -118,8 +118,7 @@ class TrainerRank:
         )
         from megatron_dapo.coordinator.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
-        host, bucket_bytes = ray.util.get_node_ip_address(), config.rollout.sync_bucket_mb << 20
-        self._weights = RankWeights(self._actor, host=host, bucket_bytes=bucket_bytes)
+        self._weights = RankWeights(self._actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
         return self._actor.describe()
 
     def call(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:

@@ -38,7 +38,7 @@ def send(
     )
     from megatron_dapo.coordinator.rank_weights import RankWeights
 
-    weights = RankWeights(actor, host="127.0.0.1", bucket_bytes=bucket_bytes)
+    weights = RankWeights(actor, bucket_bytes=bucket_bytes)
     return [weights.send(request, kinds) for request in requests]
 
 

@@ -164,6 +164,32 @@ def test_with_every_server_lost_a_publish_ends_by_its_deadline(folders: list[Pat
     run(test)
 
 
+def test_a_server_restarted_while_the_others_are_sent_to_is_left_to_its_supervisor(folders: list[Path]) -> None:
+    """It has another address then, and does not hold what was sent to the old one."""
+
+    async def test() -> None:
+        servers = [StandIn(), StandIn()]
+        async with fleet_of(*servers) as fleet:
+            stream = FromMemory(folders[0], *servers)
+            old, both = servers[0].url, stream.send
+
+            async def slow(targets: Sequence[Target], label: str) -> Sent:
+                stream.fails = {old: Failure(reason="connection reset", answers=False)}
+                await servers[0].die()
+                await until(lambda: servers[0].starts == 2 and fleet.status()[0].state == "ready")
+                return await both(targets, label)
+
+            stream.send = slow  # type: ignore[method-assign]
+            report = await fleet.publish_stream(stream, 1)
+            assert [server.url for server in report.servers] == [servers[1].url]
+            assert list(report.by_disk) == [old]
+            assert [seen.state for seen in fleet.status()] == ["ready", "ready"]
+            assert [seen.weight_version for seen in fleet.status()] == [1, 1]
+            assert [seen.restarts for seen in fleet.status()] == [1, 0]
+
+    run(test)
+
+
 def test_a_wrong_tensor_is_named_and_never_serves(folders: list[Path]) -> None:
     async def test() -> None:
         servers = [StandIn(), StandIn()]
