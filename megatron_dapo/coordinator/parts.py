@@ -46,6 +46,8 @@ from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
 from rollout.server import LocalServer
 
+RAY_STOP_DEADLINE_S = 120.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
@@ -108,7 +110,7 @@ async def start_parts(
     stack.callback(pool.close)
     with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
         cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
-    stack.callback(cluster.close)
+    stack.callback(_end_cluster, cluster, waits)
     watching = asyncio.create_task(_until_cluster_lost(cluster, waits, run_dir.logs))
     stack.callback(watching.cancel)
     by_ray = cluster.joined and not config.rollout.urls
@@ -167,6 +169,11 @@ async def start_parts(
         key_file=key_file(config, run_dir.path),
         shared_gpu=any(isinstance(engine, LocalServer) and engine.spec.gpus == gpus[:1] != () for engine in engines),
     )
+
+
+def _end_cluster(cluster: Cluster, waits: Waits) -> None:
+    with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
+        cluster.close()
 
 
 async def _until_cluster_lost(cluster: Cluster, waits: Waits, logs: Path) -> None:

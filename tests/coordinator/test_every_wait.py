@@ -18,6 +18,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, placement, publish
 from megatron_dapo.coordinator import trainer as trainer_module
 from megatron_dapo.coordinator.trainer import Trainer, TrainerStalled
+from megatron_dapo.coordinator.turns import Turns
 from megatron_dapo.coordinator.waits import EXIT_STALLED, Stalled, Waits
 from reward import pool as pool_module
 from reward.config import RewardConfig
@@ -188,9 +189,14 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
 
 
 def _parts(**services: object) -> Any:
+    config, waits = (
+        load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"]),
+        Waits(),
+    )
+    turns = Turns(config.run, None, never, waits, report=print)
     return SimpleNamespace(
-        config=load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"]),
-        services=SimpleNamespace(waits=Waits(), trainer=None, **services),
+        config=config,
+        services=SimpleNamespace(waits=waits, turns=turns, trainer=None, **services),
         sampler=SimpleNamespace(fill=never),
         generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
         evaluator=SimpleNamespace(run=never),
@@ -211,6 +217,25 @@ def test_an_evaluation() -> None:
     async def test() -> None:
         with pytest.raises(Stalled, match=r"held-out answers: rollout servers gave no answer within 0\.2 s"):
             await loop.evaluate(_parts(), "step5")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("whose", "name"), [("trainer", "memory for the trainer"), ("servers", "memory for the servers")]
+)
+def test_the_turns_of_a_shared_gpu(whose: str) -> None:
+    async def test() -> None:
+        config = SimpleNamespace(mode="colocated", step_deadline_s=SHORT)
+        fleet = SimpleNamespace(release_memory=never, resume_memory=never)
+
+        async def nothing() -> list[object]:
+            return []
+
+        turns = Turns(config, fleet, nothing, Waits(), report=print)
+        turns._trainers = whose == "servers"
+        with pytest.raises(Stalled, match=rf"memory for the {whose}: rollout servers gave no answer within 0\.2 s"):
+            await getattr(turns, whose)()
 
     asyncio.run(test())
 
