@@ -155,7 +155,7 @@ class WeightSender:
                 target.url, request_deadline_s=request.deadline_s, control_deadline_s=request.deadline_s, api_key=key
             )
         if not request.targets or request.transport == "tensor":
-            self._transport = SharedMemoryTransport(request.targets, request.deadline_s)
+            self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
         else:
             self._transport = self._groups.take(request, device=self._device)
             await self._groups.end_left(self._clients)

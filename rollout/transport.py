@@ -96,18 +96,22 @@ class Transport(Protocol):
 class SharedMemoryTransport:
     """A memory of this machine without a name in the file system: it is gone when this process is.
 
-    The servers map it read-only; each rank reads its share. They must run on this machine as the same user.
+    The servers map it read-only; each rank reads its share. They must run on this machine as the same user. Weights on
+    a GPU are gathered there, and hashed there, and copied to the memory bucket by bucket.
     """
 
-    def __init__(self, targets: Sequence[Target], deadline_s: float) -> None:
+    def __init__(self, targets: Sequence[Target], *, device: torch.device, deadline_s: float) -> None:
         """
+        Args:
+            device: where buckets are filled: that of the trainer's weights.
+
         Raises:
             RolloutError: a target is on another machine.
         """
         for target in targets:
             check_this_machine(target.url)
         self._ranks = {target.url: target.info.tensor_parallel for target in targets}
-        self._deadline_s = deadline_s
+        self._device, self._deadline_s = device, deadline_s
         self._file = os.memfd_create("rollout-weights")
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -116,12 +120,16 @@ class SharedMemoryTransport:
         if self._memory.numel() < size:
             os.ftruncate(self._file, size)
             self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[:size]
 
     async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
         return {}
 
     async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+        if bucket.buffer.device.type != "cpu":
+            self._memory[: bucket.buffer.numel()].copy_(bucket.buffer)
         payload = _payload(self._path, bucket)
         calls = {
             url: client.update_weights_from_tensor([payload] * self._ranks[url], label, self._deadline_s)
