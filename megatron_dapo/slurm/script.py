@@ -35,16 +35,18 @@ class SlurmOptions:
 
 
 def nodes_needed(config: Config, options: SlurmOptions) -> int:
-    """Fewest nodes that hold the trainer's tensor-parallel groups and the servers, none of which spans two nodes.
+    """Fewest nodes that hold the trainer's tensor-parallel groups and the servers, none of which spans two nodes. With
+    `run.mode: colocated` the servers are on the trainer's GPUs.
 
     Raises:
         ConfigError: one of them is larger than a node.
     """
     layout, rollout = config.actor.layout, config.rollout
-    servers = 0 if rollout.urls else rollout.servers
+    apart = not rollout.urls and config.run.mode != "colocated"
     size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
-    pieces = [layout.tensor] * (layout.world_size // layout.tensor) + [rollout.tensor_parallel] * servers
-    if max(pieces) > size:
+    pieces = [layout.tensor] * (layout.world_size // layout.tensor)
+    pieces += [rollout.tensor_parallel] * (rollout.servers if apart else 0)
+    if max(*pieces, rollout.tensor_parallel if not rollout.urls else 0) > size:
         raise ConfigError(
             f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
             f"tensor-parallel group stands on one node, and a node has {size} {kind}; lower it"

@@ -9,7 +9,8 @@ from megatron_dapo.config.compare import departures, flatten_config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
-GPUS = {"h100_16": 16, "h100_32": 32, "h100_128": 128, "qwen2.5_7b_8gpu": 8, "qwen2.5_1.5b_1gpu": 1}
+COLOCATED = {"h100_16_colocated": 16, "h100_32_colocated": 32, "h100_128_colocated": 128}
+GPUS = COLOCATED | {"h100_16": 16, "h100_32": 32, "h100_128": 128, "qwen2.5_7b_8gpu": 8, "qwen2.5_1.5b_1gpu": 1}
 PARAMETERS = {"Qwen2.5-32B": 32.8e9, "Qwen2.5-7B": 7.6e9, "Qwen2.5-1.5B": 1.5e9}
 
 
@@ -30,7 +31,7 @@ def test_it_loads_strictly_without_model_or_data(name):
     assert config.data.deduplicate
 
 
-@pytest.mark.parametrize("name", ["paper", "h100_16", "h100_32", "h100_128"])
+@pytest.mark.parametrize("name", ["paper", "h100_16", "h100_32", "h100_128", *COLOCATED])
 def test_the_papers_recipes_leave_it_nowhere(name):
     assert left(load_config(RECIPES[name])) == {}
 
@@ -47,7 +48,10 @@ def test_it_takes_the_gpus_of_its_name(name):
     config = load_config(RECIPES[name])
     trainer = config.actor.layout.world_size
     servers = config.rollout.servers * config.rollout.tensor_parallel
-    assert GPUS[name] == (1 if GPUS[name] == trainer == servers == 1 else trainer + servers)
+    shared = name in COLOCATED or GPUS[name] == trainer == servers == 1
+    assert (config.run.mode == "colocated") == (name in COLOCATED)
+    assert GPUS[name] == (trainer if shared else trainer + servers)
+    assert servers == trainer or not shared
 
 
 @pytest.mark.parametrize("name", GPUS)

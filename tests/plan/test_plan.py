@@ -14,7 +14,16 @@ from megatron_dapo.plan.plan import Assumptions, make_plan
 from megatron_dapo.plan.shapes import BUILT_IN, model_shape
 from tests.plan.conftest import RECIPES
 
-FITTING = {"h100_16": 16, "h100_32": 32, "h100_128": 128, "qwen2.5_7b_8gpu": 8, "qwen2.5_1.5b_1gpu": 1}
+FITTING = {
+    "h100_16_colocated": 16,
+    "h100_32_colocated": 32,
+    "h100_128_colocated": 128,
+    "h100_16": 16,
+    "h100_32": 32,
+    "h100_128": 128,
+    "qwen2.5_7b_8gpu": 8,
+    "qwen2.5_1.5b_1gpu": 1,
+}
 WITHOUT_LAYOUT = {"paper", "verl"}
 
 

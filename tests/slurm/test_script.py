@@ -24,7 +24,17 @@ def script(config=QUICKSTART, overrides=(), **changed) -> str:
     return batch_script(config, list(overrides), load_config(config, list(overrides)), options(**changed))
 
 
-@pytest.mark.parametrize(("name", "nodes"), [("h100_16", 2), ("h100_32", 4), ("h100_128", 16), ("qwen2.5_7b_8gpu", 1)])
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        ("h100_16", 2),
+        ("h100_16_colocated", 2),
+        ("h100_32", 4),
+        ("h100_128_colocated", 16),
+        ("h100_128", 16),
+        ("qwen2.5_7b_8gpu", 1),
+    ],
+)
 def test_a_recipe_asks_for_the_nodes_of_its_layout(name, nodes):
     config = ROOT / "examples" / "qwen2.5_32b" / f"{name}.yaml"
     assert nodes_needed(load_config(config, []), options()) == nodes
