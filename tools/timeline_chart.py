@@ -16,8 +16,7 @@ SHOWN_RANKS, SHOWN_SERVERS = 16, 8
 KINDS = (("forward", 0), ("backward", 1), ("optimizer", 2), ("gradient sum", 3), ("between stages", 4))
 """What a rank's bar can be, and its series colour."""
 PHASE_COLOURS = {
-    "rollout": 0, "reward": 5, "logprob": 3, "update": 1, "weight_sync": 2, "evaluation": 6, "checkpoint": 4,
-    "handover": 7,
+    "rollout": 0, "logprob": 3, "update": 1, "weight_sync": 2, "handover": 5, "evaluation": 6, "checkpoint": 4,
 }  # fmt: skip
 
 

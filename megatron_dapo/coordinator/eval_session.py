@@ -186,7 +186,8 @@ class EvalSession:
 def with_own_servers(config: Config, model: Path) -> Config:
     """The same config, its servers started here with `model`, on free ports."""
     rollout = replace(config.rollout, urls=(), api_key_file=None, port=0, weight_sync="disk")
-    return replace(config, rollout=rollout, model=replace(config.model, path=str(model)))
+    run = replace(config.run, mode="sync")  # nobody trains beside them
+    return replace(config, run=run, rollout=rollout, model=replace(config.model, path=str(model)))
 
 
 async def evaluate_once(
