@@ -17,7 +17,9 @@ from safetensors import safe_open
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
+from megatron_dapo.plan.calibration import load_calibration
 from tests.processes import ROOT, Running
+from tools.profile_throughput import main as profile
 
 STEPS = 3
 SMALL = (
@@ -28,6 +30,7 @@ SMALL = (
     "algorithm.mini_batch_responses=16",
     "evaluation.limit=12",
     "rollout.deterministic=true",
+    "monitor.timeline_every=2",
 )
 METRICS = (
     "rollout_step",
@@ -109,6 +112,35 @@ def test_every_step_has_its_metrics(whole):
         assert step["mismatch/max_abs"] < 1e-3, "engine and trainer must agree on the same tokens (float32)"
         assert 0 < step["grad_norm"] < 100
         assert step["timing/step"] > step["timing/rollout"] + step["timing/update"]
+
+
+def test_the_recorded_step_is_profiled_traced_and_calibrates_the_planner(whole, tmp_path):
+    trace, constants, report = tmp_path / "trace.json", tmp_path / "mine.yaml", tmp_path / "report"
+    arguments = ["--peak-flops", "5e10", "--memory-bandwidth", "1e10", "--trace", str(trace), "--out", str(report)]
+    assert profile([str(whole), *arguments, "--calibration", str(constants)]) == 0
+    (found,) = json.loads(report.with_name("report.json").read_text())
+    assert found["recorded_steps"] == [2]
+    figures = found["figures"]
+    assert 0.3 < figures["compute"] <= 1, "most of an update is passes"
+    assert 0 < figures["communication"] < 1
+    assert 0 <= figures["rollout_tail"] <= 1
+    assert figures["peak_memory"] > 100e6
+    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert {"calls", "update", "phases", "slot 0"} <= {name for name in names if isinstance(name, str)}
+    measured = load_calibration(constants)
+    assert measured.mean_response < 64
+    assert measured.decode_overhead > 0
+
+
+def test_every_evaluation_has_its_problems(whole):
+    for name in ("before", "baseline", "after"):
+        folder = whole / "evaluations" / name
+        lines = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
+        assert [line["way"] for line in lines] == ["sampled"] * 12 + ["greedy"] * 12
+    summary = json.loads((whole / "summary.json").read_text())
+    result = json.loads((whole / "evaluations" / "after" / "result.json").read_text())
+    mean = result["ways"]["greedy"]["figures"]["avg@1"]["value"]
+    assert mean == pytest.approx(summary["heldout"]["after"]["greedy"]["accuracy"])
 
 
 def test_summary_has_held_out_accuracies_with_intervals(whole):
