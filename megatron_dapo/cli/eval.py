@@ -92,11 +92,14 @@ async def _evaluate(
     target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
 ) -> None:
     from megatron_dapo.coordinator.eval_session import evaluate_once
+    from megatron_dapo.coordinator.frozen import fingerprint
 
     if options.watch:
         await _watch(target, overrides, options, console, stop)
         return
     subject = find_subject(target, overrides, options)
+    if subject.weights is not None:
+        fingerprint(subject.weights)  # a folder that holds no model is said to be one before anything is read
     problems = _read(subject.config, console)
     console.note(f"evaluating {subject.weights or ', '.join(subject.config.rollout.urls)}")
     result = await evaluate_once(

@@ -78,7 +78,7 @@ def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
     [
         (("/nowhere/dapo.yaml",), "No such file"),
         ((str(ROOT / "examples"),), "no config.yaml there"),
-        ((CONFIG, "--model", str(ROOT / "docs")), "no config.json there"),
+        ((CONFIG, "--model", str(ROOT / "docs")), "tools.convert_checkpoint makes one"),
         ((CONFIG, "--watch"), "--watch takes the directory of a run"),
         ((CONFIG, "evaluation.path=nowhere.jsonl"), "evaluation.path"),
     ],
