@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import dump_config, load_config
 from tests.processes import ROOT, Running
 
 CONFIG = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
@@ -88,6 +89,15 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, arguments, words):
     assert finished.code == ExitCode.CONFIG, finished.output
     assert words in finished.output
     assert "Traceback" not in finished.output
+
+
+def test_a_run_whose_versions_are_not_on_disk_is_not_watched(tmp_path):
+    (tmp_path / "run").mkdir()
+    config = load_config(CONFIG, ["rollout.weight_sync=tensor"])
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    finished = Running("eval", str(tmp_path / "run"), "--watch", log=tmp_path / "log.txt").finish(100)
+    assert finished.code == ExitCode.CONFIG
+    assert "rollout.weight_sync = tensor" in finished.output
 
 
 def test_versions_of_a_live_run_are_evaluated_beside_it_on_frozen_weights(tmp_path):
