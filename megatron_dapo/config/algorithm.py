@@ -99,7 +99,8 @@ class DynamicSamplingConfig:
     margin: NonNegativeFloat = 2.0
     """Standard deviations of the number of kept groups by which the dispatch exceeds what the pass rate asks for on
     average. 0: every second batch needs a second round of a few prompts; 2: one in fifty. The surplus is carried over
-    to the next step, or with `max_staleness: 0` generated again: then 1 or 0 is better."""
+    to the next step, or with `max_staleness: 0` generated again: then 1 or 0 is better. Not read where `ahead` keeps
+    prompts of the next batches with the servers."""
 
     max_staleness: NonNegativeInt = 1
     """Weight versions that any token of a group may lie behind when it is trained on; older ones are generated

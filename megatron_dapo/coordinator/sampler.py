@@ -159,24 +159,26 @@ class DynamicSampler:
         sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
         times = sampling.max_oversampling if sampling.enabled else 1.0
         limit = int(times * wanted)
+        # The look-ahead is reserve enough; more of it would only be too old when its turn comes.
+        margin = 0.0 if ahead else sampling.margin
         return _Batch(
             rollout_step=rollout_step,
             weight_version=weight_version,
             on_kept=on_kept,
             wanted=wanted,
             ahead=ahead,
+            margin=margin,
             limit=limit,
             end=self._cursor + int(times * (wanted + ahead)),
             start_pass_rate=self._pass_rate,
-            predicted=min(limit, self._needed(wanted, 0)),
+            predicted=min(limit, self._needed(wanted, 0, margin)),
         )
 
-    def _needed(self, missing: int, in_flight: int) -> int:
+    def _needed(self, missing: int, in_flight: int, margin: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
         if not self._config.dynamic_sampling.enabled:
             return max(0, missing - in_flight)
-        sampling = self._config.dynamic_sampling
-        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, sampling.margin)
+        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, margin)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
@@ -208,7 +210,7 @@ class DynamicSampler:
     def _dispatch(self, batch: "_Batch") -> None:
         missing = batch.wanted - len(batch.kept) + batch.ahead
         begin = self._cursor + len(self._flight)
-        end = min(begin + self._needed(missing, len(self._flight)), batch.end)
+        end = min(begin + self._needed(missing, len(self._flight), batch.margin), batch.end)
         for position in range(begin, end):
             self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
 
@@ -290,6 +292,7 @@ class _Batch:
     on_kept: Callable[[ScoredGroup], None]
     wanted: int
     ahead: int
+    margin: float
     limit: int
     """Positions that may be decided for it."""
     end: int

@@ -52,7 +52,7 @@ def sampler_of(servers, ledger, state=START, **dynamic):
         prompts_per_step=PROMPTS,
         group_size=GROUP,
         mini_batch_responses=GROUP,
-        dynamic_sampling=DynamicSamplingConfig(margin=0.0, **dynamic),
+        dynamic_sampling=DynamicSamplingConfig(**dynamic),
     )
     return DynamicSampler(config, servers, ledger, state)
 
