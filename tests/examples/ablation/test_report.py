@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from examples.ablation.curves import CHARTS, series
 from examples.ablation.paired import paired
 from examples.ablation.report import said, spoken_difference, write_report
 from examples.ablation.results import SAMPLED, Outcome, accuracy_at, read_outcomes, useless_share, weighted
@@ -97,6 +98,27 @@ def test_page_and_markdown_hold_the_same_verdicts(outcomes, tmp_path) -> None:
     assert "src=" not in page
     assert picture.stat().st_size > 20_000
     assert "| overlong filtering | naive → filter | 5 |" in text
+
+
+def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest(tmp_path) -> None:
+    runs = planned(tmp_path, ["naive"], [0, 1, 2])
+    for run, entropy in zip(runs, (0.1, 0.2, 0.6), strict=True):
+        finish(run, sampled=0.3, entropy=entropy)
+    (entropy_chart,) = [chart for chart in CHARTS if chart.key == "entropy"]
+    (curve,) = series(entropy_chart, read_outcomes(runs), ["naive", "full"])
+    assert list(curve.x) == [1, 2, 3, 4, 5, 6]
+    assert curve.mean == pytest.approx([0.3] * 6)
+    assert (curve.low, curve.high) == ([0.1] * 6, [0.6] * 6)
+
+
+def test_curves_over_tokens_end_where_the_thriftiest_run_ends(tmp_path) -> None:
+    runs = planned(tmp_path, ["naive"], [0, 1])
+    for run, tokens in zip(runs, (24_000, 48_000), strict=True):
+        finish(run, sampled=0.3, tokens=tokens)
+    (chart,) = [chart for chart in CHARTS if chart.key == "tokens"]
+    (curve,) = series(chart, read_outcomes(runs), ["naive"])
+    assert curve.x[-1] == 6 * 24, "thousands"
+    assert curve.high[-1] > curve.low[-1], "at as many tokens the other run is half as far"
 
 
 def test_plain_words_name_each_pair_once(outcomes) -> None:
