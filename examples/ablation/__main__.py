@@ -11,7 +11,6 @@ import typer
 from examples.ablation.cost import Estimate, estimate
 from examples.ablation.rungs import RUNGS, Place, Planned, plan
 from examples.ablation.runs import LadderStopped, State, execute, make_inputs, state_of
-from megatron_dapo.cli.train import prepare_environment
 from megatron_dapo.config import ConfigError
 from megatron_dapo.monitor.console import duration
 
@@ -74,7 +73,6 @@ def _print_plan(place: Place, runs: list[Planned], states: list[State]) -> None:
 
 
 def _run_all(place: Place, runs: list[Planned], base_steps: int | None) -> None:
-    prepare_environment()
     for number, run in enumerate(runs, start=1):
         if state_of(run) in (State.FINISHED, State.FAILED):
             continue

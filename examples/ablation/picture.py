@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import PercentFormatter
 
 from examples.ablation.curves import CHARTS, Series, series
 from examples.ablation.results import Outcome
@@ -23,18 +22,18 @@ def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: 
     """The ladder's six curves, and the gain of each rung with its 95% interval over the seeds."""
     figure = Figure(figsize=(13, 7), dpi=150, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 3, height_ratios=(1, 1, 0.9))
-    for number, chart in enumerate(CHARTS):
-        panel = figure.add_subplot(grid[number // 3, number % 3])
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 0.9))  # apart: long labels below leave the curves alone
+    panels = above.subplots(2, 3).flat
+    for number, (chart, panel) in enumerate(zip(CHARTS, panels, strict=True)):
         _style(panel, chart.title, chart.x_label)
         for one in series(chart, outcomes, tuple(COLOURS)):
             _curve(panel, one)
         if chart.unit is Unit.SHARE:
-            panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         panel.set_ylim(bottom=0)
         if number == 0:
             panel.legend(fontsize=8, frameon=False, labelcolor=INK)
-    _gains(figure.add_subplot(grid[2, :]), ladder)
+    _gains(below.subplots(), ladder)
     figure.savefig(out_png)
 
 
@@ -52,11 +51,14 @@ def _gains(panel: Axes, ladder: Sequence[Found]) -> None:
     for at, found in enumerate(known):
         difference = found.difference
         assert difference is not None
-        if difference.low is not None and difference.high is not None:
-            panel.plot([100 * difference.low, 100 * difference.high], [at, at], color=BLUE, linewidth=3, alpha=0.45)
+        low, high = (difference.mean if end is None else end for end in (difference.low, difference.high))
+        panel.plot([100 * low, 100 * high], [at, at], color=BLUE, linewidth=3, alpha=0.45)
         panel.plot([100 * difference.mean], [at], "o", color=BLUE)
+        said = found.verdict.partition(":")[0]
+        panel.annotate(said, (100 * high, at), (8, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     panel.axvline(0, color=INK, linewidth=1)
-    panel.set_yticks(range(len(known)), [f"{found.what}: {found.verdict}" for found in known], fontsize=8)
+    panel.set_yticks(range(len(known)), [found.what for found in known], fontsize=8)
+    panel.margins(x=0.12, y=0.12)
     panel.invert_yaxis()
 
 
