@@ -135,7 +135,7 @@ def wait_names() -> set[str]:
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args):
                 continue
             what = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
-            if call.func.attr in ("wait_for", "_ask") and isinstance(what, ast.Constant):
+            if call.func.attr in ("wait_for", "_wait", "_ask") and isinstance(what, ast.Constant):
                 found.add(str(what.value).strip())
     return found
 
