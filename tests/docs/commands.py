@@ -34,8 +34,13 @@ def commands_of(markdown: str) -> Iterator[Command]:
     texts = [line for block in blocks(markdown) if block.info in _SHELL for line in _joined(block.body)]
     for text in [*texts, *inline_code(markdown)]:
         for words in _simple_commands(text):
-            if command := _command(words, text):
-                yield command
+            inner = next((at for at, word in enumerate(words) if at and word == "megatron-dapo"), len(words))
+            for part in (
+                words[:inner],
+                words[inner:],
+            ):  # a program that runs another one: `python x.py megatron-dapo ...`
+                if command := _command(part, text):
+                    yield command
 
 
 def _joined(body: str) -> list[str]:

@@ -62,9 +62,11 @@ def faults(command: Command) -> list[str]:
             f"{command.text}: no target {name}" for name in command.words if "=" not in name and name not in targets()
         ]
     elif command.program not in OTHERS:
-        shown = help_of(command.program, command.subcommand)
+        shown = help_of(command.program, "")
         if not shown:
             return [f"{command.text}: cannot be run"]
+        if command.subcommand and re.search(rf"[\s│{{,]{command.subcommand}[\s,}}]", shown):
+            shown += help_of(command.program, command.subcommand)
         options = set(re.findall(r"--[a-z][\w-]*", shown))
         found += [f"{command.text}: no option {name}" for name in command.options if name not in options | {"--help"}]
     return found + _keys_and_files(command)
@@ -113,6 +115,9 @@ make = demmo
 
 
 def test_the_parser_takes_commands_apart() -> None:
+    outer, inner = commands_of("`python examples/verifiers/service.py megatron-dapo train X.yaml run.seed=1`")
+    assert (outer.program, outer.words) == ("examples/verifiers/service.py", ())
+    assert (inner.program, inner.words) == ("megatron-dapo", ("train", "run.seed=1"))
     (command,) = commands_of("`python -m tools.convert_checkpoint to-hf runs/a OUT --verify --max-file-gb=2`")
     assert command.program == "-m tools.convert_checkpoint"
     assert command.subcommand == "to-hf"
