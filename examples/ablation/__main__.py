@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from examples.ablation.cost import Estimate, estimate
+from examples.ablation.cost import estimate
 from examples.ablation.rungs import RUNGS, Place, Planned, plan
 from examples.ablation.runs import LadderStopped, State, execute, make_inputs, state_of
 from megatron_dapo.config import ConfigError
@@ -47,7 +47,7 @@ def main(
     except (ValueError, ConfigError, LadderStopped) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
-    _print_plan(Place(folder=out), runs, states)
+    _print_plan(runs, states)
     if show_plan:
         return
     if not report:
@@ -65,11 +65,11 @@ def _seeds(text: str) -> list[int]:
     return list(range(numbers[0])) if "," not in text else numbers
 
 
-def _print_plan(place: Place, runs: list[Planned], states: list[State]) -> None:
+def _print_plan(runs: list[Planned], states: list[State]) -> None:
     for seed in dict.fromkeys(run.seed for run in runs):
         of_seed = Counter(state for run, state in zip(runs, states, strict=True) if run.seed == seed)
         print(f"seed {seed}: " + ", ".join(f"{count} {state}" for state, count in of_seed.items()))
-    print(_remaining(_estimate(place, runs)), flush=True)
+    print(_remaining(runs), flush=True)
 
 
 def _run_all(place: Place, runs: list[Planned], base_steps: int | None) -> None:
@@ -78,17 +78,17 @@ def _run_all(place: Place, runs: list[Planned], base_steps: int | None) -> None:
             continue
         make_inputs(place, run.seed, base_steps=base_steps)
         print(f"{number} of {len(runs)}: {run.name}: {run.rung.label}", flush=True)
-        print(f"  {execute(run)}; {_remaining(_estimate(place, runs))}", flush=True)
+        print(f"  {execute(run)}; {_remaining(runs)}", flush=True)
 
 
-def _estimate(place: Place, runs: list[Planned]) -> Estimate:
-    seeds = {run.seed for run in runs}
-    missing = sum(not (place.base(seed) / "model.safetensors").exists() for seed in seeds)
-    return estimate(runs, [state_of(run) for run in runs], bases=missing)
-
-
-def _remaining(left: Estimate) -> str:
-    return f"{left.runs} runs left, about {duration(left.seconds)} by {left.rests_on}"
+def _remaining(runs: list[Planned]) -> str:
+    """How many runs are left, and for how long by those that are done."""
+    states = [state_of(run) for run in runs]
+    left = sum(state in (State.NEW, State.HALF) for state in states)
+    found = estimate(runs, states)
+    if found is None:
+        return f"{left} runs left; the first one measures what they cost here"
+    return f"{left} runs left, about {duration(found.seconds)} as {found.measured} done here took"
 
 
 def _write_report(out: Path, runs: list[Planned]) -> None:

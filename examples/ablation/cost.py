@@ -1,4 +1,4 @@
-"""What the runs that are left will cost: from the runs that are done, or else from one that was measured."""
+"""What the runs that are left will cost, from the runs that are done on this machine."""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from examples.ablation.rungs import Planned, Switch
 from examples.ablation.runs import SECONDS, State
+
+DYNAMIC_FACTOR = 2.4
+"""Seconds of a rollout step with dynamic sampling against one without, where no run with it is done yet. An assumption,
+about as many more responses as are generated; the first such run replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,41 +20,34 @@ class Pace:
     step: float
 
 
-MEASURED = Pace(fixed=0.0, step=0.0)
-DYNAMIC_FACTOR = 2.4
-"""Rollouts of a step with dynamic sampling against one without, where no run with it is done yet: as many more tokens
-were generated in the runs of README.md."""
-
-BASE_S = 0.0
-"""Making one seed's base."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     seconds: float
-    runs: int
-    rests_on: str
-    """What was measured."""
+    measured: int
+    """Runs that it rests on."""
 
 
-def estimate(runs: Sequence[Planned], states: Sequence[State], *, bases: int) -> Estimate:
-    """Seconds that are left.
+def estimate(runs: Sequence[Planned], states: Sequence[State]) -> Estimate | None:
+    """Seconds that are left, bases not counted; None until one run is done.
 
     Args:
         states: where each of `runs` stands.
-        bases: bases that are still to be made.
     """
-    paces = {dynamic: _pace([run for run in runs if _is_dynamic(run) == dynamic]) for dynamic in (False, True)}
-    plain = paces[False] or MEASURED
-    dynamic = paces[True] or Pace(fixed=plain.fixed, step=plain.step * DYNAMIC_FACTOR)
-    left = [run for run, state in zip(runs, states, strict=True) if state in (State.NEW, State.HALF)]
-    seconds = BASE_S * bases
-    for run in left:
-        pace = dynamic if _is_dynamic(run) else plain
-        seconds += pace.fixed + pace.step * run.config().run.rollout_steps
-    known = sum((run.folder / SECONDS).exists() for run in runs)
-    rests_on = f"{known} runs done here" if known else "one run measured on two cores (README.md)"
-    return Estimate(seconds=seconds, runs=len(left), rests_on=rests_on)
+    dynamic = _pace([run for run in runs if _is_dynamic(run)])
+    plain = _pace([run for run in runs if not _is_dynamic(run)])
+    if plain is None and dynamic is None:
+        return None
+    if plain is None:
+        assert dynamic is not None
+        plain = Pace(fixed=dynamic.fixed, step=dynamic.step / DYNAMIC_FACTOR)
+    if dynamic is None:
+        dynamic = Pace(fixed=plain.fixed, step=plain.step * DYNAMIC_FACTOR)
+    seconds = 0.0
+    for run, state in zip(runs, states, strict=True):
+        if state in (State.NEW, State.HALF):
+            pace = dynamic if _is_dynamic(run) else plain
+            seconds += pace.fixed + pace.step * run.config().run.rollout_steps
+    return Estimate(seconds=seconds, measured=sum((run.folder / SECONDS).exists() for run in runs))
 
 
 def _is_dynamic(run: Planned) -> bool:
@@ -58,7 +55,7 @@ def _is_dynamic(run: Planned) -> bool:
 
 
 def _pace(runs: Sequence[Planned]) -> Pace | None:
-    """Of the finished ones among `runs`; None without any."""
+    """Mean of the finished ones among `runs`; None without any."""
     fixed, steps = [], []
     for run in runs:
         try:

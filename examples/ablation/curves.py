@@ -48,10 +48,10 @@ class Chart:
     of: Over
 
 
-def _over_steps(value: Callable[[Line], float | None]) -> Over:
+def _over_steps(value: Callable[[Outcome, Line], float | None]) -> Over:
     def of(runs: Sequence[Outcome]) -> tuple[Sequence[int], np.ndarray]:
         steps = min(len(run.lines) for run in runs)
-        rows = [[value(line) for line in run.lines[:steps]] for run in runs]
+        rows = [[value(run, line) for line in run.lines[:steps]] for run in runs]
         return list(range(1, steps + 1)), np.array([[np.nan if v is None else v for v in row] for row in rows], float)
 
     return of
@@ -74,7 +74,7 @@ CHARTS = (
         note="Of the training rollouts, before any filter.",
         unit=Unit.SHARE,
         x_label=STEP,
-        of=_over_steps(lambda line: line["accuracy/mean"]),
+        of=_over_steps(lambda _, line: line["accuracy/mean"]),
     ),
     Chart(
         key="tokens",
@@ -90,7 +90,7 @@ CHARTS = (
         note="Nats, over the batch's tokens.",
         unit=Unit.NUMBER,
         x_label=STEP,
-        of=_over_steps(lambda line: line["entropy"]),
+        of=_over_steps(lambda _, line: line["entropy"]),
     ),
     Chart(
         key="length",
@@ -98,7 +98,7 @@ CHARTS = (
         note="Mean tokens.",
         unit=Unit.COUNT,
         x_label=STEP,
-        of=_over_steps(lambda line: line["response_length/mean"]),
+        of=_over_steps(lambda _, line: line["response_length/mean"]),
     ),
     Chart(
         key="truncated",
@@ -106,7 +106,7 @@ CHARTS = (
         note="Share of the responses.",
         unit=Unit.SHARE,
         x_label=STEP,
-        of=_over_steps(lambda line: line["truncated_fraction"]),
+        of=_over_steps(lambda _, line: line["truncated_fraction"]),
     ),
     Chart(
         key="useless",
@@ -114,7 +114,7 @@ CHARTS = (
         note="All right or all wrong, among those decided.",
         unit=Unit.SHARE,
         x_label=STEP,
-        of=_over_steps(lambda line: useless_share([line])),
+        of=_over_steps(lambda run, line: useless_share(run, [line])),
     ),
 )
 

@@ -3,14 +3,15 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from examples.ablation.rungs import Planned
 from examples.ablation.runs import FAILURE
+from megatron_dapo.data.ledger import Event, effective_events, read_ledger
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.writer import Line, read_metrics
 
-DECIDED = ("sampling/kept", "sampling/all_wrong", "sampling/all_correct")
 LATE = 1 / 3
 """The share of the rollout steps, or of the tokens, whose rollouts stand for where a run came to: a single step has too
 few responses to tell."""
@@ -24,6 +25,9 @@ class Outcome:
     seed: int
     lines: Sequence[Line]
     summary: Mapping[str, Any]
+    groups: Mapping[int, tuple[int, int]]
+    """Rollout step -> (useless, decided): groups that were all right or all wrong, and all of them. Without dynamic
+    sampling the metrics do not tell: there every group is kept."""
     failure: str = ""
     """Why it has no figures: it diverged, or nothing was left to learn from."""
 
@@ -42,8 +46,26 @@ def read_outcomes(runs: Sequence[Planned]) -> list[Outcome]:
 
 
 def _outcome(run: Planned, summary: Mapping[str, Any], *, failure: str = "") -> Outcome:
-    lines = read_metrics(run.folder)
-    return Outcome(rung=run.rung.name, seed=run.seed, lines=lines, summary=summary, failure=failure)
+    return Outcome(
+        rung=run.rung.name,
+        seed=run.seed,
+        lines=read_metrics(run.folder),
+        summary=summary,
+        groups=decided_groups(run.folder / "ledger.jsonl", run.config().algorithm.group_size),
+        failure=failure,
+    )
+
+
+def decided_groups(ledger: Path, group_size: int) -> dict[int, tuple[int, int]]:
+    """Rollout step -> (useless, decided) groups, from the events that stand."""
+    counts: dict[int, tuple[int, int]] = {}
+    if not ledger.exists():
+        return counts
+    for event in effective_events(read_ledger(ledger)):
+        if event["event"] in (Event.TRAINED, Event.FILTERED):
+            useless, decided = counts.get(event["rollout_step"], (0, 0))
+            counts[event["rollout_step"]] = (useless + (event["correct"] in (0, group_size)), decided + 1)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +92,11 @@ def weighted(lines: Sequence[Line], name: str, weight: str) -> float:
     return sum(line[name] * line[weight] for line in known) / total if total else 0.0
 
 
-def useless_share(lines: Sequence[Line]) -> float:
-    """Groups that were all right or all wrong, among those decided."""
-    decided = sum(line.get(name) or 0 for line in lines for name in DECIDED)
-    return sum(line.get(name) or 0 for line in lines for name in DECIDED[1:]) / decided if decided else 0.0
+def useless_share(outcome: Outcome, lines: Sequence[Line]) -> float:
+    """Groups that were all right or all wrong, among those decided in these steps."""
+    counts = [outcome.groups.get(line["rollout_step"], (0, 0)) for line in lines]
+    decided = sum(all_of_them for _, all_of_them in counts)
+    return sum(useless for useless, _ in counts) / decided if decided else 0.0
 
 
 def cumulative_tokens(lines: Sequence[Line]) -> list[float]:
@@ -124,7 +147,7 @@ USELESS_SHARE = Measure(
     label="useless groups",
     percent=True,
     digits=1,
-    of=lambda outcome: useless_share(late_lines(outcome.lines)),
+    of=lambda outcome: useless_share(outcome, late_lines(outcome.lines)),
 )
 TOKENS = Measure(
     key="tokens",

@@ -39,5 +39,11 @@ def finish(run: Planned, *, sampled: float, entropy: float = 0.1, tokens: int = 
         "tokens": {"generated": steps * tokens},
         "seconds": {"training": 60.0, "step": 60.0},
     }
+    decided = [
+        {"event": event, "prompt": 4 * step + at, "rollout_step": step, "correct": correct, "tokens": 1}
+        for step in range(1, steps + 1)
+        for at, (event, correct) in enumerate((("trained", 3), ("trained", 0), ("filtered", 8), ("carried", 0)))
+    ]
+    (run.folder / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in decided))
     (run.folder / "summary.json").write_text(json.dumps(summary))
     (run.folder / "ladder_seconds.json").write_text(json.dumps({"wall": wall}))

@@ -6,8 +6,17 @@ import pytest
 
 from examples.ablation.curves import CHARTS, series
 from examples.ablation.paired import paired
-from examples.ablation.report import said, spoken_difference, write_report
-from examples.ablation.results import SAMPLED, Outcome, accuracy_at, read_outcomes, useless_share, weighted
+from examples.ablation.report import rung_rows, said, spoken_difference, write_report
+from examples.ablation.results import (
+    MEASURES,
+    SAMPLED,
+    USELESS_SHARE,
+    Outcome,
+    accuracy_at,
+    read_outcomes,
+    useless_share,
+    weighted,
+)
 from examples.ablation.runs import FAILURE
 from examples.ablation.verdicts import NOISE, UNSURE, claims, compare, verdict
 from tests.examples.ablation.folders import begin, finish, planned
@@ -67,12 +76,17 @@ def test_accuracy_at_a_budget_by_hand() -> None:
 
 
 def test_means_weigh_steps_by_their_size() -> None:
-    lines = [
-        {"accuracy/mean": 0.0, "sampling/generated": 30, "sampling/kept": 10, "sampling/all_wrong": 20},
-        {"accuracy/mean": 1.0, "sampling/generated": 10, "sampling/kept": 10, "sampling/all_correct": 0},
-    ]
+    lines = [{"accuracy/mean": 0.0, "sampling/generated": 30}, {"accuracy/mean": 1.0, "sampling/generated": 10}]
     assert weighted(lines, "accuracy/mean", "sampling/generated") == pytest.approx(0.25)
-    assert useless_share(lines) == pytest.approx(0.5)
+
+
+def test_useless_groups_are_counted_also_where_they_are_trained_on(outcomes) -> None:
+    """The ledger of each step: 3 of 8 right and 0 of 8 trained, 8 of 8 filtered, one group carried."""
+    for outcome in outcomes:
+        if not outcome.failure:
+            assert useless_share(outcome, outcome.lines) == pytest.approx(2 / 3)
+    text = {row[0].split(":")[0]: row for row in rung_rows(outcomes)}
+    assert text["naive"][2 + MEASURES.index(USELESS_SHARE)] == "66.7 ±0.0"
 
 
 def test_an_effect_in_the_papers_direction_shows(tmp_path) -> None:

@@ -169,7 +169,12 @@ sys.exit(run_command([sys.executable, '-c', {SLOW!r}], Path({str(log)!r}))[0])"
 
 def test_a_run_that_ends_well_after_a_signal_is_the_last_one(tmp_path) -> None:
     """The signal comes while this process waits; without the handing-on it would end the test session."""
-    ends_well = f"import os, signal\nsignal.signal(15, lambda *_: None)\nos.kill({os.getpid()}, 15)\nsignal.pause()"
+    ends_well = f"""
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.kill({os.getpid()}, signal.SIGTERM)
+signal.sigwait([signal.SIGTERM])
+"""
     assert run_command([sys.executable, "-c", ends_well], tmp_path / "log")[0] == 75
 
 
@@ -186,12 +191,14 @@ def test_output_is_returned_and_appended_to_the_log(tmp_path) -> None:
 
 def test_the_estimate_comes_from_the_runs_that_are_done(tmp_path) -> None:
     all_runs = planned(tmp_path, ["naive", "filter", "full"], [0, 1])
+    assert estimate(all_runs, [state_of(run) for run in all_runs]) is None
     finish(all_runs[0], sampled=0.3, wall=100.0)  # 60 s of steps, 10 s each of 6, and 40 s around them
     states = [state_of(run) for run in all_runs]
-    left = estimate(all_runs, states, bases=0)
-    assert left.runs == 5
+    left = estimate(all_runs, states)
+    assert left is not None
     assert left.seconds == pytest.approx(3 * (40 + 6 * 10) + 2 * (40 + 6 * 10 * 2.4))
     finish(all_runs[2], sampled=0.5, wall=150.0)
-    left = estimate(all_runs, [state_of(run) for run in all_runs], bases=0)
+    left = estimate(all_runs, [state_of(run) for run in all_runs])
+    assert left is not None
     assert left.seconds == pytest.approx(3 * 100 + 150)
-    assert left.rests_on == "2 runs done here"
+    assert left.measured == 2
