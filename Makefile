@@ -51,9 +51,9 @@ test-slurm: install ## run a job on a Slurm of two virtual nodes; installs Debia
 test-gpu: install ## run the tests that need a CUDA device
 	$(TESTS) tests/gpu -m gpu $(ARGS)
 
-check: install ## lint, format, types, import direction, example configs; under a minute
+check: install ## lint, format, types, import direction, example configs, documents; under a minute
 	@failed=; \
-	for command in "$(BIN)/ruff check ." "$(BIN)/ruff format --check ." "$(BIN)/mypy" "$(TESTS) -q tests/test_repository.py"; do \
+	for command in "$(BIN)/ruff check ." "$(BIN)/ruff format --check ." "$(BIN)/mypy" "$(TESTS) -q tests/test_repository.py tests/docs/test_links.py tests/docs/test_references.py"; do \
 		echo "$$command"; $$command || failed="$$failed\n  $$command"; \
 	done; \
 	if [ -n "$$failed" ]; then printf "make check: failed:$$failed\n"; exit 1; fi
