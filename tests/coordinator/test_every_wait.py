@@ -189,10 +189,8 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
 
 
 def _parts(**services: object) -> Any:
-    config, waits = (
-        load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"]),
-        Waits(),
-    )
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"])
+    waits = Waits()
     turns = Turns(config.run, None, never, waits, report=print)
     return SimpleNamespace(
         config=config,
@@ -221,9 +219,7 @@ def test_an_evaluation() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize(
-    ("whose", "name"), [("trainer", "memory for the trainer"), ("servers", "memory for the servers")]
-)
+@pytest.mark.parametrize("whose", ["trainer", "servers"])
 def test_the_turns_of_a_shared_gpu(whose: str) -> None:
     async def test() -> None:
         config = SimpleNamespace(mode="colocated", step_deadline_s=SHORT)
