@@ -5,7 +5,8 @@ python -m tools.measure_learning examples/quickstart/dapo.yaml --peer-python trl
 TRL runs from an environment of its own (tools/peers/requirements.txt). Both train on the config's data, model and
 hyperparameters, evaluate after every `--every` rollout steps, and their clocks stand still meanwhile and before the
 first step. The goal is reached between two evaluations; the second is found on the straight line between them. What
-TRL does not have is in tools/peers/train_trl.py. Round r trains both with seed r.
+TRL does not have is in tools/peers/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are
+appended there, as JSON lines, and those that it holds already are not run again: the tables are of them all.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -132,6 +133,22 @@ def print_tables(rounds: Sequence[tuple[Learning, Learning]], goal: float, names
             print(f"round {number}, {name}: " + "; ".join(f"{s}: {t:.1f}, {a:.3f}" for s, t, a in one.curve))
 
 
+def one_round(options: argparse.Namespace, seed: int, folder: Path) -> tuple[Learning, Learning]:
+    """Both trainings of a seed, one after the other."""
+    ours = train_ours(options.config, options.overrides, options.every, seed, folder)
+    theirs = train_peer(
+        options.peer_python,
+        options.config,
+        options.overrides,
+        options.every,
+        seed,
+        options.peer_threads,
+        ours.curve[0],
+        folder,
+    )
+    return ours, theirs
+
+
 def main() -> None:
     """Alternate, and print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,26 +157,21 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="Python of the environment that has TRL")
     parser.add_argument("--peer-threads", type=int, default=os.cpu_count(), help="torch threads of TRL")
     parser.add_argument("--goal", type=float, default=0.6)
-    parser.add_argument("--every", type=int, default=2, help="rollout steps between evaluations")
+    parser.add_argument("--every", type=int, default=3, help="rollout steps between evaluations")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="file of rounds, read and appended to")
     options = parser.parse_intermixed_args()
-    rounds = []
+    kept = options.keep.read_text().splitlines() if options.keep and options.keep.exists() else []
+    rounds = [(Learning(**ours), Learning(**theirs)) for ours, theirs in map(json.loads, kept)]
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.rounds):
-            ours = train_ours(options.config, options.overrides, options.every, seed, Path(folder))
-            theirs = train_peer(
-                options.peer_python,
-                options.config,
-                options.overrides,
-                options.every,
-                seed,
-                options.peer_threads,
-                ours.curve[0],
-                Path(folder),
-            )
-            rounds.append((ours, theirs))
-            load = psutil.getloadavg()[0]
-            print(f"{time.strftime('%T')} round {seed + 1} done, load average {load:.1f}", file=sys.stderr, flush=True)
+        for seed in range(len(rounds), options.rounds):
+            began = psutil.getloadavg()[0]
+            rounds.append(one_round(options, seed, Path(folder)))
+            if options.keep:
+                with options.keep.open("a") as file:
+                    file.write(json.dumps([asdict(one) for one in rounds[-1]]) + "\n")
+            load = f"load average {began:.1f} to {psutil.getloadavg()[0]:.1f}"
+            print(f"{time.strftime('%T')} round {seed + 1} done, {load}", file=sys.stderr, flush=True)
     print_tables(rounds, options.goal, ("megatron-dapo", "TRL"))
 
 
