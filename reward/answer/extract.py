@@ -57,6 +57,9 @@ class _Found:
     is_line: bool
 
 
+_BOXES = ("\\boxed", "\\fbox")
+
+
 def last_statement(response: str, prompt: str = "") -> Statement | None:
     """The answer that `response` states last, None if it states none.
 
@@ -103,8 +106,9 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
     lower = ascii_lower(response)
     end = len(response.rstrip())
     marker = _last_marker(lower, end)
-    box = _last_box(lower, end)
+    boxed, fbox = (lower.rfind(name, 0, end) for name in _BOXES)
     for _ in range(_ATTEMPTS):
+        box = max(boxed, fbox)
         if marker < 0 and box < 0:
             return
         if marker > box or _same_line(response, marker, box):
@@ -116,7 +120,9 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
             yield found
         end = start
         marker = marker if marker < end else _last_marker(lower, end)
-        box = box if box < end else _last_box(lower, end)
+        # Each by itself: one that is nowhere would be looked for through the whole text every time.
+        boxed = boxed if boxed < end else lower.rfind(_BOXES[0], 0, end)
+        fbox = fbox if fbox < end else lower.rfind(_BOXES[1], 0, end)
 
 
 def _same_line(response: str, marker: int, box: int) -> bool:
@@ -129,10 +135,6 @@ def _last_marker(lower: str, end: int) -> int:
     while at >= 0 and not _MARKER_TAIL.match(lower, at + 6, end):
         at = lower.rfind("answer", 0, at)
     return at
-
-
-def _last_box(lower: str, end: int) -> int:
-    return max(lower.rfind("\\boxed", 0, end), lower.rfind("\\fbox", 0, end))
 
 
 def _box_statement(response: str, at: int, end: int) -> _Found | None:

@@ -33,6 +33,7 @@ _REPLACED = {
 }
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_CAPITALS = re.compile("[A-Z]+")
 _ROOT_SIGN = re.compile(r"√\s*(\d+|[A-Za-z])")
 
 
@@ -40,7 +41,10 @@ def ascii_lower(text: str) -> str:
     """`text` with A-Z in lower case and every character in its place (str.lower may lengthen a text)."""
     if text.isascii():
         return text.lower()
-    return text.encode("utf-8", "surrogatepass").lower().decode("utf-8", "surrogatepass")
+    try:
+        return text.encode().lower().decode()
+    except UnicodeEncodeError:  # lone surrogates: one by one they would cost more than all the rest
+        return _CAPITALS.sub(lambda found: found[0].lower(), text)
 
 
 def _plain_character(character: str) -> str | None:
