@@ -166,7 +166,7 @@ def write_records(parts: Parts, record: StepRecord) -> None:
 def close_step(parts: Parts, admission: Admission, step: int, version: int) -> None:
     """Write down what was trained, durably."""
     for group in admission.kept:
-        parts.services.ledger.record(
+        parts.ledger.record(
             Event.TRAINED,
             prompt=group.position,
             rollout_step=step,
@@ -175,7 +175,7 @@ def close_step(parts: Parts, admission: Admission, step: int, version: int) -> N
             correct=group.correct,
             tokens=group.tokens,
         )
-    parts.services.ledger.commit()
+    parts.ledger.commit()
 
 
 async def evaluate(parts: Parts, name: str, *, forbid: int | None = None) -> dict[str, Answers]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.coordinator.parts import Parts, Services
+from megatron_dapo.coordinator.parts import Parts
+from megatron_dapo.coordinator.services import Services
 from rollout.config import RolloutConfig
 from rollout.publish import OnDisk, PublishReport
 from rollout.send import SendRequest, Sent
@@ -44,7 +45,7 @@ async def publish_weights(parts: Parts, version: int) -> WeightSync:
         await services.turns.servers()
         work = fleet.publish(folder, version, checksums)
     else:
-        stream = TrainerWeights(services, config.rollout, folder, key_file=parts.key_file, shared_gpu=parts.shared_gpu)
+        stream = TrainerWeights(services, config.rollout, folder)
         work = fleet.publish_stream(stream, version)
     report: PublishReport = await services.waits.wait_for(
         f"weight version {version}", "rollout servers", config.run.step_deadline_s, work
@@ -66,16 +67,10 @@ async def publish_weights(parts: Parts, version: int) -> WeightSync:
 class TrainerWeights:
     """The weights that the trainer holds when this is made (rollout.publish.WeightStream)."""
 
-    def __init__(
-        self, services: Services, config: RolloutConfig, folder: Path, *, key_file: Path | None, shared_gpu: bool
-    ) -> None:
-        """
-        Args:
-            folder: where they are written if a server has to read them.
-            shared_gpu: whether a server and a trainer rank are on one GPU, where NCCL cannot join them.
-        """
-        self._trainer, self._fleet, self._config, self._folder = services.trainer, services.fleet, config, folder
-        self._key_file, self._shared_gpu = key_file, shared_gpu
+    def __init__(self, services: Services, config: RolloutConfig, folder: Path) -> None:
+        """`folder`: where they are written if a server has to read them."""
+        self._services, self._trainer, self._fleet = services, services.trainer, services.fleet
+        self._config, self._folder = config, folder
         self._changes = services.trainer.weight_changes
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
@@ -87,8 +82,8 @@ class TrainerWeights:
             targets=tuple(targets),
             label=label,
             deadline_s=self._config.sync_deadline_s,
-            backend="nccl" if on_gpu and not self._shared_gpu else "gloo",
-            api_key_file=self._key_file,
+            backend="nccl" if on_gpu and not self._services.shared_gpu else "gloo",
+            api_key_file=self._services.key_file,
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 

@@ -35,9 +35,11 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    services = SimpleNamespace(trainer=trainer, fleet=SimpleNamespace(kinds=(CPU,)))
+    services = SimpleNamespace(
+        trainer=trainer, fleet=SimpleNamespace(kinds=(CPU,)), key_file=Path("key"), shared_gpu=shared_gpu
+    )
     config = RolloutConfig(weight_sync=transport, sync_deadline_s=7.0)
-    return TrainerWeights(services, config, Path("weights/v3"), key_file=Path("key"), shared_gpu=shared_gpu)
+    return TrainerWeights(services, config, Path("weights/v3"))
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
