@@ -3,10 +3,13 @@
 python -m tools.measure_learning examples/quickstart/dapo.yaml --peer-python trl-venv/bin/python run.rollout_steps=16
 
 TRL runs from an environment of its own (tools/peers/requirements.txt). Both train on the config's data, model and
-hyperparameters, evaluate after every `--every` rollout steps, and their clocks stand still meanwhile and before the
-first step. The goal is reached between two evaluations; the second is found on the straight line between them. What
-TRL does not have is in tools/peers/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are
-appended there, as JSON lines, and those that it holds already are not run again: the tables are of them all.
+hyperparameters. Held-out accuracy is looked at after every `--every` rollout steps, and no clock runs meanwhile or
+before the first step: TRL's stands still; ours is that of a second run of the same seed without evaluations, which
+makes the same weights. CPU seconds, of all processes of a side, say what a machine that is busy with other work hides.
+
+The goal is reached between two looks; the second is found on the straight line between them. What TRL does not have is
+in tools/peers/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are appended there, as JSON
+lines, and those that it holds already are not run again: the tables are of them all.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +30,8 @@ import psutil
 
 Point = tuple[int, float, float]
 """Rollout step, training seconds, accuracy."""
+
+POLL_S = 0.1
 
 OURS = ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint")
 
@@ -35,10 +41,10 @@ class Learning:
     """One training."""
 
     curve: list[Point]
+    cpu: list[tuple[int, float]]
+    """CPU seconds of all its processes up to the end of a rollout step."""
     phases: dict[str, float]
     """Seconds by phase, over the whole training."""
-    tokens: float | None = None
-    """Response tokens generated, where known."""
 
 
 def reached(curve: Sequence[Point], goal: float) -> tuple[float, float] | None:
@@ -50,35 +56,89 @@ def reached(curve: Sequence[Point], goal: float) -> tuple[float, float] | None:
     return None
 
 
+def cpu_at(points: Sequence[tuple[int, float]], steps: float) -> float:
+    """CPU seconds after so many rollout steps, linear between two of them."""
+    for (start, before), (end, after) in itertools.pairwise([(0, 0.0), *points]):
+        if steps <= end:
+            return before + (steps - start) / (end - start) * (after - before)
+    return points[-1][1]
+
+
 def train_ours(config: str, overrides: Sequence[str], every: int, seed: int, folder: Path) -> Learning:
-    """One run of the product; its curve begins with the evaluation before training."""
-    run_dir = folder / f"ours{seed}"
-    settings = (
-        f"run.dir={run_dir}",
-        f"run.seed={seed}",
-        f"evaluation.every={every}",
-        "evaluation.greedy=false",
-        "evaluation.forbidden_start=null",
-    )
-    call([sys.executable, "-m", "megatron_dapo.cli.main", "train", config, *overrides, *settings])
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return learning_of(lines, summary)
+    """Two runs of the product: one is evaluated, the other only timed. The same seed makes the same weights.
+
+    Raises:
+        SystemExit: the two did not learn the same; rollout.deterministic is off, say.
+    """
+    common = [*overrides, f"run.seed={seed}", "evaluation.greedy=false", "evaluation.forbidden_start=null"]
+    timed, evaluated = folder / f"timed{seed}", folder / f"evaluated{seed}"
+    cpu = run_timed(config, [*common, f"run.dir={timed}", "evaluation.limit=1"], timed)
+    call([*train_command(config), *common, f"run.dir={evaluated}", f"evaluation.every={every}"])
+    clock, accuracy = metrics(timed), metrics(evaluated)
+    if [line["grad_norm"] for line in clock] != [line["grad_norm"] for line in accuracy]:
+        raise SystemExit(f"{timed} and {evaluated} did not learn the same; the config must be deterministic")
+    read = [json.loads((run_dir / "summary.json").read_text()) for run_dir in (timed, evaluated)]
+    return learning_of(clock, read[0], accuracy, read[1], cpu)
 
 
-def learning_of(lines: Sequence[dict[str, float]], summary: dict[str, dict]) -> Learning:
-    """A run's metrics.jsonl and summary.json as a curve. What lies between the steps is spread over them evenly."""
-    between = (summary["seconds"]["training"] - sum(line["timing/step"] for line in lines)) / len(lines)
-    clock, curve = 0.0, [(0, 0.0, summary["heldout"]["before"]["sampled"]["accuracy"])]
-    for line in lines:
-        clock += line["timing/step"] - line["timing/evaluation"] + between
-        if "evaluation/sampled" in line:
-            curve.append((int(line["rollout_step"]), clock, line["evaluation/sampled"]))
-    curve.append((len(lines), clock, summary["heldout"]["after"]["sampled"]["accuracy"]))
-    phases = {name: sum(line[f"timing/{name}"] for line in lines) for name in OURS}
-    return Learning(
-        curve=curve, phases=phases | {"training": clock}, tokens=sum(line["tokens/generated"] for line in lines)
-    )
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_command(config: str) -> list[str]:
+    """The product's command, without its overrides."""
+    return [sys.executable, "-m", "megatron_dapo.cli.main", "train", config]
+
+
+def run_timed(config: str, overrides: Sequence[str], run_dir: Path) -> list[tuple[int, float]]:
+    """Run it and look, as each step ends, what CPU time its processes have used since training began."""
+    with (run_dir.parent / f"{run_dir.name}.txt").open("w+") as output:
+        process = subprocess.Popen([*train_command(config), *overrides], stdout=output, stderr=output)
+        began, seen, points = 0.0, 0, list[tuple[int, float]]()
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            file = run_dir / "metrics.jsonl"
+            lines = file.read_bytes().count(b"\n") if file.exists() else 0
+            if not (run_dir / "heldout_before.json").exists():
+                began = cpu_seconds(process.pid)  # the last of these is taken as training begins
+            elif lines > seen:
+                seen = lines
+                points.append((lines, cpu_seconds(process.pid) - began))
+        output.seek(0)
+        if process.returncode:
+            raise SystemExit(f"train {' '.join(overrides)}: exit code {process.returncode}\n{output.read()[-4000:]}")
+    return points
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all below it."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
+def learning_of(
+    clock: Sequence[dict[str, float]],
+    clock_summary: dict[str, dict],
+    accuracy: Sequence[dict[str, float]],
+    accuracy_summary: dict[str, dict],
+    cpu: list[tuple[int, float]],
+) -> Learning:
+    """The metrics.jsonl and summary.json of both runs as one curve. What lies between steps is spread over them."""
+    between = (clock_summary["seconds"]["training"] - sum(line["timing/step"] for line in clock)) / len(clock)
+    heldout = accuracy_summary["heldout"]
+    seconds, curve = 0.0, [(0, 0.0, heldout["before"]["sampled"]["accuracy"])]
+    for timed, evaluated in zip(clock, accuracy, strict=True):
+        seconds += timed["timing/step"] + between
+        if "evaluation/sampled" in evaluated:
+            curve.append((int(timed["rollout_step"]), seconds, evaluated["evaluation/sampled"]))
+    curve.append((len(clock), seconds, heldout["after"]["sampled"]["accuracy"]))
+    phases = {name: sum(line[f"timing/{name}"] for line in clock) for name in OURS}
+    return Learning(curve=curve, cpu=cpu, phases=phases | {"training": seconds})
 
 
 def train_peer(
@@ -89,7 +149,7 @@ def train_peer(
     command = [python, "-m", "tools.peers.train_trl", config, "--out", str(out), "--threads", str(threads), *overrides]
     call([*command, f"run.seed={seed}", f"evaluation.every={every}"], OMP_NUM_THREADS=str(threads))
     found = json.loads(out.read_text())
-    return Learning(curve=[first, *map(tuple, found["curve"])], phases=found["phases"])
+    return Learning(curve=[first, *map(tuple, found["curve"])], cpu=found["cpu"], phases=found["phases"])
 
 
 def call(command: Sequence[str], **variables: str) -> None:
@@ -103,14 +163,17 @@ def call(command: Sequence[str], **variables: str) -> None:
 
 def print_tables(rounds: Sequence[tuple[Learning, Learning]], goal: float, names: tuple[str, str]) -> None:
     """Seconds to the goal of every round, their medians and ratio, and the phases."""
-    print("| round | side | rollout steps to the goal | seconds | seconds a step | accuracy at the end |")
-    print("|---|---|---|---|---|---|")
+    print("| round | side | steps to the goal | seconds | CPU seconds | seconds a step | CPU a step | at the end |")
+    print("|---|---|---|---|---|---|---|---|")
     times: tuple[list[float], list[float]] = ([], [])
     for number, pair in enumerate(rounds, 1):
         for name, one, kept in zip(names, pair, times, strict=True):
             found, (steps, seconds, accuracy) = reached(one.curve, goal), one.curve[-1]
-            words = f"{found[0]:.1f} | {found[1]:.1f}" if found else "not reached | -"
-            print(f"| {number} | {name} | {words} | {seconds / steps:.2f} | {accuracy:.1%} |")
+            words = "not reached | - | -"
+            if found:
+                words = f"{found[0]:.1f} | {found[1]:.1f} | {cpu_at(one.cpu, found[0]):.1f}"
+            each = f"{seconds / steps:.2f} | {one.cpu[-1][1] / one.cpu[-1][0]:.2f}"
+            print(f"| {number} | {name} | {words} | {each} | {accuracy:.1%} |")
             kept.append(found[1] if found else float("inf"))
     ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
     ours, theirs = (statistics.median(side) for side in times)

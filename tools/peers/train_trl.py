@@ -31,7 +31,8 @@ EVALUATION_BATCH = 250
 
 
 def main() -> None:
-    """Train, and write {"curve": [[rollout step, seconds, accuracy], ...], "phases": {...}} to --out."""
+    """Train, and write {"curve": [[rollout step, seconds, accuracy], ...], "phases": {...}, "cpu": [[rollout
+    step, CPU seconds], ...]} to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
@@ -60,7 +61,7 @@ def main() -> None:
         trainer.train()
     phases = watch.phases | {"training": watch.seconds}
     phases["update"] = watch.seconds - watch.phases["rollout"]
-    options.out.write_text(json.dumps({"curve": watch.curve, "phases": phases}))
+    options.out.write_text(json.dumps({"curve": watch.curve, "phases": phases, "cpu": watch.cpu}))
 
 
 def settings(config: Config, folder: str) -> GRPOConfig:
@@ -130,7 +131,9 @@ class Watch(TrainerCallback):
         self.updates = config.algorithm.mini_batches_per_step
         self.problems = problems(config.evaluation.path)[: config.evaluation.limit or None]
         self.seconds, self.since = 0.0, 0.0
+        self.cpu_seconds, self.cpu_since = 0.0, 0.0
         self.curve: list[tuple[int, float, float]] = []
+        self.cpu: list[tuple[int, float]] = []
         self.phases = dict.fromkeys(("rollout", "generate", "reward"), 0.0)
 
     @contextmanager
@@ -140,15 +143,21 @@ class Watch(TrainerCallback):
         self.phases[name] += time.monotonic() - began
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.since = time.monotonic()
+        self.start_clocks()
+
+    def start_clocks(self) -> None:
+        self.since, self.cpu_since = time.monotonic(), time.process_time()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, *, model: PreTrainedModel, **__: Any) -> None:
         self.seconds += time.monotonic() - self.since
+        self.cpu_seconds += time.process_time() - self.cpu_since
         step, rest = divmod(state.global_step, self.updates)
+        if rest == 0:
+            self.cpu.append((step, self.cpu_seconds))
         if rest == 0 and step % self.config.evaluation.every == 0:
             self.curve.append((step, self.seconds, self.accuracy(model)))
             print(f"step {step}: {self.seconds:.1f} s, {self.curve[-1][2]:.1%}", flush=True)
-        self.since = time.monotonic()
+        self.start_clocks()
 
     @torch.no_grad()
     def accuracy(self, model: PreTrainedModel) -> float:
