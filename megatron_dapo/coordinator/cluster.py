@@ -95,7 +95,7 @@ class Cluster:
             log_to_driver=False,
             logging_level="ERROR",
             # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
-            _system_config={"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))},
+            _system_config={"worker_niceness": 0},
             _temp_dir=str(self._folder),
             _node_ip_address="127.0.0.1",
         )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction, Mismatch, mismatch
 from megatron_dapo.config import Config
 from megatron_dapo.config.monitor import MonitorConfig
@@ -195,15 +196,16 @@ def _disagreement(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
     decided = (*admission.kept, *admission.filtered)
     generated = admission.generated or admission.kept
+    useful = sum(keep_group(group.correct, len(group.responses)) for group in decided)
     return {
         "sampling/generated": len(admission.generated),
-        "sampling/kept": len(admission.kept),
-        "sampling/all_correct": sum(group.correct == len(group.responses) for group in admission.filtered),
-        "sampling/all_wrong": sum(group.correct == 0 for group in admission.filtered),
+        "sampling/kept": useful,
+        "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
+        "sampling/all_wrong": sum(group.correct == 0 for group in decided),
         "sampling/carried": admission.carried,
         "sampling/in_flight": admission.in_flight,
         "sampling/expired": admission.expired,
-        "sampling/pass_rate": len(admission.kept) / len(decided),
+        "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
         **_tokens_by_fate(admission),

@@ -91,13 +91,26 @@ _RESPONSES = (
 
 _SAMPLING = (
     _metric("sampling/generated", "groups", Reduce.SUM, "Groups generated in the step."),
-    _metric("sampling/kept", "groups", Reduce.SUM, "Groups trained on: neither all right nor all wrong (eq. 11)."),
-    _metric("sampling/all_correct", "groups", Reduce.SUM, "Groups filtered because all answers were right.", "3b"),
-    _metric("sampling/all_wrong", "groups", Reduce.SUM, "Groups filtered because all answers were wrong."),
+    _metric("sampling/kept", "groups", Reduce.SUM, "Groups neither all right nor all wrong (eq. 11)."),
+    _metric(
+        "sampling/all_correct",
+        "groups",
+        Reduce.SUM,
+        "Groups with all answers right: filtered, with dynamic sampling.",
+        "3b",
+    ),
+    _metric(
+        "sampling/all_wrong", "groups", Reduce.SUM, "Groups with all answers wrong: filtered, with dynamic sampling."
+    ),
     _metric("sampling/carried", "groups", Reduce.LAST, "Finished groups that wait for the next step."),
     _metric("sampling/in_flight", "groups", Reduce.LAST, "Groups with the servers when the batch was full (`async`)."),
     _metric("sampling/expired", "groups", Reduce.SUM, "Groups that had become too old and were generated again."),
-    _metric("sampling/pass_rate", "share", Reduce.RATIO, "Kept among the groups decided in the step."),
+    _metric(
+        "sampling/pass_rate",
+        "share",
+        Reduce.RATIO,
+        "Neither all right nor all wrong, of the groups decided in the step.",
+    ),
     _metric(
         "sampling/oversampling_predicted", "factor", Reduce.RATIO, "Groups expected to be needed for each group wanted."
     ),
