@@ -104,11 +104,11 @@ def mistral(tmp_path, monkeypatch) -> Path:
     import transformers
 
     from megatron_dapo.actor import hf_config
-    from rollout import checksums
+    from rollout import held
 
     monkeypatch.setattr(hf_config, "_FAMILIES", {**hf_config._FAMILIES, **entry("_FAMILIES")})
     monkeypatch.setattr(hf_config, "_FIXED", {**hf_config._FIXED, **entry("_FIXED")})
-    monkeypatch.setattr(checksums, "ARCHITECTURES", (*checksums.ARCHITECTURES, *entry("ARCHITECTURES")))
+    monkeypatch.setattr(held, "ARCHITECTURES", (*held.ARCHITECTURES, *entry("ARCHITECTURES")))
     config = transformers.MistralConfig(
         vocab_size=101,
         hidden_size=64,
