@@ -58,6 +58,9 @@ def test_a_tokenizer_without_an_end_token(run, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("eos_token", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = json.loads((folder / "config.json").read_text())
+    del model["eos_token_id"]  # at which SGLang would end a response too
+    (folder / "config.json").write_text(json.dumps(model))
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     expect(run(f"model.path={folder}"), ExitCode.CONFIG, str(folder), "end token")

@@ -111,7 +111,7 @@ def test_a_tokenizer_says_where_a_response_ends(config):
 
 def test_one_without_an_end_token_fails(config):
     folder = Path(config.model.path)
-    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             fields = json.loads((folder / name).read_text())
             fields.pop("eos_token", None)
