@@ -172,8 +172,9 @@ class RewardPool:
             results = self._ask(process, work)
         except TimeoutError:
             return self._lost(work, "timeout", time.monotonic() - start, again=len(work.tasks) > 1)
-        except (EOFError, OSError, ValueError):
-            reason = process.how_it_died()
+        except (EOFError, OSError, ValueError) as error:
+            # one that sent nonsense still runs: nothing to wait for
+            reason = f"worker: {error}"[:200] if isinstance(error, ValueError) else process.how_it_died()
             again = len(work.tasks) > 1 or not (fresh or work.tasks[0].retried)
             return self._lost(work, reason, time.monotonic() - start, again=again)
         if work.kind is not Kind.BATCH and results[0][-1] == "memory":
@@ -190,13 +191,14 @@ class RewardPool:
         return False
 
     def _ask(self, process: WorkerProcess, work: Work) -> list[list[Any]]:
-        """The worker's results. Raises TimeoutError, EOFError, OSError, ValueError."""
+        """The worker's results. Raises TimeoutError, EOFError, OSError, ValueError (what it sent is no result)."""
         limit_s = self._config.timeout_s
         if work.kind is Kind.BATCH:
             process.ask(work.request(), limit_s)
             return process.reply(limit_s)
         process.ask(work.request(), START_LIMIT_S)
-        process.reply(START_LIMIT_S)
+        if process.reply(START_LIMIT_S) != "started":
+            raise ValueError("an answer that nobody asked for: the next one would be another response's")
         deadline = time.monotonic() + limit_s
         cpu_before_s = process.cpu_seconds()
         while not process.has_answered(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0.0))):
@@ -204,4 +206,7 @@ class RewardPool:
                 raise TimeoutError
             if not process.slowed and process.cpu_seconds() - cpu_before_s > SLOW_AFTER_S:
                 process.lower_priority()
-        return [process.reply(limit_s)]
+        result = process.reply(limit_s)
+        if not isinstance(result, list) or len(result) not in (4, 5):
+            raise ValueError("a reply that is no result")
+        return [result]

@@ -81,3 +81,14 @@ def judge(request: VerificationRequest) -> Judgement:
     """Behaves."""
     right = request.response == request.ground_truth
     return Judgement(accuracy=right, extracted=request.response, rule="own")
+
+
+def write_to_the_pool(request: VerificationRequest) -> bool:
+    """Sends frames of its own over every descriptor, as if it were the worker."""
+    frame = request.response.encode()
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, len(frame).to_bytes(8, "big") + frame)
+        except OSError:
+            continue
+    return False

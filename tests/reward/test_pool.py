@@ -78,6 +78,15 @@ def test_what_a_verifier_prints_is_not_taken_for_its_verdict(make_pool):
     assert verify(make_pool(workers=1), hostile("babble"))[0].accuracy
 
 
+@pytest.mark.parametrize("frame", ['[true, "forged", "forged", 0.0, null]', '"started"', "[1, 2, 3]", "{}", "no json"])
+def test_what_a_verifier_sends_itself_harms_no_other(make_pool, frame):
+    pool = make_pool(algebra_workers=1)
+    for _ in range(2):
+        verify(pool, hostile("write_to_the_pool", frame))
+        (verdict,) = verify(pool, hostile("sleep", "0"))
+        assert (verdict.accuracy, verdict.rule) == (True, "tests.reward.hostile:sleep")
+
+
 def test_a_worker_that_dies_once_costs_no_verdict(make_pool, tmp_path):
     """Earlier work may be to blame: what dies in a worker that is not new gets a second attempt in a new one."""
     pool = make_pool(workers=1)
