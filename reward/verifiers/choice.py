@@ -16,6 +16,12 @@ _LETTER = re.compile(
 )
 _TEXT_OF_OPTION = re.compile(r"\s*[.):,\u2014-]")
 _ANOTHER = re.compile(r"\b(?:or|and|nor|not|either)\b\s*\(?[a-z]?\b|[,/&]\s*\(?[a-z]\)?(?![a-z])", re.IGNORECASE)
+_LISTED = re.compile(
+    r"[\W_]*[A-H](?:[\W_]+[A-H])*[\W_]*|(?:.*[^\w)])?[(\[]\s*[A-H]\s*[)\]].*|[^(]*\s[A-H]\).*|[\W_]*\([A-H]\).*",
+    re.DOTALL,
+)
+"""Further options behind the first, as in `A. B. C.`, `(A) to (D)`, `A) 3 B) 4`; `B) P(A)` holds none."""
+_DENIED = re.compile(r"\)?\s*(?:isn't|cannot|can't|(?:is|was)\s+(?:wrong|incorrect|false))\b", re.IGNORECASE)
 
 
 def judge(request: VerificationRequest) -> Judgement:
@@ -47,6 +53,8 @@ def _letter(text: str) -> str | None:
         return None
     bracketed = found[1] or found[2]
     rest = found["rest"]
-    if _ANOTHER.search(rest) or (rest.strip() and not bracketed and not _TEXT_OF_OPTION.match(rest)):
+    if _ANOTHER.search(rest) or _LISTED.fullmatch(rest) or _DENIED.match(rest):
+        return None
+    if rest.strip() and not bracketed and not _TEXT_OF_OPTION.match(rest):
         return None
     return (bracketed or found[3]).upper()
