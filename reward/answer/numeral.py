@@ -128,8 +128,8 @@ _UNITS = {
     **dict.fromkeys(("rad", "radian"), "radian"),
     **dict.fromkeys(("dollar", "usd"), "dollar"),
     "cent": "cent",
-    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "euro"), ""),
-    **dict.fromkeys(("unit", "mile", "day", "week", "month", "year"), ""),
+    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "unit"), ""),
+    **{name: name for name in ("euro", "mile", "day", "week", "month", "year")},
 }
 _NOT_UNIT_WORDS = """
     or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
@@ -139,6 +139,8 @@ _NOT_UNIT_WORDS = """
     zero one two three four five six seven eight nine ten eleven twelve dozen hundred thousand million billion trillion
     half halves third thirds quarter quarters double twice triple score before after next previous
     pi tau phi theta alpha beta gamma delta lambda sigma omega sin cos tan log exp inf infinity infinite unknown answer
+    hundreds thousands millions billions trillions dozens ten tens tenth tenths hundredth hundredths thousandth
+    thousandths fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths
     remainder short off each guess think believe wait actually rather both with without negative
 """
 _NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split())

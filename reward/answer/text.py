@@ -92,12 +92,12 @@ _WRAPPERS = re.compile(
 )
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it|blacksquare|qed|Box|checkmark|"
-    r"math(?:bf|rm|it|sf|tt)|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])|\\(?:hspace|[hv]?phantom|(?:text)?color)\{[^{}]*\}"
+    r"math(?:bf|rm|it|sf|tt)|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])|\\(?:text)?color\{[^{}]*\}"
 )
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])")
 _BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|enspace\b|thinspace\b)|~")
-_WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])")
+_WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}]*\}")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 
 _EDGES_LEFT = " \t\r\n\v\f*_`#~\"'=:,;"
