@@ -64,7 +64,7 @@ def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     at += 1
                     yield f"{path}: row {at}", row
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
             raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
     else:
         with path.open("rb") as lines:
@@ -113,7 +113,10 @@ def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
     key = columns.answer_key
     answer = _column(record, key, "answer_key", place)
     if isinstance(answer, dict | list) and answer and columns.answer_after is None:
-        return json.dumps(answer, ensure_ascii=False), True
+        try:
+            return json.dumps(answer, ensure_ascii=False), True
+        except TypeError as error:  # parquet has columns of bytes, dates and decimals
+            raise DataError(f"{place}: {key} holds what JSON cannot ({error}); store texts and numbers") from None
     number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     if not (number or isinstance(answer, str)) or not str(answer).strip():
         raise DataError(f"{place}: {key} = {str(answer)[:80]!r}: expected a text or a number that is not empty")

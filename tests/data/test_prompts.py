@@ -99,6 +99,25 @@ def test_unusable_files_are_named(tmp_path):
         read(write(tmp_path / "p.txt", ["a"]))
 
 
+def test_parquet_columns_that_json_cannot_hold_are_broken_rows(tmp_path):
+    file = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [[b"1"]]}), file)
+    with pytest.raises(DataError, match=r"p\.parquet: row 1: answer holds what JSON cannot"):
+        read(file)
+    with pytest.raises(DataError, match="1 broken"):
+        read(file, broken_rows="skip")
+
+
+def test_a_damaged_page_names_the_file(tmp_path):
+    file = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), file)
+    content = bytearray(file.read_bytes())
+    content[4:40] = b"\xff" * 36
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"p\.parquet: damaged after row 0"):
+        read(file)
+
+
 def test_a_long_prompt_stops_or_is_dropped(tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "x" * 20, "answer": "1"}, {"prompt": "y", "answer": "1"}])
     with pytest.raises(DataError, match="20 tokens, more than data"):
