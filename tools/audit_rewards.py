@@ -103,6 +103,8 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         truth = line.get("ground_truth", line.get("answer"))  # the second is what a run writes
         if not isinstance(line.get("response"), str) or not isinstance(truth, str):
             raise AuditError(f'{place}: holds no "response" and "ground_truth" (or "answer") as texts')
+        if not isinstance(line.get("verifier"), str | None):
+            raise AuditError(f"{place}: verifier = {str(line['verifier'])[:80]!r}: expected the name of one, as a text")
         line["ground_truth"] = truth
         found.append((place, line))
     if not found:

@@ -47,6 +47,12 @@ def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
     assert "2 more rows" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [5, ["robust"], {"a": 1}])
+def test_a_verifier_that_is_no_text_is_named(run, capsys, name):
+    assert main([run(line("Answer: 42", verifier=name))]) == EXIT_USAGE
+    assert "samples.jsonl:1: verifier = " in capsys.readouterr().err
+
+
 def test_agreement_is_exit_code_0(run, tmp_path, capsys):
     file = tmp_path / "rollouts.jsonl"
     file.write_text(line("Answer: 42") + json.dumps({"response": "Answer: 41", "answer": "42"}))
