@@ -60,7 +60,7 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: {text}", False) for text in ("A", "A or B", "B or A", "A, B", "AB", "B and C", "Paris")],
         ("Answer: Because", False),
         *[(f"Answer: {text}", False) for text in ("not B", "either B", "(A) or (B)", "B (or A)", "42", "?", "", "B/C")],
-        *[(f"Answer: {text}", True) for text in ("B) f(x)", "(B) P(A)", "(B) P", "B. At (c)", "(B) False", "B) is odd")],
+        *[(f"Answer: {text}", True) for text in ("B) f(x)", "(B) P(A)", "(B) P", "B. At (c)", "(B) False", "B) is")],
         *[(f"Answer: {text}", False) for text in ("B. C. D.", "(B) (C)", "(B)(C)", "B) 3 C) 4", "(B) to (D)", "B-D")],
         *[(f"Answer: {text}", False) for text in ("(B) is wrong", "B) isn't right", "B - C", "(B) maybe (C)", "B: C")],
         ("\\boxed{A} or \\boxed{B}", False),
