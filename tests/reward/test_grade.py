@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,15 @@ def test_a_quarter_of_the_labelled_table_through_the_command(tmp_path):
     result = grade("-", "--workers", "2", "--timeout", "30", stdin="\n".join(lines).encode())
     verdicts = [json.loads(line) for line in result.stdout.splitlines()]
     assert [bool(verdict["accuracy"]) for verdict in verdicts] == [case.robust for case in cases]
+
+
+def test_two_that_write_one_output_do_not_mix(tmp_path):
+    source, output = tmp_path / "lines.jsonl", tmp_path / "verdicts.jsonl"
+    source.write_bytes(b'{"response": "Answer: 42", "ground_truth": "42"}\n' * 20_000)
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda _: grade(str(source), "--output", str(output)), range(2)))
+    assert [result.returncode for result in results] == [0, 0]
+    assert [json.loads(line)["accuracy"] for line in output.read_bytes().splitlines()] == [1] * 20_000
 
 
 @pytest.mark.parametrize(
