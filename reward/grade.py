@@ -95,9 +95,9 @@ def _complain(message: str, code: int) -> int:
 def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:
     if target is not None and source != "-" and Path(target).exists() and Path(target).samefile(source):
         raise ValueError(f"--output {target}: is the input itself; verdicts go to another file")
-    part = (
-        Path(f"{target}.{os.getpid()}.part") if target is not None else None
-    )  # of this process: two may grade at once
+    if target is not None and Path(target).exists() and not Path(target).is_file():
+        raise ValueError(f"--output {target}: is no file, and would be replaced by one")
+    part = None if target is None else Path(f"{target}.{os.getpid()}.part")  # two may grade into one target
     with (
         nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as lines,
         nullcontext(sys.stdout) if part is None else open(part, "w", encoding="ascii") as verdicts,
