@@ -100,6 +100,7 @@ def test_a_run_whose_versions_are_not_on_disk_is_not_watched(tmp_path):
     assert "rollout.weight_sync = tensor" in finished.output
 
 
+@pytest.mark.slow
 def test_versions_of_a_live_run_are_evaluated_beside_it_on_frozen_weights(tmp_path):
     run = tmp_path / "run"
     small = ("algorithm.prompts_per_step=6", "algorithm.mini_batch_responses=16", "run.rollout_steps=6")

@@ -304,6 +304,7 @@ def private_mounts() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(["unshare", "-rm", "true"]).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not private_mounts(), reason="needs unshare -rm (user namespaces)")
 def test_a_full_disk_ends_the_run_with_its_checkpoint_whole(whole, tmp_path):
     """The disk holds one checkpoint of 14 MB but not a second one; made larger, the run goes on as if nothing was."""

@@ -134,6 +134,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
     assert "lacks timing/step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_actor_is_at_least_as_fast_as_a_plain_loop_and_two_ranks_report_their_efficiency(capsys):
     """On ragged lengths, where the plain loop pads; both take turns, by CPU time."""
     assert main(["--actor", "--only", "quickstart base, ragged", "--turns", "5", "--rounds", "1"]) == 0
