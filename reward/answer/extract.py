@@ -34,6 +34,23 @@ _DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possib
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
+_PART_BEFORE = re.compile(
+    r"(?:(?:[=(<>^/*+\[{\d)}]\s*|\\[a-z]+\s*|[$\n]|^)-|[+/^]|\d"
+    r"|\\(?:cdot|times|div|pm|mp|neg|sqrt(?:\[\d\])?|[dt]?frac|log|ln|sin|cos|tan))[{(]*$"
+    r"|[=(^]\s*-\s+$|(?:[+/^]|\\(?:cdot|times|div|pm|mp))\s+$"
+)
+"""In front of a box by itself: it is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list."""
+_PART_AFTER = re.compile(
+    r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
+    r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
+)
+_DENIED_BEFORE = re.compile(r"\b(?:not|never|isn't|than|wrong|incorrect)[\s:$*_(]*$", re.IGNORECASE)
+_DENIED_AFTER = re.compile(
+    r"[\s$*_}).,\\\]]*(?:is|was|would be|seems|looks)\s+(?:clearly |obviously )?"
+    r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect)\b",
+    re.IGNORECASE,
+)
+_DENIED_MARKER = re.compile(r"\b(?:wrong|incorrect|not(?: the| an| my| a)?)(?: final)?[\s*_]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +149,9 @@ def _same_line(response: str, marker: int, box: int) -> bool:
 def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
-    while at >= 0 and not _MARKER_TAIL.match(lower, at + 6, end):
+    while at >= 0:
+        if _MARKER_TAIL.match(lower, at + 6, end) and not _DENIED_MARKER.search(lower[max(at - 24, 0) : at]):
+            return at
         at = lower.rfind("answer", 0, at)
     return at
 
@@ -142,7 +161,21 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
     if opened is None:
         return None
     content, after = opened
-    return _Found(at, after, content, False) if _CONTENT.search(content) else None
+    if not _CONTENT.search(content):
+        return None
+    if _stands_alone(response, at, after):
+        return _Found(at, after, content, False)
+    begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
+    stop = _line_end(response, after, end)
+    return _Found(at, after, f"{response[begin:at]} {content} {response[after:stop]}"[: LINE_LIMIT + 1], False)
+
+
+def _stands_alone(response: str, at: int, after: int) -> bool:
+    """Whether the box at `at` is an answer, and not an operand, or what the sentence around it denies."""
+    before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
+    if _PART_AFTER.match(behind) or _DENIED_AFTER.match(behind):
+        return False
+    return not _PART_BEFORE.search(before) and not _DENIED_BEFORE.search(before)
 
 
 def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
