@@ -21,6 +21,9 @@ _IN_ONE_UNKNOWN = re.compile(
     r"-?\d+\*?[a-z]|-[a-z]|\|[a-z]\||[a-z]\^\{?\d+\}?|-?\d*[a-z][-+*/]\d+|\d+[-+*/][a-z]|\\frac\{[a-z]\}\{\d+\}"
 )
 """`2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for."""
+_ARITHMETIC = re.compile(r"(?:[-+*/().{}\d]|\\(?:cdot|times|div|[dt]?frac))+", re.ASCII)
+_NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+_PROMPT_LIMIT = 20_000
 _OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
 
 
@@ -128,11 +131,28 @@ def _is_unsolved(answer: Answer, prompt: str) -> bool:
 
 
 def _is_echo(answer: Answer, prompt: str) -> bool:
-    """Whether the answer is an unworked expression that the question already holds, as `84/2` for "What is 84/2?"."""
+    """Whether the answer is an unworked expression that the question already holds, as `84/2` for "What is 84/2?".
+
+    Sums and products of the question's own numbers in their order are that too, however they are padded: `6*(7)*1`.
+    """
     if not prompt or (answer.number is not None and not answer.number.unreduced):
         return False
     body = _spelling(answer.body)
-    return bool(_OPERATORS.search(body)) and body in _spelling(prompt)
+    if not _OPERATORS.search(body):
+        return False
+    return body in _spelling(prompt) or (bool(_ARITHMETIC.fullmatch(body)) and _in_order(body, prompt))
+
+
+def _in_order(body: str, prompt: str) -> bool:
+    """Whether the numbers of `body` other than 1, two at least, follow each other in the question."""
+    own = [numeral for numeral in _numerals(body) if numeral != "1"]
+    asked = _numerals(prompt[-_PROMPT_LIMIT:])
+    return len(own) >= 2 and any(asked[at : at + len(own)] == own for at in range(len(asked) - len(own) + 1))
+
+
+def _numerals(text: str) -> list[str]:
+    """`84`, `84.0` and `084` are one."""
+    return [found[0].lstrip("0").removesuffix(".0") or "0" for found in _NUMERAL.finditer(text)]
 
 
 @lru_cache(maxsize=256)
