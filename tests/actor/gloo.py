@@ -10,16 +10,21 @@ from megatron_dapo.actor.ranks import RankError, RankPlace, RankPool, RankTimeou
 __all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "run_ranks"]
 
 ROOT = Path(__file__).parents[2]
-_pool = RankPool()
+_pool: RankPool | None = None
 
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """`RankPool.run` over gloo, for functions of the tests' own modules."""
+    global _pool
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # spawned processes inherit it: they import the tests by name
+    _pool = _pool or RankPool()
     return _pool.run(n, function, *args, timeout_s=timeout_s)
 
 
 def end_workers() -> None:
-    """End the idle workers; the test session calls this last."""
-    _pool.close()
+    """End the idle workers; whoever runs ranks afterwards gets new ones."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
