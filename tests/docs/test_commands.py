@@ -80,6 +80,7 @@ def _keys_and_files(command: Command) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @DOCUMENTS
 def test_commands_exist_with_their_options(document: Path) -> None:
     assert not [fault for command in commands_of(document.read_text()) for fault in faults(command)]

@@ -66,6 +66,7 @@ def test_after_a_kill_only_what_is_missing_is_asked_for(whole, tmp_path):
     assert records(out / "problems.jsonl") == records(whole / "problems.jsonl"), "as if it had never been killed"
 
 
+@pytest.mark.slow
 def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
     refused = evaluate(tmp_path, "evaluation.samples=12", "evaluation.temperature=0.5", "--out", str(whole))
     finished = refused.finish(200)

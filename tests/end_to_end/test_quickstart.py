@@ -268,6 +268,7 @@ def test_a_stop_saves_and_a_lost_rank_is_survived_bit_for_bit(whole, tmp_path):
     assert weights(run_dir / "model") == weights(whole / "model")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken_bit_for_bit(whole, tmp_path):
     """A missing file stops the run before anything starts; one that the ranks find cut short is gone behind."""
     run_dir = shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))

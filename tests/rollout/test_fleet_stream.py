@@ -124,9 +124,9 @@ def test_a_server_restarted_later_gets_them_while_the_trainer_has_them(folders: 
             await fleet.publish_stream(stream, 1)
             assert stream.written == 0
             for _ in range(2):  # written for the first restart alone
+                starts = servers[0].starts
                 await servers[0].die()
-                await until(lambda: fleet.status()[0].state == "starting", 5)
-                await until(lambda: fleet.status()[0].state == "ready", 5)
+                await until(lambda before=starts: servers[0].starts > before and fleet.status()[0].state == "ready")
             assert fleet.status()[0].weight_version == 1
             assert stream.written == 1
 
