@@ -62,10 +62,6 @@ class Waits:
         if not self._lost.done():
             self._lost.set_result(error)
 
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop.done()
-
     @contextmanager
     def register(self, what: str, owner: str, deadline_s: float) -> Iterator[Wait]:
         self._count += 1

@@ -26,16 +26,15 @@ from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.detokenizer import decoder_of
 from megatron_dapo.data.ledger import Ledger
-from megatron_dapo.data.order import Span
-from megatron_dapo.data.prompts import Prompt, PromptSet
 from reward.config import RewardConfig
 from reward.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
 from rollout.server import RemoteServer
+from tests.coordinator.scripted import scripted_prompts
 from tests.rollout import measure_decode
-from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script, prompt_ids
+from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script
 from tests.rollout.serve_scripts import served
 from tools.host_memory import begin_peak, peak_resident
 
@@ -56,22 +55,6 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def prompt_set() -> PromptSet:
-    return PromptSet(
-        prompts=tuple(
-            Prompt(text="", answer="42", ids=prompt_ids(index), place="", source="script", verifier="robust")
-            for index in range(PROMPTS)
-        ),
-        spans=(Span(name="script", start=0, count=PROMPTS, weight=1.0),),
-        rows_read=PROMPTS,
-        duplicates=0,
-        contradictions=0,
-        broken=0,
-        too_long=0,
-        content_hash="",
-    )
-
-
 async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
     rollout = RolloutConfig(max_running_requests=options.slots, request_deadline_s=600.0)
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
@@ -80,7 +63,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         fleet=fleet,
         pool=pool,
         decoder=words() if options.plain_text else decoder_of(words()),
-        prompts=prompt_set(),
+        prompts=scripted_prompts(PROMPTS, answer="42", verifier="robust"),
         sampling=SamplingParams(max_new_tokens=Script().max_new_tokens),
         group_size=options.group_size,
         overlong=OverlongConfig(),

@@ -13,15 +13,15 @@ from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
-from megatron_dapo.data.order import Span, prompt_at
-from megatron_dapo.data.prompts import Prompt, PromptSet
+from megatron_dapo.data.order import prompt_at
 from reward.messages import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
 from rollout.fleet import RolloutFleet
 from rollout.messages import SamplingParams
 from rollout.timing import Timing
+from tests.coordinator.scripted import scripted_prompts
 from tests.rollout.fleet_kit import FAST
-from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation, prompt_ids
+from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed
 
 LONGEST = 2000
@@ -41,22 +41,6 @@ class LastToken:
         return [
             Verdict(accuracy=one.response == str(RIGHT), extracted=None, rule="token", seconds=0.0) for one in requests
         ]
-
-
-def prompt_set() -> PromptSet:
-    return PromptSet(
-        prompts=tuple(
-            Prompt(text="", answer="", ids=prompt_ids(index), place="", source="script", verifier="last-token")
-            for index in range(PROMPTS)
-        ),
-        spans=(Span(name="script", start=0, count=PROMPTS, weight=1.0),),
-        rows_read=PROMPTS,
-        duplicates=0,
-        contradictions=0,
-        broken=0,
-        too_long=0,
-        content_hash="",
-    )
 
 
 async def break_servers(fleet: RolloutFleet, servers: Sequence[ScriptedServer], faults: int, seed: int) -> None:
@@ -91,7 +75,7 @@ async def fill_under_faults(
         fleet=fleet,
         pool=LastToken(),
         decoder=LastToken(),
-        prompts=prompt_set(),
+        prompts=scripted_prompts(PROMPTS, answer="", verifier="last-token"),
         sampling=SamplingParams(max_new_tokens=LONGEST),
         group_size=group_size,
         overlong=OverlongConfig(buffer=400),

@@ -1,0 +1,22 @@
+"""Prompts for scripted servers, which know a prompt by its ids."""
+
+from megatron_dapo.data.order import Span
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from tests.rollout.script import prompt_ids
+
+
+def scripted_prompts(count: int, *, answer: str, verifier: str) -> PromptSet:
+    """The prompts 0 .. count - 1 of the script, in one source."""
+    return PromptSet(
+        prompts=tuple(
+            Prompt(text="", answer=answer, ids=prompt_ids(index), place="", source="script", verifier=verifier)
+            for index in range(count)
+        ),
+        spans=(Span(name="script", start=0, count=count, weight=1.0),),
+        rows_read=count,
+        duplicates=0,
+        contradictions=0,
+        broken=0,
+        too_long=0,
+        content_hash="",
+    )
