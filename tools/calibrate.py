@@ -195,8 +195,8 @@ def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:
-    """Where weights go through a disk: the trainer gathers and writes, then the servers read and compare. Of each pair
-    only the sum is known, so both get the same bandwidth."""
+    """Where weights go through a disk: the trainer gathers, writes and hashes, then the servers read. Of gathering and
+    writing only the sum is known, so both get the same bandwidth."""
     model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     export, rest = [], []
     for step in steps:
@@ -213,8 +213,8 @@ def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[st
     return {
         "gather_bandwidth": Found(value=write, how=f"weight sync, {both}"),
         "disk_write": Found(value=write, how=f"weight sync, {both}"),
+        "checksum_bandwidth": Found(value=write, how="weight sync, hidden by the writing"),
         "disk_read": Found(value=read, how="weight sync after the export"),
-        "checksum_bandwidth": Found(value=read, how="weight sync after the export"),
     }
 
 

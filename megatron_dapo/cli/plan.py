@@ -24,6 +24,11 @@ from megatron_dapo.plan.step import StepPlan
 
 WIDTH = 120
 GB = 1e9
+_SYNC_WAYS = {
+    "disk": "disk: gather, write, read, checksums",
+    "tensor": "tensor: gather, to the host's memory, to the servers' GPUs",
+    "distributed": "distributed: gather, broadcast",
+}
 
 
 def plan_command(
@@ -100,7 +105,7 @@ def _print(config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split
         _print_misfits(console, plan, ways)
         return
     console.print(Text(f"\nEverything fits {_gb(plan.gpu_memory)} a GPU. A rollout step, modelled:"))
-    console.print(_time_table(plan.step))
+    console.print(_time_table(plan.step, config.rollout.weight_sync))
     console.print(Text(_summary(config, plan, plan.step)))
     if len(splits) > 1:
         console.print(Text("\nThe same GPUs, split otherwise (* as configured):"))
@@ -143,7 +148,7 @@ def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> Non
         console.print(Text("  no single change of recompute, micro-batch, layout or server size is known to help"))
 
 
-def _time_table(step: StepPlan) -> Table:
+def _time_table(step: StepPlan, weight_sync: str) -> Table:
     table = _table("phase", "seconds", "what it is made of")
     table.add_row(
         "rollout",
@@ -160,7 +165,7 @@ def _time_table(step: StepPlan) -> Table:
         f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
         f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
     )
-    table.add_row("weight sync", f"{step.sync_s:.0f}", "gather, write, read, checksums")
+    table.add_row("weight sync", f"{step.sync_s:.0f}", _SYNC_WAYS[weight_sync])
     if step.handover_s:
         table.add_row("handover", f"{step.handover_s:.0f}", "weights and optimizer state to host memory and back")
     if step.overlaps:

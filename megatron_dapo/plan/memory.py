@@ -20,15 +20,13 @@ from megatron_dapo.config import Config
 from megatron_dapo.config.actor import ActorConfig, OffloadConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters, rank_state
+from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
 PIECE_ELEMENTS = 2**26
 """Logits that the actor brings to float32 at a time on a GPU (`actor.vocabulary.piece_elements`; a test compares)."""
 
 _PIECES = 3
 """Copies of such a piece that are alive at once: the piece, its exponentials, one temporary."""
-
-EXPORT_FILE_BYTES = 5 * 10**9
-"""Of a weight file (`actor.weights.EXPORT_FILE_BYTES`; a test compares)."""
 
 _TOKEN_BYTES = 28
 """Of a response token: id, version, log-probs of engine and trainer, entropy, advantage, weight."""
@@ -146,8 +144,7 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
     if last:
         forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
-    # The whole of one parameter is gathered on rank 0, and joined there once more.
-    sync = {"sync bucket": float(2 * _largest_tensor(hf) * size)} if stage == 0 else {}
+    sync = {"sync bucket": rank_bytes(config, hf)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
         phase: {name: value for name, value in resident.items() if name not in _away(actor.offload, phase)}
@@ -185,10 +182,6 @@ def _checkpoint_copy(config: Config, parameters: float, size: int) -> float:
     return parameters * ((_CHECKPOINT_STATE_BYTES if state else 0) + (size if beside else 0))
 
 
-def _largest_tensor(hf: HFModelConfig) -> int:
-    return max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size
-
-
 def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> ServerMemory:
     """Of each GPU of a server."""
     rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
@@ -222,8 +215,5 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
         "a trainer process": constants.process_memory + reference + offloaded,
         "a trainer process with a checkpoint to write": _checkpoint_copy(config, state.parameters / size, size),
         "a server process": constants.process_memory,
-        "rank 0: one file of an export and one tensor": min(model, EXPORT_FILE_BYTES)
-        + 2.0 * _largest_tensor(hf) * size,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
-        "page cache that one weight version fills": float(model),
-    }
+    } | host_bytes(config, hf)

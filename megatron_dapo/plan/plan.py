@@ -16,6 +16,7 @@ from megatron_dapo.plan.memory import (
     trainer_memory,
 )
 from megatron_dapo.plan.step import Servers, StepPlan, plan_step
+from megatron_dapo.plan.sync import server_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,4 +165,9 @@ def find_misfits(config: Config, hf: HFModelConfig, constants: Calibration, gpu_
         held = config.rollout.memory_fraction * gpu_memory
         what = "weights and the KV cache of one response of full length"
         found.append(Misfit(part="server", what=what, needed=server.weights + longest, there=held))
+    buckets = server_bytes(config, hf)
+    if buckets and constants.framework_memory + buckets > server.rest:
+        what = "framework and two sync buckets, outside memory_fraction"
+        needed = constants.framework_memory + buckets
+        found.append(Misfit(part="server", what=what, needed=needed, there=server.rest))
     return found

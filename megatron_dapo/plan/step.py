@@ -1,7 +1,7 @@
 """One rollout step in seconds, and the run in GPU-hours.
 
 Phases follow `coordinator.loop`: the servers fill the batch while the trainer takes old log-probs of what is already
-kept; then the optimizer steps; then the new weights through a disk to the servers. Evaluation, checkpoints and the
+kept; then the optimizer steps; then the new weights to the servers. Evaluation, checkpoints and the
 start of the run are not counted; verdicts are taken to be judged while the servers write.
 
 By `run.mode`: in `sync` one phase follows the other. In `colocated` all log-probs come after the rollout, and both
@@ -20,7 +20,8 @@ from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.lengths import Workload, groups
 from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rollout import Filled, Fleet, fill_batches, mean_running_context
-from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters
+from megatron_dapo.plan.state import StateBytes
+from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.train import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
 
 WARM_STEPS = 1
@@ -144,7 +145,7 @@ def plan_step(
             data_s=_mean([update.data_s for update in updates]),
         ),
         optimizer_steps=len(updates) / len(trained),
-        sync_s=sync_seconds(config, hf, constants, servers),
+        sync_s=sync_seconds(config, hf, constants, server_gpus=servers.gpus),
         handover_s=handover_seconds(config, constants, memory, state),
         overlaps=config.run.mode == "async",
         generated_tokens=_mean([one.tokens for one in filled]),
@@ -241,20 +242,6 @@ def handover_seconds(config: Config, constants: Calibration, memory: ServerMemor
     if offload.between_phases == "all":
         moved += 2 * state.parameters
     return 2 * moved / constants.host_bandwidth
-
-
-def sync_seconds(config: Config, hf: HFModelConfig, constants: Calibration, servers: Servers) -> float:
-    """Gather on rank 0 and write, one after the other; then every node's servers read, and the checksums of the file
-    are computed meanwhile; a server's own checksums run at its memory's speed."""
-    model = model_parameters(hf) * DTYPE_BYTES[config.model.dtype]
-    nodes = -(-servers.gpus // constants.gpus_per_node)
-    readers = servers.count / nodes  # the first on a node fills its page cache; all wait for the same disk
-    read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
-    return (
-        model / constants.gather_bandwidth
-        + model / constants.disk_write
-        + max(read, model / constants.checksum_bandwidth)
-    )
 
 
 def _mean(values: Sequence[float]) -> float:

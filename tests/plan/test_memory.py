@@ -7,7 +7,7 @@ from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import log_prob_stream
-from megatron_dapo.plan import memory, step
+from megatron_dapo.plan import memory, step, sync
 from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.memory import activation_bytes, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.shapes import BUILT_IN
@@ -63,7 +63,7 @@ def test_constants_that_stand_in_modules_with_torch_are_the_same():
     from megatron_dapo.actor.weights import EXPORT_FILE_BYTES
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
-    assert EXPORT_FILE_BYTES == memory.EXPORT_FILE_BYTES
+    assert EXPORT_FILE_BYTES == sync.EXPORT_FILE_BYTES
     assert log_prob_stream.CHUNKS == step.LOG_PROB_PARTS
 
 

@@ -1,0 +1,85 @@
+"""Weight sync in the plan: seconds and bytes of each way, against sums done here."""
+
+import dataclasses
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.plan import sync
+from megatron_dapo.plan.alternatives import changed, remedies
+from megatron_dapo.plan.memory import host_memory, trainer_memory
+from megatron_dapo.plan.plan import make_plan
+from megatron_dapo.plan.shapes import BUILT_IN
+from megatron_dapo.plan.state import model_parameters
+from tests.plan.conftest import RECIPES
+
+HF = BUILT_IN["Qwen2.5-32B"]
+MODEL = 2.0 * model_parameters(HF)
+EMBEDDING = 2.0 * 152064 * 5120
+
+
+def recipe(way: str, **changes):
+    config = load_config(RECIPES / "h100_32.yaml")
+    return changed(config, {"rollout.weight_sync": way} | {f"rollout.{key}": value for key, value in changes.items()})
+
+
+def seconds(way: str, constants, **changes) -> float:
+    config = recipe(way, **changes)
+    gpus = config.rollout.servers * config.rollout.tensor_parallel
+    return sync.sync_seconds(config, HF, constants, server_gpus=gpus)
+
+
+def test_by_disk_hashing_hides_behind_writing_or_the_other_way_round(constants):
+    usual = seconds("disk", constants)
+    fewest = MODEL / constants.gather_bandwidth + MODEL / constants.disk_write + MODEL / constants.disk_read
+    assert usual >= fewest * (1 - 1e-9)
+    slow = dataclasses.replace(constants, checksum_bandwidth=constants.disk_write / 2)
+    assert seconds("disk", slow) - usual == pytest.approx(MODEL / constants.disk_write)
+    fast = dataclasses.replace(constants, checksum_bandwidth=constants.disk_write * 10)
+    assert seconds("disk", fast) == pytest.approx(usual)
+
+
+def test_in_memory_only_links_count(constants):
+    """By hand: (1 - 1/shards) of the weights over the trainer's link; then the host's links, or one broadcast."""
+    config = recipe("tensor")
+    shards = config.actor.layout.tensor * config.actor.layout.pipeline
+    link = constants.nvlink_bandwidth if shards <= 8 else constants.network_bandwidth
+    gather = MODEL * (shards - 1) / shards / (link * constants.communication_efficiency)
+    parallel = config.rollout.tensor_parallel
+    assert seconds("tensor", constants) == pytest.approx(gather + MODEL * (1 + 1 / parallel) / constants.host_bandwidth)
+    broadcast = MODEL / (constants.network_bandwidth * constants.communication_efficiency)
+    assert seconds("distributed", constants) == pytest.approx(gather + broadcast)
+    assert seconds("distributed", constants) < seconds("tensor", constants) < seconds("disk", constants)
+    no_disk = dataclasses.replace(constants, disk_write=1.0, disk_read=1.0, checksum_bandwidth=1.0)
+    assert seconds("distributed", no_disk) == seconds("distributed", constants)
+
+
+@pytest.mark.parametrize(
+    ("way", "megabytes", "expected"),
+    [
+        ("disk", 4096, 2 * EMBEDDING),
+        ("tensor", 4096, EMBEDDING + (4096 << 20)),
+        ("distributed", 16, 2 * EMBEDDING),  # the embedding is larger than a bucket
+    ],
+)
+def test_what_rank_0_holds(way, megabytes, expected, constants):
+    [first, *others] = trainer_memory(recipe(way, sync_bucket_mb=megabytes), HF, constants)
+    assert first.items["weight sync"]["sync bucket"] == expected
+    assert not any("sync bucket" in rank.items["weight sync"] for rank in others)
+
+
+def test_without_a_disk_no_file_is_held_in_host_memory(constants):
+    kept = {way: set(host_memory(recipe(way), HF, constants, 5000.0)) for way in ("disk", "tensor", "distributed")}
+    assert kept["disk"] - kept["distributed"] == {
+        "rank 0: one file of an export and one tensor",
+        "page cache that one weight version fills",
+    }
+    assert kept["tensor"] - kept["distributed"] == {"rank 0: one bucket"}
+
+
+def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):
+    config = recipe("distributed", sync_bucket_mb=8192, memory_fraction=0.8)
+    plan = make_plan(config, HF, constants, steps=1)
+    [misfit] = plan.misfits
+    assert (misfit.part, misfit.needed) == ("server", constants.framework_memory + 2 * (8192 << 20))
+    assert remedies(config, HF, constants, plan.gpu_memory) == [{"rollout.sync_bucket_mb": 1024}]
