@@ -158,7 +158,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context-s", type=float, default=speed.context_s, help="of a decode step, a token of context")
     parser.add_argument("--prefill-s", type=float, default=speed.prefill_s, help="a token")
     parser.add_argument("--train-s", type=float, default=450.0, help="log-probs and updates of one batch")
-    parser.add_argument("--sync-s", type=float, default=72.0, help="new weights, servers standing still")
+    parser.add_argument("--sync-s", type=float, default=52.0, help="new weights, servers standing still")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--warm-steps", type=int, default=3, help="before them")
     parser.add_argument("--seed", type=int, default=0)
