@@ -1,6 +1,6 @@
 """`python -m rollout.launch_server ARGUMENTS`: SGLang's own server, with what our fleet and a CPU need around it.
 
-The arguments are those of `sglang.launch_server`. What is added: the server ends with the process that started it, it
+The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, it
 looks for nothing in the network, and with `--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and
 detokenizer; Python imports this module again in each of them, as `__mp_main__` and before anything else, so its last
 lines act there too. Nothing is written into the installed packages.
@@ -18,7 +18,7 @@ from pathlib import Path
 from rollout import cpu
 
 PARENT = "ROLLOUT_SERVER_PARENT"
-"""Environment variable: id of the process whose end also ends the server; absent when a person starts it."""
+"""Environment variable: id of the process whose end also ends this one; absent when a person starts the server."""
 
 KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
 """Environment variable: file with the API key to ask for. Not the key itself, and not on the command line: both can be
@@ -76,6 +76,7 @@ def end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the server would outlive its parent")
     if os.getppid() != int(parent):
         sys.exit(f"the process {parent} that started this server has ended")
+    os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -114,5 +115,8 @@ def prepare_imports() -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-elif __name__ == "__mp_main__" and cpu.cpu_mode() is not cpu.CpuMode.OFF:
-    prepare_imports()
+elif __name__ == "__mp_main__":
+    # SGLang's own way comes after imports that take seconds: a parent that dies meanwhile would leave this one behind.
+    end_with_parent()
+    if cpu.cpu_mode() is not cpu.CpuMode.OFF:
+        prepare_imports()

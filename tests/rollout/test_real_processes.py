@@ -154,3 +154,33 @@ def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_
     finally:
         parent.kill()
         parent.wait(10)
+
+
+def test_children_that_are_still_being_imported_end_with_their_server(tmp_path: Path) -> None:
+    """A kill in the seconds before SGLang itself would notice."""
+    import os
+    import subprocess
+    import sys
+
+    from rollout import launch_server
+
+    save_model(tmp_path / "model", "qwen3", seed=1)
+    arguments = ("--model-path", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32", "--port", "0")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "rollout.launch_server", *arguments],
+        env=os.environ | {launch_server.PARENT: str(os.getpid())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        children: list[psutil.Process] = []
+        while not any("spawn_main" in " ".join(child.cmdline()) for child in children):
+            assert server.poll() is None, "ended before it spawned anything"
+            time.sleep(0.05)
+            children = psutil.Process(server.pid).children(recursive=True)
+        time.sleep(0.5)  # what it is to run has been read from the pipe, whose end would end it as well
+        children = psutil.Process(server.pid).children(recursive=True)
+    finally:
+        server.kill()
+        server.wait(10)
+    assert psutil.wait_procs(children, 20)[1] == []
