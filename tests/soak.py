@@ -6,6 +6,7 @@ command is given again when it was the coordinator. Memory and open files of eve
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,11 @@ from tests.processes import ROOT, Running
 
 PERIOD_S = 5.0
 BETWEEN_KILLS_S = 55.0
-WARM_UP_S = 60.0
-"""Of a process's life that does not count: imports, first batches, caches that fill."""
+WARM_UP_STEPS = 3
+"""Rollout steps of a process's life that do not count, nor what is before them: imports, held-out problems, buffers and
+connections of the first batches."""
 SHORTEST_S = 120.0
-"""Lives that are shorter after the warm-up say nothing of growth."""
+"""Lives that go on for less after that say nothing of growth."""
 GROWTH_MB_PER_HOUR = 60.0
 GROWTH_FILES_PER_HOUR = 20.0
 VICTIMS = ("coordinator", "trainer", "server", "stopped server", "reward", "reward")
@@ -45,10 +47,11 @@ ROLES = {
 
 @dataclass(kw_only=True)
 class Life:
-    """One process: seconds since the soak began, resident bytes, open files."""
+    """One process: seconds since the soak began, rollout steps done by then, resident bytes, open files."""
 
     role: str = ""
     seconds: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
 
@@ -67,8 +70,9 @@ class Soak:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def sample(self, running: Running) -> None:
+    def sample(self, running: Running, run_dir: Path) -> None:
         """Read every process of the run once."""
+        steps = steps_done(run_dir)
         for process in running.marked():
             try:
                 with process.oneshot():
@@ -78,8 +82,15 @@ class Soak:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
             life.seconds.append(self.seconds)
+            life.steps.append(steps)
             life.resident.append(resident)
             life.files.append(files)
+
+
+def steps_done(run_dir: Path) -> int:
+    """Lines of `metrics.jsonl`: rollout steps done, also those that a resumed run does again."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def role_of(command: str) -> str:
@@ -95,7 +106,7 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
         seen.starts += 1
         log = run_dir.parent / f"life{seen.starts}.txt"
         running = Running(*arguments, log=log)
-        killed = one_life(running, seen, draw, minutes * 60)
+        killed = one_life(running, seen, run_dir, draw, minutes * 60)
         finished = running.finish(180)
         seen.left_behind += finished.left_behind
         expected = (-signal.SIGKILL,) if killed else (ExitCode.CONTINUE,)
@@ -104,7 +115,7 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
     return seen
 
 
-def one_life(running: Running, seen: Soak, draw: random.Random, until_s: float) -> bool:
+def one_life(running: Running, seen: Soak, run_dir: Path, draw: random.Random, until_s: float) -> bool:
     """From a start to the coordinator's death (True) or to the end of the soak, when it is asked to stop (False)."""
     next_kill = seen.seconds + draw.expovariate(1 / BETWEEN_KILLS_S)
     while running.process.poll() is None:
@@ -112,7 +123,7 @@ def one_life(running: Running, seen: Soak, draw: random.Random, until_s: float) 
             running.signal(signal.SIGTERM)
             return False
         time.sleep(PERIOD_S)
-        seen.sample(running)
+        seen.sample(running, run_dir)
         if seen.seconds > next_kill:
             next_kill = seen.seconds + draw.expovariate(1 / BETWEEN_KILLS_S)
             victim = draw.choice(VICTIMS)
@@ -148,7 +159,7 @@ def growth(lives: Sequence[Life], values: str) -> tuple[float, int]:
     counted = 0
     for life in lives:
         seconds = np.asarray(life.seconds)
-        late = seconds > seconds[0] + WARM_UP_S
+        late = np.asarray(life.steps) >= life.steps[0] + WARM_UP_STEPS
         if not late.any() or seconds[-1] - seconds[late][0] < SHORTEST_S:
             continue
         hours = (seconds[late] - seconds[late].mean()) / 3600
@@ -196,8 +207,8 @@ def judge(seen: Soak, run_dir: Path) -> tuple[str, list[str]]:
         f"steps, {len(trained)} groups trained, none twice; {sum(seen.kills.values())} kills ({kills}); "
         f"{seen.starts} starts by hand; {len(seen.left_behind)} processes left behind.",
         "",
-        f"Growth is the least-squares slope within the lives of a role, without their first {WARM_UP_S:.0f} s; lives "
-        f"with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: {GROWTH_MB_PER_HOUR:.0f} MB and "
+        f"Growth is the least-squares slope within the lives of a role, without their first {WARM_UP_STEPS} rollout "
+        f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: {GROWTH_MB_PER_HOUR:.0f} MB and "
         f"{GROWTH_FILES_PER_HOUR:.0f} files an hour.",
         "",
         "| role | processes | counted | longest life, min | largest, MB | growth, MB/h | most open files | growth/h |",
@@ -212,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=Path, help="file for what was read of every process, as JSON")
     parser.add_argument("--folder", type=Path, help="kept afterwards (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as of `megatron-dapo train`")
     options = parser.parse_args()
@@ -219,6 +231,8 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         seen = soak(folder / "run", options.minutes, options.seed, options.overrides)
+        if options.samples:
+            options.samples.write_text(json.dumps([asdict(life) for life in seen.lives.values()]))
         page, wrong = judge(seen, folder / "run")
     print(page)
     print("\n".join(wrong), file=sys.stderr)
