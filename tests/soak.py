@@ -208,8 +208,8 @@ def judge(seen: Soak, run_dir: Path) -> tuple[str, list[str]]:
         f"{seen.starts} starts by hand; {len(seen.left_behind)} processes left behind.",
         "",
         f"Growth is the least-squares slope within the lives of a role, without their first {WARM_UP_STEPS} rollout "
-        f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: {GROWTH_MB_PER_HOUR:.0f} MB and "
-        f"{GROWTH_FILES_PER_HOUR:.0f} files an hour.",
+        f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: "
+        f"{GROWTH_MB_PER_HOUR:.0f} MB and {GROWTH_FILES_PER_HOUR:.0f} files an hour.",
         "",
         "| role | processes | counted | longest life, min | largest, MB | growth, MB/h | most open files | growth/h |",
         "|---|---|---|---|---|---|---|---|",
