@@ -28,9 +28,9 @@ from tests.processes import ROOT, Running
 
 PERIOD_S = 5.0
 BETWEEN_KILLS_S = 55.0
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 15
 """Rollout steps of a process's life that do not count, nor what is before them: imports, held-out problems, buffers and
-connections of the first batches."""
+connections of the first batches, memory that the trainer keeps for batches of any shape (flat after about 12 steps)."""
 SHORTEST_S = 120.0
 """Lives that go on for less after that say nothing of growth."""
 GROWTH_MB_PER_HOUR = 60.0
