@@ -9,6 +9,10 @@ import logging
 import math
 import re
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympy import Expr
 
 LENGTH_LIMIT = 300
 """Characters of an expression."""
@@ -18,6 +22,12 @@ DEPTH_LIMIT = 12
 
 EXPONENT_LIMIT = 10_000
 """Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers."""
+
+DIGITS_LIMIT = 6000
+"""Decimal places to which two numbers are compared; where a difference could be smaller, only algebra decides."""
+
+_BINOMIAL_LIMIT = 3000
+"""Largest numeral beside a binomial coefficient; years are asked for."""
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
 _ARITHMETIC_NAMES = """
@@ -31,9 +41,14 @@ _ALGEBRA_NAMES = """
 _ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
 _ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
 _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
-_ROOT_CALL = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
 _LOG_BASE = re.compile(r"\\log\s*_\s*\{?(\d+)\}?\s*\{?(\d+)\}?")
+_CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
+_DECIMALS = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+_DEGREES = re.compile(r"(\d+)\s*°")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
+_NAMES = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}")
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
 _BARE_EXPONENT = re.compile(r"[+-]?\s*(?:\\?[A-Za-z]+|\d+)(?:\s*\^)?")
 _POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
@@ -45,16 +60,25 @@ _NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 
 
 def normalise(text: str) -> str:
-    r"""Plain `sqrt(2)` and `pi` as LaTeX, on one line; for a cleaned text."""
+    r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
     text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
-    return _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt{\1}", text))
+    text = _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
+    if "°" in text:
+        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
+    return _DECIMALS.sub(_as_fraction, _CHOOSE.sub(r"\\binom{\1}{\2}", text))
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    """`0.5` as `(\\frac{05}{10})`: the library would round decimals."""
+    return f"(\\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}})"
 
 
 def fits(text: str, truth: str) -> bool:
     """Whether a normalised answer may be handed to sympy at all, given the normalised ground truth.
 
-    Not if it is prose (letters that the truth does not have), an unknown command (sums, integrals, limits), or a size
-    that can only be an attack or nonsense: towers of powers, huge exponents and factorials, deep nesting.
+    Not if it is prose (letters that the truth does not have), an unknown command (sums, integrals, limits), names whose
+    letters are no factors (`AB` is a point, a matrix or a word before it is a product), or a size that can only be an
+    attack or nonsense: towers of powers, huge exponents and factorials, deep nesting.
     """
     if not text or len(text) > LENGTH_LIMIT or _FORBIDDEN.search(text) or not _balanced(text):
         return False
@@ -67,7 +91,18 @@ def fits(text: str, truth: str) -> bool:
         return False
     if set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", text)))) - letters - {"e", "i"}:
         return False
-    return _small(text)
+    return _names(text) == _names(truth) and not _is_word(truth, letters) and _small(text)
+
+
+def _names(text: str) -> set[str]:
+    return set(_NAMES.findall(text.replace(" ", "")))
+
+
+def _is_word(text: str, letters: set[str]) -> bool:
+    """Whether letters that stand together are spelled, not multiplied; or a letter means two things by its case."""
+    if any(letter.isupper() and letter.lower() in letters for letter in letters):
+        return True  # the library reads both as one
+    return text.isalpha() and (len(text) > 3 or "o" in text or (len(text) > 1 and not text.islower()))
 
 
 def _balanced(text: str) -> bool:
@@ -109,21 +144,32 @@ def _small(text: str) -> bool:
     exponents = _exponents(text)
     if len(exponents) > 16 or text.count("!") > 4 or text.count("\\exp") > 1:
         return False
-    size = 1
-    nested = _POWER_OF_GROUP.search(text) is not None
     for exponent in exponents:
-        numerals = [int(numeral) for numeral in _NUMERALS.findall(exponent)]
-        if "^" in exponent and (exponent.count("^") > 1 or any(numeral > 3 for numeral in numerals)):
+        if "^" in exponent and (exponent.count("^") > 1 or any(int(each) > 3 for each in _NUMERALS.findall(exponent))):
             return False  # a tower of powers
         if _GROWS.search(exponent):
             return False
-        product = math.prod(max(numeral, 1) for numeral in numerals)
-        size = size * product if nested else max(size, product)
     factorials_fit = all(numeral and int(numeral) <= 500 for numeral in _FACTORIALS.findall(text))
     binomials_fit = "\\binom" not in text or (
-        "^" not in text and "!" not in text and all(int(numeral) <= 2000 for numeral in _NUMERALS.findall(text))
+        "^" not in text
+        and "!" not in text
+        and all(int(numeral) <= _BINOMIAL_LIMIT for numeral in _NUMERALS.findall(text))
     )
-    return size <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+    return _largest_power(text, exponents) <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+
+
+def _largest_power(text: str, exponents: list[str]) -> int:
+    """The largest product of the numerals in an exponent; in all of them where powers are raised to powers."""
+    products = [math.prod(max(int(numeral), 1) for numeral in _NUMERALS.findall(each)) for each in exponents]
+    return math.prod(products) if _POWER_OF_GROUP.search(text) else max(products, default=1)
+
+
+def _decimal_places(text: str) -> int:
+    """Decimal places that show apart two different numbers written with so many digits and such exponents."""
+    if "\\exp" in text or any("e" in _LETTERS.findall(exponent) for exponent in _exponents(text)):
+        return DIGITS_LIMIT + 1
+    digits = sum(character.isdigit() for character in text)
+    return 100 + 2 * digits * _largest_power(text, _exponents(text))
 
 
 def prepare() -> bool:
@@ -142,12 +188,42 @@ def prepare() -> bool:
 
 
 def equivalent(answer: str, truth: str) -> bool:
-    """Whether math-verify holds two normalised expressions equal. May never end: call it where it can be killed."""
+    """Whether two normalised expressions are equal, exactly. May never end: call it where it can be killed."""
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Expr, I, Symbol
 
     def parsed(text: str) -> list:
         # no time limit of the library's: it works by signals, swallows errors, and the pool has the last word anyway
         return parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
 
     gold, target = parsed(truth), parsed(answer)
-    return bool(gold) and bool(target) and verify(gold, target, timeout_seconds=None)
+    if not gold or not target:
+        return False
+    places = max(_decimal_places(answer), _decimal_places(truth))
+    numbers = [each[0] for each in (gold, target) if isinstance(each[0], Expr)]
+    numbers = [number.xreplace({Symbol("i", real=False): I}) for number in numbers]
+    if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
+        return _equal_numbers(numbers[0], numbers[1], places)
+    if places > DIGITS_LIMIT:
+        return bool(gold[0] == target[0])
+    return verify(gold, target, numeric_precision=places, timeout_seconds=None)
+
+
+def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
+    """Whether two closed expressions are one number.
+
+    `places` decimals decide, which is far below what the expressions could differ by; where no number of decimals that
+    can be had is enough, the difference has to vanish by algebra.
+    """
+    from sympy import simplify
+
+    one, other = one.doit(), other.doit()
+    if one.is_finite is False or other.is_finite is False:
+        return bool(one == other)
+    difference = one - other
+    if difference.is_Rational:
+        return bool(difference == 0)
+    if places > DIGITS_LIMIT:
+        return bool(simplify(difference) == 0)
+    value = difference.evalf(places)
+    return bool(value.is_number and abs(value) < 10 ** (20 - places))
