@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from reward.answer.hidden import code_blocks, is_hidden, is_retracted
 from reward.answer.text import ascii_lower
 
 LINE_LIMIT = 5000
@@ -27,9 +28,13 @@ _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 _ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
 _CONNECTIVE = re.compile(
-    r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}",
-    re.IGNORECASE,
+    r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}"
+    r"|(?=.*\b(?:or|maybe|perhaps|possibly|alternatively|otherwise|else)\b)[\W_]*"
+    r"(?:(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|it|that|the|final|answer|is|could|might|may|be|also"
+    r"|equally|even)(?:[\W_]+|$)){1,9}",
+    re.IGNORECASE | re.DOTALL,
 )
+"""Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer."""
 _DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
@@ -44,13 +49,22 @@ _PART_AFTER = re.compile(
     r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
     r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
 )
-_DENIED_BEFORE = re.compile(r"\b(?:not|never|isn't|than|wrong|incorrect)[\s:$*_(]*$", re.IGNORECASE)
+_DENIED_BEFORE = re.compile(
+    r"(?:\b(?:not|never|cannot|than|wrong|incorrect)|n['\u2019]t)"
+    r"(?: (?:be|equal|possibly|really|the answer))*[\s:$*_(\\]*$"
+    r"|\b(?:if|suppose|assum\w{1,3}|imagine|unless|whether)(?: that)?(?: the| my| our)? (?:final )?answer "
+    r"(?:is|was|were|be|equals)[\s:$*_(\\]*$",
+    re.IGNORECASE,
+)
 _DENIED_AFTER = re.compile(
     r"[\s$*_}).,\\\]]*(?:is|was|would be|seems|looks)\s+(?:clearly |obviously )?"
     r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect)\b",
     re.IGNORECASE,
 )
-_DENIED_MARKER = re.compile(r"\b(?:wrong|incorrect|not(?: the| an| my| a)?)(?: final)?[\s*_]*$")
+_DENIED_MARKER = re.compile(
+    r"\b(?:wrong|incorrect|not(?: the| an| my| a)?|(?:if|suppose|assum\w{1,3}|whether)(?: that)?(?: the| my)?)"
+    r"(?: final)?[\s*_]*$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +94,12 @@ _BOXES = ("\\boxed", "\\fbox")
 def last_statement(response: str, prompt: str = "") -> Statement | None:
     """The answer that `response` states last, None if it states none.
 
-    A marker with nothing behind it, a box that is never closed and a line copied from the prompt are passed over.
+    A marker with nothing behind it, a box that is never closed, a line copied from the prompt, and what stands in code,
+    in comments or struck out are passed over. A response that takes its last statement back states nothing.
     """
     found = _statements(response, prompt)
     last = next(found, None)
-    if last is None:
+    if last is None or is_retracted(response, last.end):
         return None
     return Statement(text=last.text, rivals=_rivals(response, last, found))
 
@@ -123,6 +138,7 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
     lower = ascii_lower(response)
     end = len(response.rstrip())
     marker = _last_marker(lower, end)
+    blocks = code_blocks(response)
     boxed, fbox = (lower.rfind(name, 0, end) for name in _BOXES)
     for _ in range(_ATTEMPTS):
         box = max(boxed, fbox)
@@ -133,7 +149,7 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
         else:
             found = _box_statement(response, box, end)
         start = found.start if found is not None else max(marker, box)
-        if found is not None and not _copied(response, start, prompt):
+        if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
             yield found
         end = start
         marker = marker if marker < end else _last_marker(lower, end)
