@@ -1,9 +1,18 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
+import re
+from dataclasses import replace
+
 from reward.answer.interval import as_interval, is_interval
 from reward.answer.read import Answer, read
 from reward.answer.text import compact
 from reward.messages import Rule
+
+_RATIONAL = re.compile(r"(?:[-+*/^(){}\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
+"""Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`."""
+_SIDE_OF_EQUATION = re.compile(r"(?=.*[A-Za-z])[^()]*(?:[-+*/^]|\d[A-Za-z]|[A-Za-z]{2})[^()]*")
+_INDEX = re.compile(r"_\{?\d\}?$")
+_ARTICLE = re.compile(r"(?:an?|the)\s+(?=[A-Za-z]{3,}$)", re.IGNORECASE)
 
 
 def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
@@ -15,6 +24,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if answer.contradicts:
         return False, Rule.HEDGE
     if answer.number is not None and truth.number is not None:
+        if _is_equation(truth) and answer.name != truth.name:
+            return None if answer.name else (False, Rule.EQUATION)
         integers = answer.number.value.denominator == truth.number.value.denominator == 1
         equal = answer.number.equals(truth.number) and _names_agree(answer, truth)
         return equal, Rule.INTEGER if integers else Rule.NUMBER
@@ -28,18 +39,27 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         if not answer.brackets and all(verdict is not None and verdict[0] for verdict in verdicts):
             return True, Rule.LIST
         return False, Rule.HEDGE
-    if answer.number is not None and "." in answer.body:
+    if answer.number is not None and "." in answer.body and not _RATIONAL.fullmatch(truth.body):
         return False, Rule.NUMBER  # a decimal is not an exact form: 1.414 is not \\sqrt{2}
     return None
 
 
+def _is_equation(truth: Answer) -> bool:
+    """`x^2+y^2 = 1` asks for a curve, `x = 1` and `f(2) = 1` for a number."""
+    return bool(truth.name) and _SIDE_OF_EQUATION.fullmatch(truth.name) is not None
+
+
 def _as_intervals(answer: Answer, truth: Answer) -> tuple[Answer, Answer]:
-    """Both as intervals where one is an interval and the other an inequality."""
-    if _is_interval(truth) and not answer.items and (interval := as_interval(answer.text)):
+    """Both as intervals where one is written as one and the other as an inequality."""
+    if _has_two_ends(truth) and not answer.items and (interval := as_interval(answer.text)):
         return read(interval), truth
-    if _is_interval(answer) and not truth.items and (interval := as_interval(truth.text)):
+    if _has_two_ends(answer) and not truth.items and (interval := as_interval(truth.text)):
         return answer, read(interval)
     return answer, truth
+
+
+def _has_two_ends(answer: Answer) -> bool:
+    return len(answer.items) == 2 and bool(answer.brackets) and set(answer.brackets) <= set("()[]")
 
 
 def _is_interval(answer: Answer) -> bool:
@@ -49,7 +69,7 @@ def _is_interval(answer: Answer) -> bool:
 def _same_text(answer: Answer, truth: Answer) -> bool:
     if not _names_agree(answer, truth):
         return False
-    given, wanted = compact(answer.text), compact(truth.text)
+    given, wanted = compact(_ARTICLE.sub("", answer.text)), compact(_ARTICLE.sub("", truth.text))
     if given and (given == wanted or _bare(given) == _bare(wanted)):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
@@ -76,11 +96,12 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return False, Rule.LIST  # `0, 1` does not say which ends belong to it
     if truth.brackets == "{}" and answer.brackets not in ("", "{}"):
         return False, Rule.LIST
-    names = {item.name for item in (*answer.items, *truth.items)}
+    given, asked = _by_name(answer.items), _by_name(truth.items)
+    names = {item.name for item in (*given, *asked)}
     unordered = truth.brackets in ("", "{}") and answer.brackets in ("", "{}") and len(names - {""}) <= 1
     undecided = False
-    remaining = list(answer.items)
-    for wanted in truth.items:
+    remaining = list(given)
+    for wanted in asked:
         candidates = remaining if unordered else remaining[:1]
         verdicts = [compare(item, wanted) for item in candidates]
         match = next((i for i, verdict in enumerate(verdicts) if verdict is not None and verdict[0]), None)
@@ -91,3 +112,14 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
             match = verdicts.index(None)
         del remaining[match]
     return None if undecided else (True, Rule.LIST)
+
+
+def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    """`y=2, x=1` as `x=1, y=2`; values of one unknown (`x_1=2, x_2=1`) without their numbering."""
+    names = [item.name for item in items]
+    if len(set(names)) == len(names) and all(len(name) == 1 and name.isalpha() for name in names):
+        return tuple(sorted(items, key=lambda item: item.name))
+    roots = {_INDEX.sub("", name) for name in names}
+    if len(roots) == 1 and roots != {""}:
+        return tuple(replace(item, name=roots.copy().pop()) for item in items)
+    return items

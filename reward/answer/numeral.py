@@ -23,13 +23,20 @@ class Number:
 
     def equals(self, other: "Number") -> bool:
         """Same value. A unit counts only where both have one; `50%` equals 50 as well as 0.5, but `0.5%` not 0.5."""
-        if self.unit and other.unit and self.unit != other.unit:
+        if not _units_agree(self.unit, other.unit):
             return False
         if self.value == other.value and (self.percent == other.percent or abs(self.value) >= 1):
             return True
         return self.percent != other.percent and (
             self.value / 100 == other.value if self.percent else other.value / 100 == self.value
         )
+
+
+def _units_agree(one: str, other: str) -> bool:
+    """`square units` (read as "2") agree with every unit of an area."""
+    if one.isdigit() or other.isdigit():
+        return one[-1:] == other[-1:] or not one or not other
+    return not one or not other or one == other
 
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,3}(?:'\d{3})+|\d+)(?!\d)"
@@ -47,7 +54,26 @@ _PLAIN = re.compile(
     re.ASCII,
 )
 _REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\overline\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
-_SIGN_AND_MONEY = re.compile(r"(?:[€£¥₹]\s*)?(?P<sign>[+-]?)\s*(?:[€£¥₹]\s*)?", re.ASCII)
+_SIGN_AND_MONEY = re.compile(r"(?P<money>[$€£¥₹])?\s*(?P<sign>[+-]?)\s*(?P<debt>[$€£¥₹])?\s*", re.ASCII)
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
+_TO_TWENTY = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty
+"""
+_SPELLED = {word: value for value, word in enumerate(_TO_TWENTY.split())}
+_TENS = {
+    word: 10 * value
+    for value, word in enumerate(["thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 3)
+}
+_TENS_AND_UNITS = {
+    f"{tens}-{units}": value + _SPELLED[units]
+    for tens, value in {"twenty": 20, **_TENS}.items()
+    for units in _TO_TWENTY.split()[1:10]
+}
+_NUMBER_WORDS = _SPELLED | _TENS | _TENS_AND_UNITS
+_SPELLED_NUMBER = re.compile(r"(?P<word>[A-Za-z]{3,9}(?:-[A-Za-z]{3,5})?)(?P<noun>\s+[A-Za-z]+)?")
 
 
 def read_number(text: str) -> Number | None:
@@ -57,13 +83,16 @@ def read_number(text: str) -> Number | None:
     text = text.strip()
     while text[:1] in ("(", "[") and text[-1:] in (")", "]") and text[1:-1].count(text[0]) == 0:
         text = text[1:-1].strip()
+    if text[:1].isalpha():
+        text = _spelled_out(text)
     start = _SIGN_AND_MONEY.match(text)
     assert start is not None, "every part of the pattern is optional"
     for pattern, evaluate in _FORMS:
         found = pattern.match(text, start.end())
         if found is None:
             continue
-        suffix = read_suffix(text[found.end() :])
+        scale = _SCALE.match(text, found.end())
+        suffix = read_suffix(text[(scale or found).end() :])
         if suffix is None:
             continue
         result = evaluate(found)
@@ -71,8 +100,19 @@ def read_number(text: str) -> Number | None:
             return None
         value, unreduced = result
         unit, percent = suffix
+        currency = _CURRENCIES.get(start["money"] or start["debt"] or "", "")
+        if currency and unit != currency:
+            unit = f"{currency}/{unit}" if unit else currency
+        value *= _SCALES[scale[1].lower()] if scale else 1
         return Number(-value if start["sign"] == "-" else value, unit, percent, unreduced)
     return None
+
+
+def _spelled_out(text: str) -> str:
+    """`three` as `3`, `Seven apples` as `7 apples`; any other text as it is."""
+    found = _SPELLED_NUMBER.fullmatch(text)
+    value = _NUMBER_WORDS.get(found["word"].lower()) if found else None
+    return text if found is None or value is None else f"{value}{found['noun'] or ''}"
 
 
 def _fraction(numeral: str) -> Fraction:
@@ -128,8 +168,10 @@ _UNITS = {
     **dict.fromkeys(("rad", "radian"), "radian"),
     **dict.fromkeys(("dollar", "usd"), "dollar"),
     "cent": "cent",
-    **dict.fromkeys(("mph", "kmh", "sq", "square", "cubic", "cu", "per", "unit"), ""),
-    **{name: name for name in ("euro", "mile", "day", "week", "month", "year")},
+    "mph": "mile/h",
+    **dict.fromkeys(("kmh", "kph"), "km/h"),
+    **dict.fromkeys(("sq", "square", "cubic", "cu", "per", "unit"), ""),
+    **{name: name for name in ("euro", "yen", "rupee", "mile", "day", "week", "month", "year")},
 }
 _NOT_UNIT_WORDS = """
     or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
@@ -143,7 +185,8 @@ _NOT_UNIT_WORDS = """
     thousandths fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths
     remainder short off each guess think believe wait actually rather both with without negative
 """
-_NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split())
+_NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split()) | frozenset(_NUMBER_WORDS)
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _WORD = re.compile(r"[A-Za-z]+|°")
 _SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>° ?[CF]?|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
 
@@ -174,12 +217,12 @@ def read_suffix(text: str) -> tuple[str, bool] | None:
         names.append(unit or "")
     if len(words) > 4:
         return None
-    exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"]))
+    exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"])) or _POWERS.get(words[0].lower(), "")
     return "/".join(name for name in names if name) + exponent, False
 
 
 _EXPRESSION_WITH_UNIT = re.compile(
-    r"(?P<expression>.*?[^\s(+*/^=-])\s+(?:(?:sq|square|cu|cubic)\.?\s+)?(?P<unit>[A-Za-z]{2,15})"
+    r"(?P<expression>.*?[^\s(+*/^=-])\s+(?:(?P<dimension>sq|square|cu|cubic)\.?\s+)?(?P<unit>[A-Za-z]{2,15})"
     r"(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?)?"
 )
 
@@ -191,4 +234,5 @@ def split_unit(text: str) -> tuple[str, str]:
         return text, ""
     lower = found["unit"].lower()
     unit = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
-    return (text, "") if unit is None else (found["expression"], unit and unit + (found["power"] or ""))
+    power = found["power"] or _POWERS.get(found["dimension"] or "", "")
+    return (text, "") if unit is None else (found["expression"], unit and unit + power)

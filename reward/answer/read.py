@@ -1,7 +1,7 @@
 """From cleaned text to an answer with structure: a number, a list of answers, or a text that only looks like itself."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from reward.answer.numeral import Number, read_number
@@ -60,8 +60,8 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     items = _split(inner)
     if len(items) > 1:
         return _read_list(text, items, brackets)
-    if inner.startswith("\\pm"):
-        return _read_plus_minus(text, strip_edges(inner[3:]))
+    if text.count("\\pm") == 1 and not equation.name:
+        return _read_plus_minus(text, inner)
     return equation
 
 
@@ -73,27 +73,34 @@ def _read_list(text: str, items: list[str], brackets: str) -> Answer:
     return Answer(text=text, body=text, items=tuple(answers), brackets=brackets)
 
 
-def _read_plus_minus(text: str, size: str) -> Answer:
-    number = read_number(size)
-    if number is None:
-        return Answer(text=text, body=text)
-    items = (read(size), read(f"-({size})" if size[:1] in "+-" else f"-{size}"))
+def _read_plus_minus(text: str, inner: str) -> Answer:
+    """`\\pm 2` and `1 \\pm \\sqrt{2}` as the two answers that they are."""
+    before, after = (side.strip() for side in inner.split("\\pm"))
+    if not before and after[:1] in ("+", "-"):
+        after = f"({after})"
+    items = tuple(read(strip_edges(f"{before}{sign}{after}")) for sign in (("+", "-") if before else ("", "-")))
     return Answer(text=text, body=text, items=items)
 
 
 _EQUALS = re.compile(r"(?<![<>!:\\])=+(?![<>])|\\(?:approx|equiv|in)(?![A-Za-z])")
+_TUPLE_OF_NAMES = re.compile(r"(?<=[(,])[A-Za-z](?=[,)])")
 
 
 def _read_equation(text: str) -> Answer:
     """`name = ... = body`; without `=`, the text itself."""
     sides = [strip_edges(side) for side in _EQUALS.split(text)]
-    if len(sides) == 1 or not sides[-1]:
+    if len(sides) == 1 or not sides[-1] or text.startswith("\\approx"):
         return Answer(text=text, body=text)
     last = read(sides[-1])
     exact = "\\approx" not in text
     stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
     contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
     name = compact(sides[0]) if len(sides) == 2 else ""
+    names = _TUPLE_OF_NAMES.findall(name) if name.startswith("(") and name.endswith(")") else []
+    if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
+        last = replace(
+            last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
+        )
     return Answer(
         text=text,
         body=sides[-1],
@@ -157,10 +164,13 @@ def _read_sentence(text: str) -> str | None:
         return None
     cut = _SENTENCE_END.search(text)
     head, tail = (text[: cut.start()], text[cut.end() :]) if cut else (text, "")
-    if any(character.isdigit() for character in tail):
-        return None
     head = strip_edges(head)
-    if tail and read_number(head) is not None:
+    number, again = read_number(head), read_number(strip_edges(tail.removesuffix(")")))
+    if again is not None and (number is None or not number.equals(again)):
+        return None  # `3 (four)`
+    if again is None and any(character.isdigit() for character in tail):
+        return None
+    if tail and number is not None:
         return head
     copulas = [copula.end() for copula in _COPULA.finditer(head)]
     if not copulas or len({stated[0] for at in copulas if (stated := _NUMERAL.match(head, at))}) > 1:

@@ -3,6 +3,8 @@
 import re
 import unicodedata
 
+from reward.answer.hidden import STRUCK
+
 MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
 """Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42."""
 
@@ -30,11 +32,22 @@ _REPLACED = {
     "\u2229": "\\cap ",
     "\u2208": "\\in ",
     "\u220e": " ",
+    "\u2115": "\\mathbb{N}",
+    "\u2124": "\\mathbb{Z}",
+    "\u211d": "\\mathbb{R}",
+    "\u066b": ".",
+    "\u066c": ",",
+    "\u202d": "\u202d",  # these two make a reader see the digits in another order
+    "\u202e": "\u202e",
 }
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
 _CAPITALS = re.compile("[A-Z]+")
-_ROOT_SIGN = re.compile(r"√\s*(\d+|[A-Za-z])")
+_ROOT_SIGN = re.compile(r"([√∛∜])\s*(\d+|[A-Za-z])?")
+_ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
+_GREEK_NAMES = "alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi psi omega"
+_GREEK = frozenset(_GREEK_NAMES.split())
 
 
 def ascii_lower(text: str) -> str:
@@ -55,6 +68,8 @@ def _plain_character(character: str) -> str | None:
     category = unicodedata.category(character)
     if category == "Nd":
         return str(unicodedata.decimal(character))
+    if (letter := unicodedata.name(character, "").removeprefix("GREEK SMALL LETTER ").lower()) in _GREEK:
+        return f"\\{letter} "
     if 0xFF01 <= ord(character) <= 0xFF5E:
         return chr(ord(character) - 0xFEE0)
     if category == "Cf" or 0xFE00 <= ord(character) <= 0xFE0F:  # invisible: joiners, marks of direction, variation
@@ -73,7 +88,8 @@ def plain_characters(text: str) -> str:
     if text.isascii():
         return text
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run[0])) + "}", text)
-    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text)
+    text = _SUBSCRIPT_RUN.sub(lambda run: f"_{{{''.join(str(unicodedata.digit(each)) for each in run[0])}}}", text)
+    text = _ROOT_SIGN.sub(lambda root: _ROOTS[root[1]] + (f"{{{root[2]}}}" if root[2] else ""), text)
     table = {ord(c): plain for c in set(text) if ord(c) > 127 and (plain := _plain_character(c)) is not None}
     return text.translate(table)
 
@@ -85,6 +101,8 @@ _SPECIAL_TOKENS = re.compile(
     r"|</?(?:b|i|em|strong|p|br|code|u|span|div|center|h[1-6]|td|tr|li|pre|font|answer|final|solution|output|response)"
     r"(?: [a-z-]{1,20}=\"[^\"<>\n]{0,80}\")? ?/?>"
 )
+_MONEY = re.compile(r"\\\$(\s*[-+]?[\d.])")
+_MONEY_MARK = "\ue000"
 _MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
 _WRAPPERS = re.compile(
     r"\\(?:text|textbf|textit|textrm|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox|hbox|"
@@ -98,7 +116,9 @@ _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])"
 _BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|enspace\b|thinspace\b)|~")
 _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}]*\}")
-_FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_FRACTIONS = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
+_RELATIONS = re.compile(r"\\([lg]e)qslant(?![A-Za-z])")
+_BARS = re.compile(r"\\[lr]?vert(?![A-Za-z])")
 
 _EDGES_LEFT = " \t\r\n\v\f*_`#~\"'=:,;"
 _EDGES_RIGHT = " \t\r\n\v\f*_`#~\"',;:."
@@ -111,16 +131,20 @@ def clean(text: str) -> str:
     Example: clean("**$\\\\dfrac{1}{2}\\\\text{ cm}$.**") == "\\\\frac{1}{2} cm"
     """
     text = plain_characters(text)
+    if "~~" in text or "<" in text:
+        text = STRUCK.sub("  ", text)
     text = _SPECIAL_TOKENS.sub(" ", _CONTROLS.sub(" ", text))
     if "\\" in text or "$" in text or "`" in text or "~" in text:
-        text = _MATH_DELIMITERS.sub("  ", text)
+        text = _MONEY.sub(_MONEY_MARK + r"\1", text)
+        text = _MATH_DELIMITERS.sub("  ", text).replace(_MONEY_MARK, "$")
         for _ in range(6):
             text, count = _WRAPPERS.subn(r" \1 ", text)
             if not count:
                 break
         text = _LAYOUT.sub("", text)
         text = _DEGREES.sub("°", text)
-        text = _FRACTIONS.sub(r"\\frac", text).replace("\\varnothing", "\\emptyset")
+        text = _BARS.sub("|", _RELATIONS.sub(r"\\\1", _FRACTIONS.sub(r"\\\1", text)))
+        text = text.replace("\\varnothing", "\\emptyset")
         text = _WIDE_SPACES.sub("  ", _SPACES.sub(" ", text)).replace("\\%", "%")
     text = text.replace("{,}", ",")
     if "*" in text:
@@ -162,6 +186,7 @@ def enclosed(text: str) -> bool:
 
 _LOOSE_SPACES = re.compile(r"(?<!\d) | (?!\d)")
 _TIMES = re.compile(r"\\(?:times|cdot)(?![A-Za-z])|\*")
+_ALL_REALS = re.compile(r"\(-\\infty,\+?\\infty\)|\\mathbb\s*\{?R\}?|\\R|[Aa]llreal(?:s|numbers?)|[Rr]ealnumbers")
 _SINGLE_BRACES = re.compile(r"([\^_])\{(\w)\}|(\\sqrt)\{(\d)\}")
 
 
@@ -169,4 +194,6 @@ def compact(text: str) -> str:
     """A cleaned text for comparison with others: no spaces but between digits, `x^{2}` as `x^2`, one sign for times."""
     text = _TIMES.sub("*", _LOOSE_SPACES.sub("", " ".join(text.split())))
     text = _SINGLE_BRACES.sub(r"\1\2\3\4", text)
+    if _ALL_REALS.fullmatch(text):
+        return "\\mathbb{R}"
     return text.casefold() if text.isalpha() and len(text) > 1 else text

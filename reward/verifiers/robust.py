@@ -7,6 +7,7 @@ from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.numeral import split_unit
+from reward.answer.option import labelled, option
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters
 from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
@@ -23,6 +24,8 @@ _IN_ONE_UNKNOWN = re.compile(
 """`2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for."""
 _ARITHMETIC = re.compile(r"(?:[-+*/().{}\d]|\\(?:cdot|times|div|[dt]?frac))+", re.ASCII)
 _NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+_OPTION = re.compile(r"\(?([A-J])\)?")
+_OPTION_IN_WORDS = re.compile(r"[a-z ]*\b(?:answer|option|choice)(?: is)?\s*:?\s*\(?[A-J]\)?", re.IGNORECASE)
 _PROMPT_LIMIT = 20_000
 _OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
 
@@ -73,7 +76,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
-    answer = _with_rivals(stated, statement, truth)
+    answer = _without_label(_with_rivals(stated, statement, truth), truth)
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     decided = compare(answer, truth)
@@ -114,6 +117,24 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
         for rival in rivals
     )
     return answer if same else None
+
+
+def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
+    """The letter of a stated option where a letter was asked for, else the text of that option."""
+    if answer is None or answer.number is not None or not answer.text:
+        return answer
+    letter = _OPTION.fullmatch(truth.text)
+    if letter:
+        return read(letter[1]) if _names_option(answer.text, letter[1]) else answer
+    label = labelled(answer.text)
+    return read(label[1]) if label and labelled(truth.text) is None else answer
+
+
+def _names_option(text: str, letter: str) -> bool:
+    label = labelled(text)
+    return (label is not None and label[0] == letter) or (
+        _OPTION_IN_WORDS.fullmatch(text) is not None and option(text) == letter
+    )
 
 
 def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
