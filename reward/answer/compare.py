@@ -8,9 +8,11 @@ from reward.answer.read import Answer, read
 from reward.answer.text import compact
 from reward.messages import Rule
 
-_RATIONAL = re.compile(r"(?:[-+*/^(){}\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
+_RATIONAL = re.compile(r"(?:[-+*/^(){}.\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
 """Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`."""
-_SIDE_OF_EQUATION = re.compile(r"(?=.*[A-Za-z])[^()]*(?:[-+*/^]|\d[A-Za-z]|[A-Za-z]{2})[^()]*")
+_UNKNOWNS = re.compile(r".*(?:[-+*/^].*[a-z]|[a-z].*[-+*/^]|\d[a-z]|[a-z]{2}).*")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CALL = re.compile(r"\\?[A-Za-z]+[^()+*-]{0,6}\([^()]*\)")
 _INDEX = re.compile(r"_\{?\d\}?$")
 _ARTICLE = re.compile(r"(?:an?|the)\s+(?=[A-Za-z]{3,}$)", re.IGNORECASE)
 
@@ -45,8 +47,10 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
 
 
 def _is_equation(truth: Answer) -> bool:
-    """`x^2+y^2 = 1` asks for a curve, `x = 1` and `f(2) = 1` for a number."""
-    return bool(truth.name) and _SIDE_OF_EQUATION.fullmatch(truth.name) is not None
+    """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
+    if not truth.name or _CALL.fullmatch(truth.name):
+        return False
+    return _UNKNOWNS.fullmatch(_COMMAND.sub("", truth.name)) is not None
 
 
 def _as_intervals(answer: Answer, truth: Answer) -> tuple[Answer, Answer]:

@@ -58,7 +58,8 @@ _DENIED_BEFORE = re.compile(
 )
 _DENIED_AFTER = re.compile(
     r"[\s$*_}).,\\\]]*(?:is|was|would be|seems|looks)\s+(?:clearly |obviously )?"
-    r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect)\b",
+    r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect|(?:is|was)n['\u2019]t)\b"
+    r"|[\s$*_)\]\\]*\?",
     re.IGNORECASE,
 )
 _DENIED_MARKER = re.compile(

@@ -10,7 +10,7 @@ _AFTERWARDS = 2000
 """Characters behind the last statement that are searched for its retraction."""
 
 _FENCE = re.compile(r"^[ \t]*(```|~~~)[`~]*([^`~\n]*)$", re.MULTILINE)
-_COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:(?:the )?(?:final )?answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
+_COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
 """A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement."""
 _PERCENTAGE = re.compile(r"(?:\d|[)}\]]|(?<![A-Za-z\\])[A-Za-z])[\s$*_]*(?:\\[)\]])?\s*%[^%]*$")
 """`50 %`, `$50$ %`, `n % 5`: no comment."""

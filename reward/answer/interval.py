@@ -2,14 +2,9 @@
 
 import re
 
-_BELOW = r"(?:<|\\lt(?![A-Za-z])|\\l(?:eq?|eqslant)(?![A-Za-z])|<=)"
-_ABOVE = r"(?:>|\\gt(?![A-Za-z])|\\g(?:eq?|eqslant)(?![A-Za-z])|>=)"
-_NAME = r"\s*(?:[A-Za-z]|\\[A-Za-z]{2,8})\s*"
-_SIDE = r"(?P<{}>[^<>=,;]{{1,80}}?)"
-_BETWEEN = re.compile(
-    rf"{_SIDE.format('low')}\s*(?P<first>{_BELOW}=?){_NAME}(?P<second>{_BELOW}=?)\s*{_SIDE.format('high')}"
-)
-_HALF = re.compile(rf"{_NAME}(?P<sign>(?:{_BELOW}|{_ABOVE})=?)\s*{_SIDE.format('bound')}")
+_RELATION = re.compile(r"((?:<|>|\\(?:lt|gt|[lg]eq?)(?![A-Za-z]))=?)")
+_NAME = re.compile(r"[A-Za-z]|\\[A-Za-z]{2,8}")
+_BOUND = re.compile(r"[^<>=,;]{1,80}")
 _SEVERAL = re.compile(r"\b(?:or|and|if|not)\b|\\(?:lor|land|vee|wedge|cup|cap|ne|neq)(?![A-Za-z])")
 _LIMIT = 200
 """Characters: a longer text is no plain inequality."""
@@ -24,16 +19,18 @@ def as_interval(text: str) -> str | None:
     """The interval that a cleaned inequality in one variable describes; None if `text` is none."""
     if len(text) > _LIMIT or _SEVERAL.search(text):
         return None
-    if found := _BETWEEN.fullmatch(text):
-        left = "[" if _closed(found["first"]) else "("
-        right = "]" if _closed(found["second"]) else ")"
-        return f"{left}{found['low'].strip()},{found['high'].strip()}{right}"
-    if found := _HALF.fullmatch(text):
-        bound, sign = found["bound"].strip(), found["sign"]
-        if re.match(_BELOW, sign):
-            return f"(-\\infty,{bound}{']' if _closed(sign) else ')'}"
-        return f"{'[' if _closed(sign) else '('}{bound},\\infty)"
-    return None
+    parts = [part.strip() for part in _RELATION.split(text)]
+    downwards = {sign[0] == ">" or sign[:2] == "\\g" for sign in parts[1::2]}
+    if len(downwards) != 1 or len(parts) > 5:
+        return None
+    if downwards.pop():
+        parts.reverse()
+    if len(parts) == 3:
+        parts = ["-\\infty", "<", *parts] if _NAME.fullmatch(parts[0]) else [*parts, "<", "\\infty"]
+    low, first, name, second, high = parts
+    if not (_NAME.fullmatch(name) and _BOUND.fullmatch(low) and _BOUND.fullmatch(high)):
+        return None
+    return f"{'[' if _closed(first) else '('}{low},{high}{']' if _closed(second) else ')'}"
 
 
 def _closed(sign: str) -> bool:

@@ -33,7 +33,9 @@ class Number:
 
 
 def _units_agree(one: str, other: str) -> bool:
-    """`square units` (read as "2") agree with every unit of an area."""
+    """`square units` (read as "2") agree with every unit of an area, `degrees` with both scales of temperature."""
+    if "degree" in (one, other) and _TEMPERATURES & {one, other}:
+        return True
     if one.isdigit() or other.isdigit():
         return one[-1:] == other[-1:] or not one or not other
     return not one or not other or one == other
@@ -53,7 +55,7 @@ _PLAIN = re.compile(
     r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d{1,3})\s*\}|(?P<digit>\d)(?!\d)))?",
     re.ASCII,
 )
-_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\overline\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
+_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\(?:overline|bar|dot)\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
 _SIGN_AND_MONEY = re.compile(r"(?P<money>[$€£¥₹])?\s*(?P<sign>[+-]?)\s*(?P<debt>[$€£¥₹])?\s*", re.ASCII)
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -165,6 +167,8 @@ _UNITS = {
     **dict.fromkeys(("l", "liter", "litre"), "l"),
     **dict.fromkeys(("ml", "milliliter", "millilitre"), "ml"),
     **dict.fromkeys(("deg", "degree", "°"), "degree"),
+    **dict.fromkeys(("celsius", "centigrade"), "celsius"),
+    "fahrenheit": "fahrenheit",
     **dict.fromkeys(("rad", "radian"), "radian"),
     **dict.fromkeys(("dollar", "usd"), "dollar"),
     "cent": "cent",
@@ -186,6 +190,7 @@ _NOT_UNIT_WORDS = """
     remainder short off each guess think believe wait actually rather both with without negative
 """
 _NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split()) | frozenset(_NUMBER_WORDS)
+_TEMPERATURES = frozenset({"celsius", "fahrenheit"})
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _WORD = re.compile(r"[A-Za-z]+|°")
 _SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>° ?[CF]?|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
@@ -203,22 +208,23 @@ def read_suffix(text: str) -> tuple[str, bool] | None:
     words = _WORD.findall(found["unit"])
     spaced = text[0].isspace() or text[0] == "°"
     if words[0] == "°" and words[1:] in (["C"], ["F"]):
-        words = words[:1]
+        words = ["celsius" if words[1] == "C" else "fahrenheit"]
     names = []
     for word in words:
         lower = word.lower()
-        unit = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
+        name = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
         if lower in _NOT_UNITS:
             return None
-        if unit is None and not (spaced and len(word) > 2 and any(vowel in lower for vowel in "aeiouy")):
+        if name is None and not (spaced and len(word) > 2 and any(vowel in lower for vowel in "aeiouy")):
             return None
         if len(word) == 1 and not spaced:
             return None  # `42m` may be a product
-        names.append(unit or "")
+        names.append(name or "")
     if len(words) > 4:
         return None
     exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"])) or _POWERS.get(words[0].lower(), "")
-    return "/".join(name for name in names if name) + exponent, False
+    unit = "/".join(name for name in names if name) + exponent
+    return next((name for name in names if name in _TEMPERATURES), unit), False
 
 
 _EXPRESSION_WITH_UNIT = re.compile(

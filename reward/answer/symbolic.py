@@ -44,6 +44,7 @@ _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A
 _ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
 _LOG_BASE = re.compile(r"\\log\s*_\s*\{?(\d+)\}?\s*\{?(\d+)\}?")
 _CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
+_BINOMIAL_OF_DIGITS = re.compile(r"\\binom\s*(\d)\s*(\d)")
 _DECIMALS = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+)\s*°")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -55,17 +56,18 @@ _POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
 _GROWS = re.compile(r"!|\\(?:binom|exp|tan|cot|sec|csc)")
 _NUMERALS = re.compile(r"\d+")
 _FACTORIALS = re.compile(r"(\d*)\s*!")
-_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#@$?]|!\s*[!)]|\d{61}|\d\s+\d|\d\s*_|[-+*/^_]$")
+_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#@$?]|!\s*[)}]?\s*[!^]|\d{61}|\d\s+\d|\d\s*_|[-+*/^_]$")
 _NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 
 
 def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
     text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
     if "°" in text:
         text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
-    return _DECIMALS.sub(_as_fraction, _CHOOSE.sub(r"\\binom{\1}{\2}", text))
+    return _DECIMALS.sub(_as_fraction, _BINOMIAL_OF_DIGITS.sub(r"\\binom{\1}{\2}", text))
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
@@ -91,17 +93,24 @@ def fits(text: str, truth: str) -> bool:
         return False
     if set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", text)))) - letters - {"e", "i"}:
         return False
-    return _names(text) == _names(truth) and not _is_word(truth, letters) and _small(text)
+    return _names(text) == _names(truth) and not _is_word(truth) and _small(text)
+
+
+def without_capitals(text: str, truth: str) -> str:
+    """`text` with letters of its own for `r` where the truth has `R` too, as the library reads both as one letter."""
+    letters = set("".join(_LETTERS.findall(truth)))
+    spare = iter(sorted(set("abcdfghjklmnpqrstuvwxyz") - {letter.lower() for letter in letters}))
+    doubled = sorted(letter for letter in letters if letter.islower() and letter.upper() in letters)
+    table = str.maketrans({letter: next(spare, letter) for letter in doubled})
+    return _LETTERS.sub(lambda found: found[0].translate(table), text) if table else text
 
 
 def _names(text: str) -> set[str]:
     return set(_NAMES.findall(text.replace(" ", "")))
 
 
-def _is_word(text: str, letters: set[str]) -> bool:
-    """Whether letters that stand together are spelled, not multiplied; or a letter means two things by its case."""
-    if any(letter.isupper() and letter.lower() in letters for letter in letters):
-        return True  # the library reads both as one
+def _is_word(text: str) -> bool:
+    """Whether letters that stand together are spelled, not multiplied."""
     return text.isalpha() and (len(text) > 3 or "o" in text or (len(text) > 1 and not text.islower()))
 
 
@@ -215,11 +224,13 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
     `places` decimals decide, which is far below what the expressions could differ by; where no number of decimals that
     can be had is enough, the difference has to vanish by algebra.
     """
-    from sympy import simplify
+    from sympy import I, simplify
 
     one, other = one.doit(), other.doit()
     if one.is_finite is False or other.is_finite is False:
         return bool(one == other)
+    if not (one.has(I) or other.has(I)):
+        one, other = _with_real_roots(one), _with_real_roots(other)
     difference = one - other
     if difference.is_Rational:
         return bool(difference == 0)
@@ -227,3 +238,14 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
         return bool(simplify(difference) == 0)
     value = difference.evalf(places)
     return bool(value.is_number and abs(value) < 10 ** (20 - places))
+
+
+def _with_real_roots(number: "Expr") -> "Expr":
+    """The cube root of -8 is -2 here, not the complex root that sympy takes."""
+
+    def is_odd_root(part: "Expr") -> bool:
+        return bool(
+            part.is_Pow and part.exp.is_Rational and part.exp.q % 2 and part.exp.q > 1 and part.base.is_negative
+        )
+
+    return number.replace(is_odd_root, lambda part: (-1) ** part.exp.p * (-part.base) ** part.exp)

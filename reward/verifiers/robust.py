@@ -187,14 +187,17 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
     if len(answer.text) > symbolic.LENGTH_LIMIT:
         return None
-    truth_text, truth_unit = split_unit(truth.text)
-    answer_text, answer_unit = split_unit(answer.text if "=" in truth.text else answer.body or answer.text)
+    answered = answer.text if "=" in truth.text else answer.body or answer.text
+    truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
+    answer_text, answer_unit = split_unit(answered.lstrip("$"))
+    if answer.number is not None and not answer.number.percent and "=" not in truth.text:
+        answer_text = str(answer.number.value)
     if truth_unit and answer_unit and truth_unit != answer_unit:
         return None
     wanted, given = symbolic.normalise(truth_text), symbolic.normalise(answer_text)
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
         return None
-    return given, wanted
+    return symbolic.without_capitals(given, wanted), symbolic.without_capitals(wanted, wanted)
 
 
 def finish(deferred: Deferred) -> Judgement:
