@@ -25,6 +25,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     """
     if answer.contradicts:
         return False, Rule.HEDGE
+    if answer.rounded is not None and "." in truth.body:
+        return compare(answer.rounded, truth)
     if answer.number is not None and truth.number is not None:
         if _is_equation(truth) and answer.name != truth.name:
             return None if answer.name else (False, Rule.EQUATION)

@@ -31,6 +31,9 @@ class Answer:
     brackets: str = ""
     """Opening and closing bracket of the list: `()`, `[)`, `{}`, or empty."""
 
+    rounded: "Answer | None" = None
+    """What stands behind `\\approx`, where this answer is the exact one in front of it."""
+
     contradicts: bool = False
     """Says two numbers are one: `3 = 4`."""
 
@@ -48,9 +51,15 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     """
     if len(text) > _PARSED_LIMIT:
         return Answer(text=text, body=text)
+    if sentences:
+        text = _TAIL.sub("", _LEAD_IN.sub("", text))
     number = read_number(text)
     if number is not None:
         return Answer(text=text, body=text, number=number)
+    if (approximation := _APPROXIMATION.fullmatch(text)) and (rounded := read_number(approximation[2])):
+        return _read_approximation(
+            read(strip_edges(approximation[1])), Answer(approximation[2], approximation[2], number=rounded)
+        )
     if sentences and (committed := _read_sentence(text)) is not None:
         return Answer(text=text, body=committed, number=read_number(committed))
     equation = _read_equation(text)
@@ -63,6 +72,16 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if text.count("\\pm") == 1 and not equation.name:
         return _read_plus_minus(text, inner)
     return equation
+
+
+def _read_approximation(exact: Answer, rounded: Answer) -> Answer:
+    """`10/3 \\approx 3.33` is 10/3; `x \\approx 3.33` is 3.33."""
+    if exact.body.isalpha():
+        return replace(rounded, name=exact.body)
+    if exact.number is None or rounded.number is None:
+        return replace(exact, rounded=rounded)
+    off = abs(exact.number.value - rounded.number.value) > abs(exact.number.value) / 20
+    return replace(exact, rounded=rounded, contradicts=exact.contradicts or off)
 
 
 def _read_list(text: str, items: list[str], brackets: str) -> Answer:
@@ -113,6 +132,15 @@ def _read_equation(text: str) -> Answer:
 
 
 _LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
+_LEAD_IN = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|we (?:get|have|obtain)|i get)\b[,:]?\s+)*"
+    r"(?:(?:the|our|my) (?:final |correct )?(?:answer|result|value)\s*(?:is|equals|:)\s*:?\s+)?",
+    re.IGNORECASE,
+)
+_TAIL = re.compile(r"\s+is (?:the|our|my) (?:final |correct )?answer$", re.IGNORECASE)
+_APPROXIMATION = re.compile(
+    r"([^,;]*?[^,;\s])\s*(?:\\approx\s*|\((?:approximately|approx\.?|about|roughly|\\approx)\s*)([-+]?[\d.,]*\d)\s*\)?"
+)
 _LIST_HEADS = re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
 
 
