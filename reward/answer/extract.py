@@ -22,14 +22,14 @@ _RIVALS = 8
 _MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
 _BRACE = re.compile(r"\\?[{}]")
-_SKIPPED = re.compile(r"[\s*_`}]*")
+_SKIPPED = re.compile(r"[\s*_`}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?")
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 _ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
 _CONNECTIVE = re.compile(
     r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}"
-    r"|(?=.*\b(?:or|maybe|perhaps|possibly|alternatively|otherwise|else)\b)[\W_]*"
+    r"|(?=.*\b(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|could|might|may)\b)[\W_]*"
     r"(?:(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|it|that|the|final|answer|is|could|might|may|be|also"
     r"|equally|even)(?:[\W_]+|$)){1,9}",
     re.IGNORECASE | re.DOTALL,

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 from reward.answer.numeral import Number, read_number
@@ -80,7 +81,8 @@ def _read_approximation(exact: Answer, rounded: Answer) -> Answer:
         return replace(rounded, name=exact.body)
     if exact.number is None or rounded.number is None:
         return replace(exact, rounded=rounded)
-    off = abs(exact.number.value - rounded.number.value) > abs(exact.number.value) / 20
+    last_place = Fraction(1, 10 ** len(rounded.body.partition(".")[2]))
+    off = abs(exact.number.value - rounded.number.value) >= last_place
     return replace(exact, rounded=rounded, contradicts=exact.contradicts or off)
 
 

@@ -45,6 +45,7 @@ _ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
 _LOG_BASE = re.compile(r"\\log\s*_\s*\{?(\d+)\}?\s*\{?(\d+)\}?")
 _CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
 _BINOMIAL_OF_DIGITS = re.compile(r"\\binom\s*(\d)\s*(\d)")
+_FACTOR_OF_GROUP = re.compile(r"(?<![_^\d.{])(\d+)\s*(?=\()")
 _DECIMALS = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+)\s*°")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -67,6 +68,7 @@ def normalise(text: str) -> str:
     text = _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
     if "°" in text:
         text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
+    text = _FACTOR_OF_GROUP.sub(r"\1\\cdot ", text)  # the library reads `3(1)` as the mixed number 3+1
     return _DECIMALS.sub(_as_fraction, _BINOMIAL_OF_DIGITS.sub(r"\\binom{\1}{\2}", text))
 
 
