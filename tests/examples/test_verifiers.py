@@ -6,6 +6,7 @@ import re
 import shlex
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,12 +115,16 @@ def test_the_readme_has_a_command_for_each_verifier():
     assert {config.reward.verifier for config in configs} == {*VERIFIERS.values(), "robust"}
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.mark.timeout(600)
 def test_the_mixture_trains_every_source(tmp_path):
     """Two rollout steps with real parts: no source is all right or all wrong, and no verdict fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     overrides = (
         f"run.dir={tmp_path / 'run'}",
         "run.rollout_steps=2",
@@ -133,12 +138,49 @@ def test_the_mixture_trains_every_source(tmp_path):
     command = ["-m", "megatron_dapo.cli.main", "train", str(config), *overrides]
     serve = ("--port", str(port), sys.executable, *command)
     running = Running(*serve, module="examples.verifiers.service", log=tmp_path / "log.txt")
+    steps = trained(running, tmp_path / "run")
+    assert [step["sampling/kept"] for step in steps] == [12, 12]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["source"]: sample["verifier"] for sample in samples} == VERIFIERS
+
+
+def trained(running: Running, run: Path) -> list[dict[str, float]]:
+    """The metrics of every step of a run that has ended well, each with a gradient and without a failed verdict."""
     finished = running.finish(500)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["sampling/kept"] for step in steps] == [12, 12]
+    check_ledger(read_ledger(run / "ledger.jsonl"))
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(step["verdict_errors"] == 0 and step["grad_norm"] > 0 for step in steps)
+    return steps
+
+
+ALONE = [words for words in commands() if "examples/quickstart/dapo.yaml" in words]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words", ALONE, ids=[configured(words).reward.verifier for words in ALONE])
+def test_each_source_trains_alone(words, tmp_path):
+    """The README's command for one source, word by word but for its size: two steps in the quickstart's frame."""
+    port = free_port()
+    size = (
+        f"run.dir={tmp_path / 'run'}",
+        "run.rollout_steps=2",
+        "algorithm.prompts_per_step=8",
+        "algorithm.mini_batch_responses=32",
+        "evaluation.limit=5",
+        "monitor.sample_responses=200",
+    )
+    at = words.index("train")
+    if words[0] == "python":
+        command = (sys.executable, "-m", "megatron_dapo.cli.main", *words[at:], *size)
+        serve = ("--port", str(port), *command, f"reward.remote.url=http://127.0.0.1:{port}")
+        running = Running(*serve, module="examples.verifiers.service", log=tmp_path / "log.txt")
+    else:
+        running = Running(*words[at:], *size, log=tmp_path / "log.txt")
+    steps = trained(running, tmp_path / "run")
+    assert [step["sampling/kept"] for step in steps] == [8, 8]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["source"]: sample["verifier"] for sample in samples} == VERIFIERS
-    check_ledger(read_ledger(tmp_path / "run" / "ledger.jsonl"))
+    assert {sample["verifier"] for sample in samples} == {configured(words).reward.verifier}
+    assert {sample["accuracy"] for sample in samples} == {True, False}

@@ -1,6 +1,7 @@
 """The table of verifiers and those that are not for mathematics."""
 
 import json
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -106,11 +107,115 @@ def said(value: object) -> str:
         ("[" * 50_000, False),
         ('{"x": ' + "9" * 10_000 + "}", False),
         ("```json\nbroken\n```", False),
+        (said(WANTED) + "\nNo:\n" + json.dumps({"x": 2}), False),
+        (said({"x": 2}) + "\nNo:\n" + json.dumps(WANTED), True),
+        (said(WANTED) + "\nNo:\n" + '{"x": 2, ', False),
+        (said({"x": 2})[:-10] + "\nNo:\n" + said(WANTED), True),
+        (said(WANTED) + "\nfor all {n} of [a, b]", True),
+        ("on [0, 1) it is\n\n" + json.dumps(WANTED), True),
+        (f"\\boxed{{{json.dumps(WANTED)}}}", True),
+        (f"\\[{json.dumps(WANTED)}\\]", True),
+        (f"```python\npass\n```\n{json.dumps(WANTED)}", True),
+        (f"```json {json.dumps(WANTED)}\n```", True),
+        (f"```JSON\r\n{json.dumps(WANTED)}\r\n```\r\n", True),
+        (f"```json\n{json.dumps(WANTED)}", True),
     ],
 )
 def test_json_equality(response, right):
     truth = json.dumps({"equals": WANTED})
     assert json_answer.judge(VerificationRequest(response=response, ground_truth=truth)).accuracy is right
+
+
+PART = json.dumps(WANTED)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f'{{"a": {PART}',
+        f'{{"a": {PART}, "a": 2}}',
+        f'{{"a": {PART},}}',
+        f'{{"a": {PART}]',
+        f'{{"a": [1, {PART}, "b": 2}}',
+        f'{{"a": "cut off, "b": {PART}}}',
+        f'"a": {PART}}}',
+        f"{{'a': {PART}}}",
+        f"{{a: {PART}}}",
+        f"{{a: {PART}",
+        f"{{{PART}}}",
+        f'[{{"x": 7}}, {PART}',
+        f"[1, {PART}",
+        f"[oops, {PART}]",
+        f"[{PART}, NaN]",
+        f"[{PART}, 1e999]",
+        f'```json\n{{"a": {PART}\n```',
+        f'First {PART}\nthen {{"a": {PART}',
+        "{a" * 1001 + PART,
+    ],
+)
+def test_nothing_inside_a_broken_value_is_credited(response):
+    truth = json.dumps({"equals": WANTED})
+    assert not json_answer.judge(VerificationRequest(response=response, ground_truth=truth)).accuracy
+
+
+@pytest.mark.parametrize(
+    "text", ["{a", "[a", '{"', "[1,", '{a"', '{"a":1} ', '[{"a":1},', "\\", "[a\n\n", "```\n", "{a}"]
+)
+def test_the_last_value_is_found_in_linear_time(text):
+    truth = json.dumps({"equals": WANTED})
+    start = time.monotonic()
+    for response in (text * 30_000, text * 30_000 + PART):
+        json_answer.judge(VerificationRequest(response=response, ground_truth=truth))
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "right"),
+    [
+        ("1.0", "1", True),
+        ("1e2", "100", True),
+        ("-0.0", "0", True),
+        ("0e-999", "0", True),
+        ("1e308", "1e308", True),
+        ("2e999", "1", False),
+        ("1e-999", "0", False),
+        ("NaN", "1", False),
+        ("Infinity", "1", False),
+        ("true", "1", False),
+        ("9007199254740993", "9007199254740992", False),
+    ],
+)
+def test_json_numbers(given, wanted, right):
+    request = VerificationRequest(response=f'{{"n": {given}}}', ground_truth=f'{{"equals": {{"n": {wanted}}}}}')
+    assert json_answer.judge(request).accuracy is right
+
+
+TREE = {"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said_of_it"),
+    [
+        ({"$ref": "#"}, "leads back to itself"),
+        ({"allOf": [{"anyOf": [{"$ref": "#"}]}]}, "leads back to itself"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"not": {"$ref": "#/$defs/b"}}}}, "leads back"),
+        ({"$defs": {"a": {"$anchor": "here", "if": {"$ref": "#here"}}}}, "leads back"),
+        ({"$dynamicRef": "#"}, "leads back"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "does not hold"),
+        ({"$ref": "https://example.com/s.json"}, "outside itself"),
+        ({"pattern": "("}, "not valid"),
+    ],
+)
+def test_a_schema_that_cannot_be_applied_is_refused_before_any_response(schema, said_of_it):
+    with pytest.raises(VerifierError, match=said_of_it):
+        json_answer.judge(VerificationRequest(response="", ground_truth=json.dumps({"schema": schema})))
+
+
+def test_a_recursive_schema_is_no_loop_and_a_value_too_deep_for_it_is_wrong():
+    truth = json.dumps({"schema": TREE})
+    deep = '{"n": 1, "child": ' * 300 + '{"n": 1}' + "}" * 300
+    for response, right in (('{"n": 1, "child": {"n": 2}}', True), ('{"n": 1, "child": {}}', False), (deep, False)):
+        assert json_answer.judge(VerificationRequest(response=response, ground_truth=truth)).accuracy is right
 
 
 @pytest.mark.parametrize(
@@ -126,7 +231,8 @@ def test_json_under_a_schema(value, right):
 
 
 @pytest.mark.parametrize(
-    "truth", ["", "42", "{}", '{"equal": 1}', "not json", '{"schema": {"type": 7}}', '{"schema": 5}']
+    "truth",
+    ["", "42", "{}", '{"equal": 1}', "not json", '{"schema": {"type": 7}}', '{"schema": 5}', '{"equals": 1e999}'],
 )
 def test_a_json_truth_of_another_form_is_an_error(truth):
     with pytest.raises(VerifierError, match="json"):
