@@ -6,11 +6,13 @@ privilege, name space or container.
 """
 
 import ctypes
+import os
 import platform
 import resource
 import signal
 import struct
 import sys
+from collections.abc import Collection, Mapping
 
 ALLOWED = {
     "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
@@ -20,12 +22,20 @@ ALLOWED = {
     "clock_nanosleep": 230, "exit_group": 231, "getrandom": 318,
 }  # fmt: skip
 """System calls by their numbers on x86-64."""
+READING = {
+    "stat": 4, "lstat": 6, "poll": 7, "pread64": 17, "access": 21, "uname": 63, "getcwd": 79, "readlink": 89,
+    "sysinfo": 99, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108, "sched_getaffinity": 204,
+    "getdents64": 217, "openat": 257, "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "statx": 332,
+    "faccessat2": 439,
+}  # fmt: skip
+"""What it takes beyond those to import modules; `openat` for reading alone."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: errno 1, EPERM
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NO_READING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class LockError(RuntimeError):
@@ -61,20 +71,27 @@ def supported() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
-def lock() -> None:
-    """Installs the filter; there is no way back. Raises LockError."""
+def lock(also: Mapping[str, int] | None = None) -> None:
+    """Installs the filter; there is no way back.
+
+    Args:
+        also: what is allowed beyond `ALLOWED`, such as `READING`.
+
+    Raises:
+        LockError: this system has no such filter.
+    """
     if not supported():
         raise LockError(f"no filter for {sys.platform} on {platform.machine()}, only for Linux on x86-64")
-    program = _program()
+    program = _program({*ALLOWED.values(), *(also or {}).values()})
     buffer = ctypes.create_string_buffer(program)
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 
-def _program() -> bytes:
+def _program(allowed: Collection[int]) -> bytes:
     """The filter in the kernel's machine language: (code, jump if true, jump if false, value) of 8 bytes each."""
-    calls = sorted(ALLOWED.values())
+    calls = sorted(allowed)
     lines = [
         (_LOAD, 0, 0, 4),  # the architecture of the call
         (_EQUAL, 1, 0, _ARCHITECTURE),
@@ -82,6 +99,10 @@ def _program() -> bytes:
         (_LOAD, 0, 0, 0),  # its number
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
+        (_EQUAL, 0, 3, READING["openat"]),
+        (_LOAD, 0, 0, 32),  # its third argument: the flags
+        (_ANY_BIT, len(calls) + 1, 0, _NO_READING),
+        (_LOAD, 0, 0, 0),
         *((_EQUAL, len(calls) - at, 0, number) for at, number in enumerate(calls)),
         (_RETURN, 0, 0, _REFUSE),
         (_RETURN, 0, 0, _ALLOW),

@@ -2,24 +2,32 @@
 
 What the tests call by name is a stand-in that asks the sandbox and gets plain values back. So whatever the tested code
 does to its own process, to builtins, at exit, to frames or files: there is no test to find there and no verdict to
-overwrite. The most it can do is to give an answer, which the tests compare.
+overwrite. The most it can do is to give an answer, which the tests compare: a plain value, of a built-in type whose
+`==` and `<` are Python's own. The tests come out of a data file, so they are confined
+too: they may read files, to import what they need, and write none.
 """
 
 import ast
 import builtins
 import io
 import os
+import sys
 import unittest
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from reward.code.lock import die_with_parent, hide_memory
+from reward.code.lock import READING, die_with_parent, hide_memory, lock
 from reward.code.sandbox import Sandbox
 from reward.code.values import NotPlain, decode, encode, receive, send
 
 
 class _OutOfTime(BaseException):
     """The deadline has passed; no `except Exception` of the tests shall go on."""
+
+
+class _Misused(BaseException):
+    """The tests compare an object of the tested code, or the like: the answer would be the tested code's own."""
 
 
 class TestedCodeError(Exception):
@@ -76,6 +84,9 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
         try:
             die_with_parent()
             hide_memory()
+            _keep_open(verdict, sandbox.requests, sandbox.replies)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+            lock(READING)
             caller = _Caller(sandbox, deadline)
             send(verdict, {"passed": _run(suite, caller), "fault": caller.fault})
         finally:
@@ -96,6 +107,14 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
     return bool(outcome["passed"])
 
 
+def _keep_open(*kept: int) -> None:
+    """Closes every other descriptor but the standard ones, such as the worker's line to the pool."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+
+
 def _run(suite: Suite, caller: "_Caller") -> bool:
     try:
         namespace = {"__name__": "tests"} | caller.stand_ins(suite.names)
@@ -108,7 +127,7 @@ def _run(suite: Suite, caller: "_Caller") -> bool:
         cases = [value for value in namespace.values() if isinstance(value, type) and _is_test_case(value)]
         loaded = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in cases)
         outcome = unittest.TextTestRunner(stream=io.StringIO()).run(loaded)
-        return outcome.wasSuccessful() and caller.answered
+        return outcome.wasSuccessful() and caller.answered and not caller.misused
     except BaseException:  # a failed assertion, an error, sys.exit: not passed
         return False
 
@@ -124,6 +143,8 @@ class _Caller:
         self._sandbox, self._deadline = sandbox, deadline
         self.answered = False
         """Whether the tested code has said anything yet."""
+        self.misused = False
+        """Whether the tests left it to an object of the tested code what they are about to find."""
         self.fault = ""
         """What the tests wanted to pass that cannot be passed."""
 
@@ -161,20 +182,26 @@ class _Caller:
             raise TestedCodeError(f"its process is gone ({error})") from None
         if not isinstance(reply, dict):
             raise TestedCodeError("its answer is none")
+        self.answered = True
         if "raised" in reply:
             raise _exception(str(reply["raised"]), str(reply.get("message", "")))
-        self.answered = True
         if "value" not in reply:
             return _StandIn(self, otherwise or {"object": reply.get("object")})
         try:
             return decode(reply["value"])
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
             raise TestedCodeError(f"its answer is no value: {error}") from None
+
+    def refuse(self, what: str) -> NoReturn:
+        """Ends the tests, which cannot pass any more whatever they catch."""
+        self.misused = True
+        raise _Misused(f"{what} of an object of the tested code")
 
 
 class _StandIn:
-    """A function, class or object of the tested code. Can be called, and its methods can; it is equal only to itself,
-    and asking for its truth is an error: neither may be the tested code's to decide."""
+    """A function, class or object of the tested code. It can be called, its methods too, asked for attributes and for
+    its text, and told apart by `is`. Comparing it, its truth, and every other operator end the tests: what comes out of
+    those would be the tested code's to decide."""
 
     __slots__ = ("_caller", "_target")
 
@@ -189,8 +216,33 @@ class _StandIn:
             raise AttributeError(name)
         return self._caller.attribute(self._target, name)
 
-    def __bool__(self) -> bool:
-        raise NotPlain("an object of the tested code is neither true nor false")
+    def __repr__(self) -> str:
+        return self._text("__repr__")
+
+    def __str__(self) -> str:
+        return self._text("__str__")
+
+    def _text(self, method: str) -> str:
+        if "method" in self._target:
+            self._caller.refuse(method)
+        text = self._caller.call(self._target | {"method": method}, (), {})
+        return text if type(text) is str else self._caller.refuse(method)
+
+
+def _refused(name: str) -> Any:
+    def operator(self: _StandIn, *_: Any) -> NoReturn:
+        self._caller.refuse(name)
+
+    return operator
+
+
+_TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
+              "lshift", "rshift")  # fmt: skip
+_ONE_SIDED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "len", "iter", "next", "contains", "getitem",
+              "setitem", "delitem", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "enter",
+              "exit", "await", "aiter", "anext", "format")  # fmt: skip
+for _name in (*_ONE_SIDED, *_TWO_SIDED, *(f"r{name}" for name in _TWO_SIDED)):
+    setattr(_StandIn, f"__{_name}__", _refused(f"__{_name}__"))
 
 
 def _target_of(value: Any) -> dict[str, Any]:
