@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from reward.address import check_address
 from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -21,7 +22,7 @@ VerifierName = Annotated[str, AfterValidator(_known_verifier)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RemoteConfig:
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
+    url: Annotated[str, AfterValidator(check_address)] | None = None
     """Service that judges the samples of verifier `remote`: POST, JSON in and out (`reward/remote.py`)."""
 
     batch: Annotated[int, Field(gt=0)] = 64

@@ -108,6 +108,8 @@ class RemoteVerifier:
                 status = answer.status
         except TimeoutError:
             raise _Refused(f"no answer within {self._config.attempt_s:g} s") from None
+        except aiohttp.InvalidURL as error:
+            raise _Final(f"no address of a service: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Refused(f"{type(error).__name__}: {error}") from None
         if status != 200:

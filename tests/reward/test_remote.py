@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pydantic import ValidationError
 
 from reward.config import RemoteConfig, RewardConfig
 from reward.messages import Verdict, VerificationRequest
@@ -142,3 +145,52 @@ def test_without_an_address_nothing_is_judged():
     (verdict,) = judge(None, ask("42"))
     assert verdict.unjudged
     assert "reward.remote.url" in (verdict.error or "")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://h:99999/x", "port 99999"),
+        ("http://h:0/", "port 0"),
+        ("http://h:-1", "port -1"),
+        ("http://h:abc/", "port abc"),
+        ("http://h:80:90/", "port 80:90"),
+        ("http://h:1" + "0" * 5000, "port 1000"),
+        ("http://:80/", "no name of a machine"),
+        ("http:///x", "no name of a machine"),
+        ("http://a..b/", "no name of a machine"),
+        ("http://%zz/", "no name of a machine"),
+        ("http://" + "a" * 70 + ".x/", "no name of a machine"),
+        ("http://1.2.3.999/", "999"),
+        ("http://[::1/", "IPv6"),
+        ("http://[::1]:99999/", "port 99999"),
+        ("http://h h/", "space"),
+        ("http://h/\n", "space"),
+        ("http://h/\u00fc", "%XX"),
+        ("h:80", "http://"),
+        ("ftp://h/", "http://"),
+        ("", "http://"),
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_an_error_of_the_config(url, said):
+    with pytest.raises(ValidationError, match=said):
+        RemoteConfig(url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h", "https://judge.example.com/v1?x=1", "http://10.0.0.7:8123/judge", "http://[::1]:80/x", "http://h:/",
+     "http://user:pw@my_host-2:65535", "HTTP://h/", "http://h."],
+)  # fmt: skip
+def test_an_address_that_can_be_asked_stays_as_it_is(url):
+    assert RemoteConfig(url=url).url == url
+
+
+def test_the_command_line_names_the_address(tmp_path):
+    file = tmp_path / "lines.jsonl"
+    file.write_text("{}\n")
+    command = [sys.executable, "-m", "reward", "grade", str(file), "--remote-url", "http://h:99999/"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "url = 'http://h:99999/': " in refused.stderr
+    assert "port 99999 must be a number from 1 to 65535" in refused.stderr
