@@ -37,6 +37,9 @@ GOVERNED = {
 }
 """Options of SGLang's command line that a key stands for."""
 
+SMALLEST_SHARE = 1e-9
+"""Share of the prompts below which a file of a mixture is there in name only."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
@@ -102,6 +105,14 @@ def _of_data(config: Config) -> Iterator[str]:
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
+    largest = max((source.weight for source in config.data.mixture), default=1.0)
+    total = sum(source.weight / largest for source in config.data.mixture)
+    for number, source in enumerate(config.data.mixture):
+        if source.weight / largest / total < SMALLEST_SHARE:
+            yield (
+                f"data.mixture.{number}.weight = {source.weight:g}: against weights up to {largest:g} less than one "
+                "prompt in 1e9 would come from this file; raise it or leave the file out"
+            )
     remote = config.reward.remote
     if remote.url is not None and remote.deadline_s >= config.run.step_deadline_s:
         yield (

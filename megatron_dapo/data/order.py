@@ -42,6 +42,7 @@ class PromptOrder:
     def __init__(self, spans: Sequence[Span], seed: int) -> None:
         self._spans, self._seed = tuple(spans), seed
         shares = np.array([span.weight for span in spans], dtype=np.float64)
+        shares /= shares.max()  # else the sum of very large ones would be infinite
         self._bounds = np.cumsum(shares / shares.sum())[:-1]
         start = np.random.Generator(np.random.PCG64([seed, len(spans)])).integers(1 << 63)
         self._start = np.uint64(start)

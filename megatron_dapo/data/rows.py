@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ class Row:
     """Verifier that the row itself names."""
 
 
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "gzip", "decompress it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "decompress it"),
+    (b"PAR1", "parquet", "rename it to .parquet"),
+    (b"\xff\xfe", "UTF-16", "write it anew as UTF-8"),
+    (b"\xfe\xff", "UTF-16", "write it anew as UTF-8"),
+)
+
+
 def check_file(path: Path, setting: str) -> None:
     """Whether `path`, which the key `setting` names, can be a prompt file, without reading it.
 
@@ -46,6 +56,11 @@ def check_file(path: Path, setting: str) -> None:
         raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: no usable prompt, the file is empty")
+    with path.open("rb") as file:
+        start = file.read(4)
+    for mark, kind, remedy in _OTHER_KINDS:
+        if start.startswith(mark) and path.suffix != ".parquet":
+            raise DataError(f"{path}: is {kind}, by its first bytes; {remedy}")
 
 
 def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
@@ -84,7 +99,12 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         try:
             record = json.loads(record)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: not valid JSON ({error}); mend it or set data.broken_rows=skip") from None
+            raise DataError(
+                f"{place}: not valid JSON ({error}); each line must be one JSON object; mend it or set "
+                "data.broken_rows=skip"
+            ) from None
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)
     source = file.name
     if columns.source_key is not None:
@@ -93,6 +113,12 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
         verifier = _text(record, columns.verifier_key, "verifier_key", place)
     prompt = _prompt(record, columns, place)
+    for key, text in (
+        (columns.prompt_key, prompt),
+        (columns.answer_key, answer),
+        (columns.source_key or "the file's name", source),
+    ):
+        _check_characters(text, key, place)
     return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
 
 
@@ -104,6 +130,8 @@ def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
             for turn in prompt
         ):
             raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts")
+        if not all(turn["role"].strip() for turn in prompt) or not any(turn["content"].strip() for turn in prompt):
+            raise DataError(f"{place}: {columns.prompt_key} has a turn without a role, or no turn says anything")
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
     return prompt
@@ -114,18 +142,41 @@ def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
     answer = _column(record, key, "answer_key", place)
     if isinstance(answer, dict | list) and answer and columns.answer_after is None:
         try:
-            return json.dumps(answer, ensure_ascii=False), True
-        except TypeError as error:  # parquet has columns of bytes, dates and decimals
+            return json.dumps(answer, ensure_ascii=False, allow_nan=False), True
+        except (TypeError, ValueError) as error:  # parquet has columns of bytes, dates and decimals; and NaN is no JSON
             raise DataError(f"{place}: {key} holds what JSON cannot ({error}); store texts and numbers") from None
-    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
-    if not (number or isinstance(answer, str)) or not str(answer).strip():
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
+        answer = _numeral(answer)
+    if not isinstance(answer, str) or not answer.strip():
         raise DataError(f"{place}: {key} = {str(answer)[:80]!r}: expected a text or a number that is not empty")
     if columns.answer_after is None:
-        return str(answer), False
-    _, mark, after = str(answer).rpartition(columns.answer_after)
+        return answer, False
+    _, mark, after = answer.rpartition(columns.answer_after)
     if not mark or not after.strip():
         raise DataError(f"{place}: {key} holds no answer after {columns.answer_after!r} (answer_after)")
     return after.strip(), False
+
+
+def _numeral(number: int | float | Decimal) -> str:
+    """The number in plain digits, without a fraction of zeros: a column of integers becomes one of floats or decimals
+    where a cell is empty or a scale is given, and `exact` compares texts. 42.0 is "42", 1e-05 "0.00001"."""
+    if isinstance(number, int):
+        return str(number)
+    text = format(Decimal(repr(number)) if isinstance(number, float) else number, "f")
+    text = text.rstrip("0").removesuffix(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def _check_characters(text: str | Chat, key: str, place: str) -> None:
+    """A lone surrogate is half a character that JSON can write (`\\ud800`) and UTF-8, and so any tokenizer, cannot."""
+    texts = [turn[part] for turn in text for part in ("role", "content")] if isinstance(text, list) else [text]
+    for each in texts:
+        try:
+            each.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {key} holds {each[error.start]!a}, half a character (a lone surrogate); mend the text"
+            ) from None
 
 
 def _text(record: Any, key: str, setting: str, place: str) -> str:

@@ -86,6 +86,16 @@ def test_a_mixture_of_prompt_files(file, tmp_path):
         load_config(path)
 
 
+@pytest.mark.parametrize("weight", ["0", "-1.0", "1e-300", ".inf", "inf", ".nan", "true"])
+def test_a_weight_by_which_no_prompt_would_be_drawn_is_refused(file, weight):
+    mixture = f"data.mixture=[{{path: a.jsonl, weight: {weight}}}, {{path: b.jsonl, weight: 1.0}}]"
+    with pytest.raises(ConfigError, match=r"data\.mixture\.0\.weight = "):
+        load_config(file(), ["data.path=null", mixture])
+    for scale in (1e-300, 1e308):
+        same = f"data.mixture=[{{path: a.jsonl, weight: {scale!r}}}, {{path: b.jsonl, weight: {scale!r}}}]"
+        assert len(load_config(file(), ["data.path=null", same]).data.mixture) == 2
+
+
 def test_one_prompt_file_or_a_mixture_not_both(file):
     with pytest.raises(ConfigError, match=r"data\.path and data\.mixture: both are given"):
         load_config(file(), ["data.mixture=[{path: a.jsonl}]"])

@@ -57,3 +57,10 @@ def test_a_position_has_its_prompt_whichever_was_asked_before():
     backward = {p: far.index_at(p) for p in reversed(at)}
     assert [forward.index_at(p) for p in at] == [backward[p] for p in at]
     assert [PromptOrder(files, 6).index_at(p) for p in range(50)] != [forward.index_at(p) for p in range(50)]
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-9, 1e9, 1.7e307])
+def test_only_the_ratio_of_the_weights_counts(scale):
+    order = PromptOrder(spans((40, 1.0), (90, 2.0), (7, 5.0)), 5)
+    scaled = PromptOrder(spans((40, scale), (90, 2 * scale), (7, 5 * scale)), 5)
+    assert [scaled.index_at(p) for p in range(2000)] == [order.index_at(p) for p in range(2000)]

@@ -1,4 +1,6 @@
+import gzip
 import json
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -78,7 +80,16 @@ def test_the_template_surrounds_the_prompt(tmp_path):
         ({"prompt": "a", "answer": None}, "expected a text or a number"),
         ({"prompt": ["a"], "answer": "1"}, "no chat list"),
         ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "both texts"),
-        ("[1]\n", "no column"),
+        ("[1]\n", "a JSON list and no object"),
+        ("5\n", "a JSON int and no object"),
+        ({"prompt": "a \ud800 b", "answer": "1"}, "prompt holds '\\ud800', half a character"),
+        ({"prompt": [{"role": "user", "content": "\udc00"}], "answer": "1"}, "prompt holds '\\udc00'"),
+        ({"prompt": "a", "answer": "1\ud800"}, "answer holds '\\ud800'"),
+        ({"prompt": [{"role": "", "content": "a"}], "answer": "1"}, "without a role"),
+        ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "no turn says anything"),
+        ('{"prompt": "a", "answer": 1e400}\n', "expected a text or a number"),
+        ('{"prompt": "a", "answer": [NaN]}\n', "holds what JSON cannot"),
+        ({"prompt": "a", "answer": True}, "expected a text or a number"),
     ],
 )
 def test_a_broken_row_stops_with_file_and_line_or_is_counted(tmp_path, row, expected):
@@ -106,6 +117,39 @@ def test_parquet_columns_that_json_cannot_hold_are_broken_rows(tmp_path):
         read(file)
     with pytest.raises(DataError, match="1 broken"):
         read(file, broken_rows="skip")
+
+
+def test_numbers_become_plain_digits_exactly(tmp_path):
+    """A column of integers comes as floats where a cell was empty, and as decimals out of a database."""
+    file = tmp_path / "p.parquet"
+    decimals = [Decimal(text) for text in ("42.00", "-0.50", "12345678901234567890123456789012.30", "0.00", "-0.00")]
+    pq.write_table(pa.table({"prompt": list("abcde"), "answer": pa.array(decimals, pa.decimal128(38, 2))}), file)
+    assert [p.answer for p in read(file).prompts] == ["42", "-0.5", "12345678901234567890123456789012.3", "0", "0"]
+    rows = [{"prompt": f"q{value}", "answer": value} for value in (42.0, 0.1, 1e22, 1e-05, -0.0, -7, 100, 2**70)]
+    got = [p.answer for p in read(write(tmp_path / "p.jsonl", rows)).prompts]
+    assert got == ["42", "0.1", "1" + "0" * 22, "0.00001", "0", "-7", "100", str(2**70)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b'{"prompt": "a", "answer": "1"}\n'), "is gzip"),
+        ('{"prompt": "a", "answer": "1"}\n'.encode("utf-16"), "is UTF-16"),
+        (b"PAR1", "is parquet"),
+        (b'[{"prompt": "a",\n"answer": "1"}]', "each line must be one JSON object"),
+    ],
+)
+def test_a_file_of_another_kind_says_which(tmp_path, content, said):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read(file)
+
+
+def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_fault(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}\r\n')
+    assert [(p.text, p.answer) for p in read(file).prompts] == [("a", "1"), ("b", "2")]
 
 
 def test_a_damaged_page_names_the_file(tmp_path):

@@ -138,15 +138,15 @@ def test_the_mixture_trains_every_source(tmp_path):
     command = ["-m", "megatron_dapo.cli.main", "train", str(config), *overrides]
     serve = ("--port", str(port), sys.executable, *command)
     running = Running(*serve, module="examples.verifiers.service", log=tmp_path / "log.txt")
-    steps = trained(running, tmp_path / "run")
+    steps = trained(running, tmp_path / "run", limit_s=500)
     assert [step["sampling/kept"] for step in steps] == [12, 12]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {sample["source"]: sample["verifier"] for sample in samples} == VERIFIERS
 
 
-def trained(running: Running, run: Path) -> list[dict[str, float]]:
+def trained(running: Running, run: Path, limit_s: float) -> list[dict[str, float]]:
     """The metrics of every step of a run that has ended well, each with a gradient and without a failed verdict."""
-    finished = running.finish(500)
+    finished = running.finish(limit_s)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     check_ledger(read_ledger(run / "ledger.jsonl"))
@@ -159,14 +159,14 @@ ALONE = [words for words in commands() if "examples/quickstart/dapo.yaml" in wor
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", ALONE, ids=[configured(words).reward.verifier for words in ALONE])
 def test_each_source_trains_alone(words, tmp_path):
-    """The README's command for one source, word by word but for its size: two steps in the quickstart's frame."""
+    """The README's command for one source, word by word but for its size: one step in the quickstart's frame."""
     port = free_port()
     size = (
         f"run.dir={tmp_path / 'run'}",
-        "run.rollout_steps=2",
+        "run.rollout_steps=1",
         "algorithm.prompts_per_step=8",
         "algorithm.mini_batch_responses=32",
         "evaluation.limit=5",
@@ -179,8 +179,8 @@ def test_each_source_trains_alone(words, tmp_path):
         running = Running(*serve, module="examples.verifiers.service", log=tmp_path / "log.txt")
     else:
         running = Running(*words[at:], *size, log=tmp_path / "log.txt")
-    steps = trained(running, tmp_path / "run")
-    assert [step["sampling/kept"] for step in steps] == [8, 8]
+    steps = trained(running, tmp_path / "run", limit_s=800)
+    assert [step["sampling/kept"] for step in steps] == [8]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {sample["verifier"] for sample in samples} == {configured(words).reward.verifier}
     assert {sample["accuracy"] for sample in samples} == {True, False}
