@@ -1,15 +1,25 @@
-"""An OpenAI-compatible chat endpoint whose every reply is kept: asked again, the same question costs nothing."""
+"""An OpenAI-compatible chat endpoint whose every reply is kept: asked again, the same question costs nothing.
+
+A reply is on the disk before anybody reads it. When the asking ends early, for an error or Ctrl-C, no further question
+is sent, and the replies under way are waited for and kept. Only a kill or a crash loses those under way, at most
+`concurrency` of them: what they would have said nobody knows, and they are asked for again.
+"""
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import random
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+
+from megatron_dapo.os_errors import naming
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -55,7 +65,9 @@ class ChatEndpoint:
         self._free = asyncio.Semaphore(concurrency)
         self._replies = _read_journal(journal)
         self._asked: dict[str, asyncio.Task[str]] = {}
-        self._journal = journal.open("a", encoding="utf-8")
+        self._under_way = 0
+        self._ending = False
+        self._path, self._journal = journal, journal.open("ab", buffering=0)
         self._session: aiohttp.ClientSession | None = None
         self.questions = 0
         """Requests sent by this object, repetitions after a failure included."""
@@ -68,12 +80,15 @@ class ChatEndpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._asked.values():
-            task.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-        self._journal.close()
+        self._ending = True
+        if self._under_way:
+            print(f"waiting for {self._under_way} replies under way; Ctrl-C drops them", file=sys.stderr)
+        try:
+            await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        finally:
+            if self._session is not None:
+                await self._session.close()
+            self._journal.close()
 
     async def ask(self, messages: Messages) -> str:
         """The reply. One that is known, or under way, is not asked for again. Raises EndpointError."""
@@ -87,21 +102,42 @@ class ChatEndpoint:
 
     async def _fetch(self, key: str, body: dict[str, Any]) -> str:
         async with self._free:
-            reply = await self._persist(body)
-        self._journal.write(json.dumps({"key": key, "reply": reply}) + "\n")
-        self._journal.flush()
+            try:
+                reply = await self._persist(body)
+                self._keep(key, reply)
+            except (EndpointError, OSError):
+                self._ending = True  # before the next question takes this one's place
+                raise
         self._replies[key] = reply
         return reply
+
+    def _keep(self, key: str, reply: str) -> None:
+        """Returns when the reply is on the disk. After a failure nothing more is written: half a line stays last."""
+        line = (json.dumps({"key": key, "reply": reply}) + "\n").encode()
+        try:
+            with naming(self._path):
+                written = self._journal.write(line)
+                if written != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._journal.fileno())
+        except OSError:
+            self._journal.close()
+            raise
 
     async def _persist(self, body: dict[str, Any]) -> str:
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:
+            if self._ending:
+                raise EndpointError(f"{self._url}: not asked, for the asking ends")
+            self._under_way += 1
             try:
                 return await self._attempt(body)
             except (TimeoutError, aiohttp.ClientError, _Refused) as error:
                 if time.monotonic() - began + pause > self._deadline_s:
                     reason = f"{type(error).__name__}: {error}".removeprefix("_Refused: ")
                     raise EndpointError(f"{self._url}: {reason} (tried for {time.monotonic() - began:.0f} s)") from None
+            finally:
+                self._under_way -= 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

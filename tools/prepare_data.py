@@ -5,12 +5,14 @@ python -m tools.prepare_data integers data/math.jsonl --out data/integers --url 
 
 `convert` writes train.jsonl, heldout.jsonl (`prompt`, `answer`, `source`), aside.jsonl (rows left out, with the reason)
 and report.md. `integers` writes train.jsonl, aside.jsonl, report.md and replies.jsonl, from which a new start goes on.
+One command at a time writes into a folder.
 """
 
 import argparse
 import asyncio
 import hashlib
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -22,6 +24,7 @@ from typing import Any, cast
 from megatron_dapo.config.data import ColumnsConfig, Schema
 from megatron_dapo.data.columns import SCHEMAS, PromptFile, resolve
 from megatron_dapo.data.rows import DataError, Row, parse_row, raw_rows
+from reward.address import check_address
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
 from reward.messages import VerifierError
@@ -30,8 +33,9 @@ from reward.registry import VERIFIERS
 from tools.chat_endpoint import ChatEndpoint, EndpointError
 from tools.data_report import report
 from tools.integer_answers import SetAside, integer_of, transform_all
+from tools.output_folder import FolderInUse, held, write_whole
 
-EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(kw_only=True)
@@ -48,32 +52,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments name. Exit code 1: the endpoint gave no reply; start it again."""
     options = _parser().parse_args(arguments)
     try:
-        return convert(options) if options.command == "convert" else integers(options)
+        _check(options)
+        with held(options.out):
+            return convert(options) if options.command == "convert" else integers(options)
     except EndpointError as error:
         print(f"{error}; the same command goes on from {options.out / 'replies.jsonl'}", file=sys.stderr)
         return EXIT_NO_REPLY
-    except (DataError, OSError) as error:
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the replies that are kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (DataError, FolderInUse, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be wrong before anything is read. Raises DataError."""
+    written = {(options.out / name).resolve() for name in ("train.jsonl", "heldout.jsonl", "aside.jsonl")}
+    for file in (*options.files, *vars(options).get("exclude", ())):
+        if file.resolve() in written:
+            raise DataError(f"{file}: would be written over; name another folder than --out {options.out}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("convert", help="to {prompt, answer, source}, each problem once, split in two")
-    first.add_argument("--heldout", type=int, default=0, help="problems that go to heldout.jsonl")
+    first.add_argument("--heldout", type=_count, default=0, help="problems that go to heldout.jsonl")
     first.add_argument("--seed", type=int, default=0, help="of the split")
     first.add_argument(
         "--exclude", type=Path, nargs="*", default=[], help="files whose problems shall not be trained on"
     )
     first.add_argument("--tokenizer", type=Path, help="model folder: report prompt lengths in tokens too")
     second = commands.add_parser("integers", help="rewrite problems so that their answers are integers")
-    second.add_argument("--url", required=True, help="OpenAI-compatible endpoint, as http://127.0.0.1:30000/v1")
+    second.add_argument(
+        "--url", type=_address, required=True, help="OpenAI-compatible endpoint, as http://127.0.0.1:30000/v1"
+    )
     second.add_argument("--model", required=True)
     second.add_argument("--key-env", default="OPENAI_API_KEY", help="environment variable that holds the API key")
-    second.add_argument("--concurrency", type=int, default=16, help="questions under way at the same time")
-    second.add_argument("--deadline", type=float, default=1800.0, help="seconds until a question without reply ends it")
-    second.add_argument("--max-tokens", type=int, default=8192, help="of one reply")
+    second.add_argument("--concurrency", type=_positive, default=16, help="questions under way at the same time")
+    second.add_argument(
+        "--deadline", type=_seconds, default=1800.0, help="seconds until a question without reply ends it"
+    )
+    second.add_argument("--max-tokens", type=_positive, default=8192, help="of one reply")
     for command in (first, second):
         command.add_argument("files", type=Path, nargs="+", help=".jsonl or .parquet")
         command.add_argument("--out", type=Path, required=True, help="folder")
@@ -83,6 +104,31 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--verifier", choices=list(VERIFIERS), default="robust", help="must accept the answers")
         command.add_argument("--broken-rows", choices=["stop", "skip"], default="stop")
     return parser
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number} must be 0 or more")
+    return number
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{number} must be above 0")
+    return number
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{number} must be above 0 and finite")
+    return number
+
+
+def _address(text: str) -> str:
+    try:
+        return check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r}: {error}") from None
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -174,7 +220,6 @@ def integers(options: argparse.Namespace) -> int:
     sifted = sift(options.files, options)
     rows = list(sifted.kept.values())
     todo = [row for row in rows if integer_of(row.answer) is None]
-    options.out.mkdir(parents=True, exist_ok=True)
     outcomes = iter(asyncio.run(_transform([(_text(row), row.answer) for row in todo], options)))
     written = []
     for row in rows:
@@ -237,19 +282,13 @@ def _written(row: Row) -> dict[str, Any]:
 
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    with aside.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line) + "\n")
-    os.replace(aside, path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def _finish(out: Path, sifted: Sifted, problems: list[tuple[str, str]], lengths: dict[str, list[int]]) -> None:
     _write(out / "aside.jsonl", sifted.aside)
     page = report(sifted.counts, [(prompt, str(answer)) for prompt, answer in problems], lengths)
-    (out / "report.md").write_text(page, encoding="utf-8")
+    write_whole(out / "report.md", page.encode())
     print(page)
 
 

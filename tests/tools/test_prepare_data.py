@@ -1,14 +1,22 @@
 """Prompt files made ready, as a user does it."""
 
 import json
+import os
 import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 
+from tests.processes import ROOT
 from tests.tools.endpoint import endpoint
 from tools.data_report import answer_kind
-from tools.prepare_data import EXIT_NO_REPLY, EXIT_OK, EXIT_USAGE, main
+from tools.prepare_data import EXIT_INTERRUPTED, EXIT_NO_REPLY, EXIT_OK, EXIT_USAGE, main
 
 
 def write(path, rows):
@@ -188,3 +196,115 @@ def test_questions_go_side_by_side(tmp_path):
         arguments = ["integers", file, "--out", str(tmp_path / "out"), "--url", url, "--model", "m"]
         assert main([*arguments, "--concurrency", "6"]) == EXIT_OK
         assert 3 <= asked.most_under_way <= 6
+
+
+def running(*arguments, file_bytes=-1):
+    """The command in a process of its own, which may write files of that size."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tools.prepare_data", *arguments]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True, preexec_fn=limit
+    )
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_one_command_at_a_time_writes_into_a_folder_and_a_kill_loses_only_what_was_under_way(tmp_path, capsys):
+    rows = [{"prompt": f"eleven {i}", "answer": "\\frac{11}{2}"} for i in range(12)]
+    file, out = write(tmp_path / "p.jsonl", rows), tmp_path / "out"
+    hold = threading.Event()
+
+    def replies_to_twenty(question, number):
+        if number >= 20:
+            hold.wait(60)
+        return model(question, number)
+
+    with endpoint(replies_to_twenty) as (url, asked):
+        arguments = ["integers", file, "--out", str(out), "--url", url, "--model", "m", "--concurrency", "3"]
+        first = running(*arguments)
+        wait_until(lambda: asked.under_way == 3 and len(asked.questions) == 23)
+        assert main(arguments) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert f"process {first.pid} on " in said
+        assert "integers" in said
+        wait_until(lambda: len(read(out / "replies.jsonl")) == 20)
+        first.kill()
+        first.wait()
+        first.stderr.close()
+        hold.set()
+        assert main(arguments) == EXIT_OK
+    assert len(set(asked.questions)) == 48
+    assert len(asked.questions) == 48 + 3, "what was under way at the kill, and nothing else, is asked for again"
+    assert len(read(out / "train.jsonl")) == 12
+
+
+@pytest.mark.parametrize("end", ["interrupt", "refusal"])
+def test_replies_under_way_at_an_early_end_are_kept(tmp_path, end):
+    rows = [{"prompt": f"eleven {i}", "answer": "\\frac{11}{2}"} for i in range(12)]
+    file, out = write(tmp_path / "p.jsonl", rows), tmp_path / "out"
+    hold = threading.Event()
+
+    def slow(question, number):
+        if end == "refusal" and number == 5:
+            return 401, "no more money"
+        if 3 <= number < 6:
+            hold.wait(60)
+        return model(question, number)
+
+    with endpoint(slow) as (url, asked):
+        arguments = ["integers", file, "--out", str(out), "--url", url, "--model", "m", "--concurrency", "3"]
+        first = running(*arguments)
+        wait_until(lambda: len(asked.questions) == 6 and asked.under_way == (3 if end == "interrupt" else 2))
+        if end == "interrupt":
+            first.send_signal(signal.SIGINT)
+        assert "replies under way" in first.stderr.readline()
+        hold.set()
+        assert first.wait(60) == (EXIT_INTERRUPTED if end == "interrupt" else EXIT_NO_REPLY)
+        first.stderr.close()
+        assert len(asked.questions) == 6
+        assert main(arguments) == EXIT_OK
+    assert len(asked.questions) == 48 + (end == "refusal")
+    assert len(set(asked.questions)) == 48
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--concurrency", "0"), ("--deadline", "nan"), ("--max-tokens", "-1"), ("--url", "http://127.0.0.1:99999/v1")],
+)
+def test_an_option_without_sense_is_refused_at_once(tmp_path, capsys, option, value):
+    file = write(tmp_path / "p.jsonl", PROBLEMS)
+    arguments = ["integers", file, "--out", str(tmp_path / "out"), "--model", "m", "--url", "http://127.0.0.1:1/v1"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, option, value])
+    assert option in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", file, "--out", str(tmp_path / "out"), "--heldout", "-1"])
+
+
+def test_a_file_that_is_read_is_not_written_over(tmp_path, capsys):
+    file = write(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    before = (tmp_path / "train.jsonl").read_bytes()
+    assert main(["convert", file, "--out", str(tmp_path)]) == EXIT_USAGE
+    assert "would be written over" in capsys.readouterr().err
+    assert (tmp_path / "train.jsonl").read_bytes() == before
+
+
+def test_a_disk_that_is_full_ends_it_and_spoils_no_reply_that_was_kept(tmp_path):
+    """In place of the disk, a limit on the size of a file: half a line is written, and then nothing."""
+    rows = [{"prompt": f"eleven {i}", "answer": "\\frac{11}{2}"} for i in range(12)]
+    file, out = write(tmp_path / "p.jsonl", rows), tmp_path / "out"
+    with endpoint(model) as (url, asked):
+        arguments = ["integers", file, "--out", str(out), "--url", url, "--model", "m", "--concurrency", "2"]
+        first = running(*arguments, file_bytes=2500)
+        assert "replies.jsonl" in first.communicate(timeout=60)[1]
+        assert first.returncode == EXIT_USAGE
+        assert not (out / "replies.jsonl").read_bytes().endswith(b"\n")
+        assert main(arguments) == EXIT_OK
+    assert len(set(asked.questions)) == 48
+    assert len(asked.questions) <= 48 + 2

@@ -1,0 +1,51 @@
+"""A folder that one command writes into at a time."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from megatron_dapo.os_errors import naming
+
+
+class FolderInUse(RuntimeError):
+    """Another command writes into the folder; the message names it."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it. The kernel gives it free when this process ends, however it ends.
+
+    Raises:
+        FolderInUse: another process holds it.
+        OSError: it cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(str(folder / ".lock")), folder / ".holder"
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = holder.read_text(encoding="utf-8").strip() if holder.exists() else "another process"
+        raise FolderInUse(f"--out {folder}: {who} writes there; wait for it or name another folder") from None
+    try:
+        with naming(holder):
+            holder.write_text(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)[:200]})\n")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, and durably."""
+    aside = path.with_name(f".{path.name}.part")
+    with naming(path):
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
