@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="list the rows on which the rules agree too")
     parser.add_argument("--limit", type=int, default=200, help="rows listed, at most")
     options = parser.parse_args(arguments)
+    if options.limit < 0:
+        parser.error(f"--limit {options.limit}: must be 0 or more")
     try:
         config, allowed = _settings(options.run)
         file = options.run / "samples.jsonl" if options.run.is_dir() else options.run
@@ -96,13 +98,15 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         place = f"{file.name}:{number}"
         try:
             line = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AuditError(f"{place}: no JSON ({error}); a run that is writing may leave half a last line") from None
         if not isinstance(line, dict):
             raise AuditError(f"{place}: no JSON object")
-        truth = line.get("ground_truth", line.get("answer"))  # the second is what a run writes
-        if not isinstance(line.get("response"), str) or not isinstance(truth, str):
-            raise AuditError(f'{place}: holds no "response" and "ground_truth" (or "answer") as texts')
+        truth = _truth(line.get("ground_truth", line.get("answer")))  # the second is what a run writes
+        if not isinstance(line.get("response"), str) or truth is None:
+            raise AuditError(f'{place}: holds no "response" as a text and "ground_truth" (or "answer")')
+        if line.get("accuracy", 0) not in (0, 1):  # true and 1.0 are equal to 1
+            raise AuditError(f"{place}: accuracy = {str(line['accuracy'])[:80]!r}: expected true or false")
         if not isinstance(line.get("verifier"), str | None):
             raise AuditError(f"{place}: verifier = {str(line['verifier'])[:80]!r}: expected the name of one, as a text")
         line["ground_truth"] = truth
@@ -110,6 +114,13 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     if not found:
         raise AuditError(f"{file}: holds no responses; monitor.sample_responses says how many a run keeps")
     return found
+
+
+def _truth(found: Any) -> str | None:
+    """The ground truth as verifiers take it: a text, a number as it is written, an object or a list as JSON."""
+    if found is None or isinstance(found, bool | str):
+        return found if isinstance(found, str) else None
+    return json.dumps(found)
 
 
 async def audit(

@@ -1,8 +1,8 @@
 """The sandboxed process: `python -I -S inside.py MODE REQUESTS REPLIES`, started by `reward.code.sandbox`.
 
-It gets the program as text, imports what the program names of the standard library, locks itself up, and only then runs
-the first line of it. MODE `program`: runs it with the standard input and output it was given. MODE `functions`: runs it
-and answers calls.
+It gets the program as text and imports what that names of the standard library, behind a first lock, under which
+nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: runs it
+with the standard input and output it was given. MODE `functions`: runs it and answers calls.
 """
 
 import ast
@@ -32,12 +32,13 @@ def main() -> None:
     code = None
     failure = ""
     try:
-        tree = ast.parse(order["source"], "<response>")
-        _import_named(tree)
-        code = compile(tree, "<response>", "exec")
-    except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
-        failure = type(error).__name__
-    try:
+        lock.lock(lock.READING | lock.LOCKING)
+        try:
+            tree = ast.parse(order["source"], "<response>")
+            _import_named(tree)
+            code = compile(tree, "<response>", "exec")
+        except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
+            failure = type(error).__name__
         lock.lock()
     except lock.LockError as error:
         values.send(replies, {"open": str(error)})
@@ -65,7 +66,8 @@ def _import_named(tree: ast.AST) -> None:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for name in sorted(names):
         top = name.partition(".")[0]
-        if top in sys.stdlib_module_names and top not in _NOT_IMPORTED:
+        runs = any(part.startswith("__") for part in name.split("."))  # `venv.__main__` is a program, not a module
+        if top in sys.stdlib_module_names and top not in _NOT_IMPORTED and not runs:
             try:
                 importlib.import_module(name)
             except ImportError:

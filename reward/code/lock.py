@@ -29,6 +29,8 @@ READING = {
     "faccessat2": 439,
 }  # fmt: skip
 """What it takes beyond those to import modules; `openat` for reading alone."""
+LOCKING = {"prctl": 157}
+"""What it takes beyond those to install one more filter: of several, the strictest decides."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2

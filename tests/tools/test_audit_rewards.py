@@ -65,7 +65,10 @@ def test_agreement_is_exit_code_0(run, tmp_path, capsys):
     [
         ("", "holds no responses"),
         ("{broken", "samples.jsonl:1: no JSON"),
-        ('{"response": "Answer: 1"}', 'samples.jsonl:1: holds no "response" and "ground_truth"'),
+        ('{"response": "Answer: 1"}', 'samples.jsonl:1: holds no "response" as a text and "ground_truth"'),
+        ("[" * 5000, "samples.jsonl:1: no JSON"),
+        (line("x", accuracy="no"), "samples.jsonl:1: accuracy = 'no'"),
+        (line("x", ground_truth=None), 'holds no "response"'),
         (line("x", verifier="robst"), "did you mean 'robust'"),
         (line("x", verifier="os:system"), "may not choose code to run"),
     ],
@@ -73,3 +76,9 @@ def test_agreement_is_exit_code_0(run, tmp_path, capsys):
 def test_what_cannot_be_audited_is_named(run, capsys, content, reason):
     assert main([run(content)]) == EXIT_USAGE
     assert reason in capsys.readouterr().err
+
+
+def test_a_ground_truth_may_be_a_number_or_an_object(run, capsys):
+    said = "```json\n[1]\n```"
+    assert main([run(line("Answer: 42", 42), line(said, {"equals": [1]}, verifier="json")), "--all"]) == EXIT_AGREE
+    assert "json: right" in capsys.readouterr().out

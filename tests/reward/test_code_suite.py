@@ -1,0 +1,126 @@
+"""The tests of verifier `code`: what they may ask of the tested code's objects, and what they may do themselves."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.reward.test_code import ADD, right
+
+FORGED = """
+class Forged:
+    def yes(self, *_): return True
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __bool__ = yes
+    __hash__ = object.__hash__
+    def __len__(self): return 4
+    def __iter__(self): return iter([4])
+    def __str__(self): return "5"
+def f(x): return Forged()
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *(f"assert f(1) {operator} 4" for operator in ("==", "!=", "<", "<=", ">", ">=")),
+        *(f"assert not f(1) {operator} 4" for operator in ("==", "!=", "<", "<=", ">", ">=")),
+        *(f"assert f(1) {operator} {{4}}" for operator in ("in", "not in")),
+        "assert 4 != f(1)",
+        "assert f(1) not in [4]",
+        "assert 4 not in f(1)",
+        "assert f(1) == f(2)",
+        "assert f(1) != f(2)",
+        "assert [f(1)] != [4]",
+        "assert (1, f(1)) != (1, 4)",
+        "assert f(1)",
+        "assert not f(1)",
+        "assert len(f(1)) == 4",
+        "assert list(f(1)) == [4]",
+        "assert f'{f(1):>3}' != '4'",
+        "try:\n    f(1) + 1\nexcept TypeError:\n    pass\nelse:\n    assert False",
+        "try:\n    assert f(1) == 4\nexcept:\n    pass",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertNotEqual(f(1), 4)",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+        "        with self.assertRaises(Exception): f(1) == 4",
+    ],
+)
+def test_nothing_that_an_object_of_the_tested_code_says_of_itself_is_believed(tests):
+    assert not right(FORGED, tests=f"{tests}\nassert f(1) is not None")
+
+
+def test_objects_have_identity_and_a_text():
+    assert right(FORGED, tests="x = f(1)\nassert x is x and x is not None\nassert str(x) == '5'\nprint(x, [x])")
+    assert not right(FORGED, tests="assert str(f(1)) == '4'")
+
+
+@pytest.mark.parametrize("error", ["ValueError", "Exception"])
+def test_an_exception_is_an_answer(error):
+    tests = f"import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertRaises({error}, f, 1)"
+    assert right("def f(x): raise ValueError('no')", tests=tests)
+    assert not right("def f(x): return 1", tests=tests)
+    assert not right("pass", tests=tests)
+    assert not right("import os\nos._exit(0)", tests=tests)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "open('MARK', 'w')",
+        "open('MARK', 'a')",
+        "import os\nos.remove('MARK')",
+        "import os\nos.fork()",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import socket\nsocket.socket()",
+        "import os\nos.kill(os.getppid(), 0)",
+        "import os\nos.close(os.dup(1))",
+        "open(f'/proc/self/mem', 'r+b')",
+    ],
+)
+def test_tests_may_compute_and_read_and_nothing_else(tests, tmp_path):
+    """They come out of a data file, and a data file does not choose code to run."""
+    mark = tmp_path / "mark"
+    mark.write_text("here")
+    assert not right(ADD, tests=f"{tests.replace('MARK', str(mark))}\nassert add(1, 1) == 2")
+    assert mark.read_text() == "here"
+
+
+def test_tests_hold_no_descriptor_of_their_judge():
+    """The worker's is the line to the pool, on which verdicts are given."""
+    tests = (
+        "import os, stat\ndef is_socket(fd):\n    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)\n"
+        "    except OSError: return False\nassert [fd for fd in range(add(999, 1)) if is_socket(fd)] == []"
+    )
+    with socket.socket():
+        assert right(ADD, tests=tests)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "import math, random, time, unittest.mock, colorsys\ntime.sleep(0.01)\nassert math.isclose(add(0.1, 0.2), 0.3)",
+        "from datetime import datetime\nassert add(1, datetime.strptime('2', '%d').day) == 3",
+        "from pathlib import Path\nimport os\nassert add(Path('MARK').read_text(), '!') == 'here!' and os.listdir('/')",
+        "import numpy as np\nnp.testing.assert_allclose(add(1.0, 2.0), 3.0)",
+    ],
+)
+def test_tests_may_import_what_is_installed(tests, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as in the pool: no process of it may start a thread
+    mark = tmp_path / "mark"
+    mark.write_text("here")
+    assert right(ADD, tests=tests.replace("MARK", str(mark)))
+
+
+@pytest.mark.parametrize("module", ["venv.__main__", "unittest.__main__", "lib2to3.__main__", "this", "antigravity"])
+def test_what_a_program_imports_does_nothing_before_the_lock(module):
+    """`venv.__main__` made a folder of the sandbox's first argument."""
+    assert right(f"try:\n    import {module}\nexcept BaseException: pass\ndef f(): return 1", tests="assert f() == 1")
+    assert not Path("/functions").exists()
+
+
+def test_the_standard_library_can_be_imported_behind_the_first_lock():
+    names = """math random statistics collections itertools functools heapq bisect re json datetime decimal fractions
+        string typing dataclasses enum copy operator asyncio concurrent.futures multiprocessing threading queue hashlib
+        secrets uuid zlib sqlite3 csv io os.path pathlib tempfile logging unittest xml.etree.ElementTree urllib.parse
+        http.client ssl socket ctypes array struct cmath zoneinfo"""
+    source = "".join(f"import {name}\n" for name in names.split()) + "def f(): return uuid.uuid4().version"
+    assert right(source, tests="assert f() == 4", cpu_s=20)
