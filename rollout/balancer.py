@@ -5,7 +5,8 @@ import asyncio
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -47,7 +48,9 @@ class Member:
         self.weight_label: str | None = None
         self.info: ServerInfo | None = None
         self.answered = 0.0
-        """Monotonic time of the last response: a server that answers is alive, however late its probes are."""
+        """Monotonic time of the last response, or end of `work`: a server that answers is alive, however late its
+        probes are."""
+        self._at_work = 0
         self.attention = asyncio.Event()
         """Set to make the supervisor look at once."""
         self._deadlines = (request_deadline_s, timing.control_deadline_s)
@@ -94,6 +97,21 @@ class Member:
         if state in (State.SUSPECT, State.DOWN):
             self.attention.set()
 
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Inside, it loads weights, hashes them or moves them: its scheduler answers nobody else, for as long as the
+        deadline of that work allows."""
+        self._at_work += 1
+        try:
+            yield
+            self.answered = time.monotonic()
+        finally:
+            self._at_work -= 1
+
+    def silent_since(self, moment: float) -> bool:
+        """Whether it has given no sign of life since, though nothing keeps it from answering."""
+        return not self._at_work and self.answered < moment
+
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Awaits a call to the server, no longer than the server is up.
 
@@ -116,6 +134,8 @@ class Member:
 class _Waiter:
     group_id: str
     priority: int
+    avoid: Member | None
+    """Failed it: it goes to another server while there is one."""
     place: "asyncio.Future[Member]"
 
 
@@ -137,12 +157,16 @@ class Balancer:
         """Requests without a server."""
         return sum(not waiter.place.done() for waiter in self._waiting)
 
-    async def acquire(self, group_id: str, priority: int = 0) -> Member:
+    async def acquire(self, group_id: str, priority: int = 0, avoid: Member | None = None) -> Member:
         """A place at a server, to be given back by `release`; the smaller `priority` goes first. The supervisor bounds
-        the wait by `refuse`."""
+        the wait by `refuse`.
+
+        Args:
+            avoid: a server that failed this request, which gets it again only while no other one serves.
+        """
         if self._ended is not None:
             raise self._ended
-        waiter = _Waiter(group_id, priority, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(group_id, priority, avoid, asyncio.get_running_loop().create_future())
         insort(self._waiting, waiter, key=lambda each: each.priority)
         self.dispatch()
         try:
@@ -185,7 +209,10 @@ class Balancer:
             free = [member for member in self.members if member.state is State.READY and member.in_flight < self.limit]
             if not free:
                 return
-            index, member = self._match(free)
+            match = self._match(free)
+            if match is None:
+                return
+            index, member = match
             waiter = self._waiting[index]
             del self._waiting[index]
             if waiter.place.done():  # cancelled
@@ -197,13 +224,22 @@ class Balancer:
             member.in_flight += 1
             waiter.place.set_result(member)
 
-    def _match(self, free: list[Member]) -> tuple[int, Member]:
-        """The first request that can go where its group is, or has no group anywhere; else the first of all."""
+    def _match(self, free: list[Member]) -> tuple[int, Member] | None:
+        """The first request that can go where its group is, or has no group anywhere; else the first of all. None if
+        all that wait avoid what is free."""
         idlest = min(free, key=lambda member: member.in_flight)
+        first: tuple[int, Member] | None = None
         for index in range(min(self._window, len(self._waiting))):
-            home = self._home.get(self._waiting[index].group_id)
+            waiter = self._waiting[index]
+            home, best = self._home.get(waiter.group_id), idlest
+            if waiter.avoid is not None and any(one.serving for one in self.members if one is not waiter.avoid):
+                others = [member for member in free if member is not waiter.avoid]
+                if not others:
+                    continue
+                home, best = None, min(others, key=lambda member: member.in_flight)
             if home in free:
                 return index, home
             if home is None or not home.serving:
-                return index, idlest
-        return 0, idlest
+                return index, best
+            first = first or (index, best)
+        return first

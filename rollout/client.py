@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rollout.errors import ServerRefused, ServerUnavailable
+from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.messages import SamplingParams
 from rollout.reply import Reply, read_reply
 
@@ -69,7 +69,10 @@ class SglangClient:
     async def generate(
         self, rid: str, prompt_ids: np.ndarray, sampling: SamplingParams, *, seed: int | None = None
     ) -> Reply:
-        """Draws a response to int32 [P] ids. `rid` must not begin like another one: aborts match by prefix."""
+        """Draws a response to int32 [P] ids. `rid` must not begin like another one: aborts match by prefix.
+
+        The request's deadline is the caller's to keep: who aborts at it has `control_deadline_s` to get what was drawn.
+        """
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -89,7 +92,8 @@ class SglangClient:
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        content = await self._call("POST", "/generate", body, self.request_deadline_s)
+        deadline_s = self.request_deadline_s + self.control_deadline_s
+        content = await self._call("POST", "/generate", body, deadline_s)
         with _readable(self.url, "/generate"):
             return read_reply(content)
 
@@ -152,8 +156,14 @@ class SglangClient:
         await self._call("POST", "/continue_generation", {}, None)
 
     async def flush_cache(self) -> None:
-        """Forgets all cached prefixes. Refused while a request runs: its keys and values would be of old weights."""
-        await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
+        """Forgets all cached prefixes. Fails while a request runs: its keys and values would be of old weights. That
+        may be one that nobody here waits for any more."""
+        try:
+            await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
+        except AccessDenied:
+            raise
+        except ServerRefused as error:
+            raise ServerUnavailable(f"a request still runs there: {error}") from error
 
     async def memory_gb(self) -> float:
         """GB (2**30 bytes) of each of its accelerators that it says weights and KV cache take."""
@@ -278,10 +288,15 @@ class SglangClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            refused = 400 <= response.status < 500 and response.status not in _RETRY_LATER
-            text = content.decode(errors="replace")[:1000]
-            raise (ServerRefused if refused else ServerUnavailable)(f"{self.url}{path}: {response.status}: {text}")
+            kind = _kind_of(response.status)
+            raise kind(f"{self.url}{path}: {response.status}: {content.decode(errors='replace')[:1000]}")
         return content
+
+
+def _kind_of(status: int) -> type[RolloutError]:
+    if status in (401, 403):
+        return AccessDenied
+    return ServerRefused if 400 <= status < 500 and status not in _RETRY_LATER else ServerUnavailable
 
 
 @contextmanager
@@ -289,7 +304,7 @@ def _readable(url: str, path: str) -> Iterator[None]:
     """Turns errors of reading an answer into ServerUnavailable."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ServerUnavailable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
 
 

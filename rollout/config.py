@@ -67,7 +67,7 @@ class RolloutConfig:
     restarted and reads the weights from disk."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Seconds until a response without an answer is given to another server."""
+    """Seconds until a response without an answer is given to another server, with the tokens that it has by then."""
 
     max_attempts: PositiveInt = 5
     """Attempts at one response before the run stops with the server's last words."""

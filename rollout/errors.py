@@ -11,6 +11,10 @@ class ServerRefused(RolloutError):
     """The server answered 4xx: the request is wrong and would be refused again. Never retried."""
 
 
+class AccessDenied(ServerRefused):
+    """401 or 403: the server asks for another API key than it was given."""
+
+
 class ServerUnavailable(RolloutError):
     """No answer, a broken one, or 5xx: another attempt, elsewhere or later, can succeed."""
 

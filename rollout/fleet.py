@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from rollout.checksums import Checksums
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
-from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
+from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams, ServedPart
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
+from rollout.response import check_usable, ended, join, served
 from rollout.server import Engine
 from rollout.supervision import Supervisor
 from rollout.timing import Timing
@@ -143,53 +145,64 @@ class RolloutFleet:
         self._check(request)
         parts: list[tuple[Reply, int]] = []
         attempts = 0
+        failed: Member | None = None
         while True:
-            reply, version, ours = await self._one_part(request, parts, attempts)
+            drawn = await self._one_part(request, parts, attempts, failed)
+            reply, failed = drawn.reply, None
             if reply is None:
-                attempts += 1
+                attempts, failed = attempts + 1, drawn.member
+                await self._pause(attempts)
                 continue
-            parts.append((reply, version))
+            parts.append((reply, drawn.version))
             left = request.sampling.max_new_tokens - sum(part.token_ids.size for part, _ in parts)
-            if reply.finish_reason is not FinishReason.ABORT or left <= 0:
-                return _join(request.request_id, parts)
-            attempts += not ours
-            self._count(request.request_id, attempts, "a server ended the response without being asked to")
+            if reply.finish_reason is not FinishReason.ABORT or left <= 0 or ended(request.sampling, reply):
+                return join(request, parts)
+            if not drawn.interrupted:
+                attempts, failed = attempts + 1, drawn.member
+                self._count(request.request_id, attempts, f"{failed.url} ended the response before its end")
 
     async def _one_part(
-        self, request: GenerationRequest, parts: list[tuple[Reply, int]], attempts: int
-    ) -> tuple[Reply | None, int, bool]:
-        """What a server draws after `parts`, the version that drew it, and whether an abort was a publish's.
-
-        None instead of a reply if the server failed.
-        """
+        self, request: GenerationRequest, parts: list[tuple[Reply, int]], attempts: int, avoid: Member | None
+    ) -> "_Drawn":
+        """What a server draws after `parts`; `avoid`: not this one, if there is another."""
         prompt = np.concatenate([request.prompt_ids, *(part.token_ids for part, _ in parts)])
         left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
         sampling = replace(request.sampling, max_new_tokens=left)
         seed = request.seed if self.config.deterministic else None
-        member = await self._balancer.acquire(request.group_id, request.priority)
+        member = await self._balancer.acquire(request.group_id, request.priority, avoid)
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
         try:
-            reply = await member.call(member.client.generate(rid, prompt, sampling, seed=seed))
-            if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
-                problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
-                member.enter(State.DOWN, problem)
-                raise ServerUnavailable(f"{member.url}: {problem}")
+            reply = await member.call(self._draw(member, rid, prompt, sampling, seed))
+            self._check_reply(member, reply, left)
             member.answered = time.monotonic()
             if self._observe is not None:
-                self._observe(_served(request, member, prompt, reply, version, start))
-            return reply, version, self._publisher.interruptions > publishes
+                self._observe(served(request, member.url, prompt, reply, version, start))
+            return _Drawn(reply, version, self._publisher.interruptions > publishes, member)
         except ServerUnavailable as error:
             if member.state is State.READY:
                 member.enter(State.SUSPECT, str(error))
             self._abort(member, rid)
             self._count(request.request_id, attempts + 1, str(error))
-            return None, version, False
+            return _Drawn(None, version, False, member)
         except asyncio.CancelledError:
             self._abort(member, rid)
             raise
         finally:
             self._balancer.release(member)
+
+    async def _draw(
+        self, member: Member, rid: str, prompt: np.ndarray, sampling: SamplingParams, seed: int | None
+    ) -> Reply:
+        """At the deadline the response is ended, and a server that is merely slow answers with what it has."""
+        answer = asyncio.ensure_future(member.client.generate(rid, prompt, sampling, seed=seed))
+        try:
+            await asyncio.wait({answer}, timeout=self.config.request_deadline_s)
+            if not answer.done():
+                self._abort(member, rid)
+            return await answer
+        finally:
+            answer.cancel()
 
     async def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
         """The engine's log-probs of a given response at temperature 1, to compare with the trainer's.
@@ -222,6 +235,7 @@ class RolloutFleet:
                     self._count("score", attempts, str(error))
             finally:
                 self._balancer.release(member)
+            await self._pause(attempts)
 
     async def publish(
         self, folder: Path, weight_version: int, checksums: Mapping[ServerInfo, Checksums] | None = None
@@ -304,7 +318,10 @@ class RolloutFleet:
             task.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await asyncio.gather(*(member.forget_client() for member in self._members))
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for result in closed:  # once all have had their turn
+            if isinstance(result, BaseException):
+                raise result
 
     def _check(self, request: GenerationRequest) -> None:
         bias = request.sampling.logit_bias or {}
@@ -314,6 +331,19 @@ class RolloutFleet:
                 f"request {request.request_id}: token id {largest} is outside the vocabulary of {self.vocab_size}; "
                 "a server would end on it. Are tokenizer and model of one kind?"
             )
+
+    def _check_reply(self, member: Member, reply: Reply, asked: int) -> None:
+        if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
+            problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
+            member.enter(State.DOWN, problem)
+            raise ServerUnavailable(f"{member.url}: {problem}")
+        check_usable(reply, asked, self.vocab_size, member.url)
+
+    async def _pause(self, attempts: int) -> None:
+        """Before another attempt. The first one elsewhere need not wait; a server that is up and fails at once would
+        otherwise use up all attempts within a second."""
+        if attempts > 1:
+            await asyncio.sleep(min(self.timing.first_backoff_s * 2 ** (attempts - 2), self.timing.longest_backoff_s))
 
     def _count(self, request_id: str, attempts: int, words: str) -> None:
         if attempts >= self.config.max_attempts:
@@ -339,27 +369,13 @@ class RolloutFleet:
         task.add_done_callback(self._aborts.discard)
 
 
-def _served(
-    request: GenerationRequest, member: Member, prompt: np.ndarray, reply: Reply, version: int, start: float
-) -> ServedPart:
-    return ServedPart(
-        request_id=request.request_id,
-        url=member.url,
-        start=start,
-        end=time.time(),
-        prompt_tokens=prompt.size,
-        tokens=reply.token_ids.size,
-        weight_version=version,
-        finish_reason=reply.finish_reason,
-    )
+class _Drawn(NamedTuple):
+    """What became of one call to a server."""
 
-
-def _join(request_id: str, parts: Sequence[tuple[Reply, int]]) -> Generation:
-    last = parts[-1][0].finish_reason
-    return Generation(
-        request_id=request_id,
-        token_ids=np.concatenate([part.token_ids for part, _ in parts]),
-        log_probs=np.concatenate([part.log_probs for part, _ in parts]),
-        weight_versions=np.concatenate([np.full(part.token_ids.size, version, np.int32) for part, version in parts]),
-        finish_reason=FinishReason.LENGTH if last is FinishReason.ABORT else last,
-    )
+    reply: Reply | None
+    """None if the server failed."""
+    version: int
+    """Of the weights."""
+    interrupted: bool
+    """Whether an abort was a publish's."""
+    member: Member

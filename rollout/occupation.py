@@ -70,7 +70,8 @@ class Occupation:
             if member.serving:
                 await member.call(client.flush_cache())  # refused while anything runs
                 claimed = await member.call(client.memory_gb())
-                await member.call(client.release_memory(self._timing.load_deadline_s))
+                with member.work():
+                    await member.call(client.release_memory(self._timing.load_deadline_s))
                 return claimed
         except ServerUnavailable as error:
             member.enter(State.DOWN, f"release of its memory: {error}")
@@ -79,7 +80,8 @@ class Occupation:
 
     async def _resume(self, member: Member) -> None:
         try:
-            await member.call(member.client.resume_memory(self._timing.load_deadline_s))
+            with member.work():
+                await member.call(member.client.resume_memory(self._timing.load_deadline_s))
         except ServerUnavailable as error:
             if member.serving:
                 member.enter(State.DOWN, f"taking its memory back: {error}")

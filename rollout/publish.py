@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -107,7 +108,8 @@ class Published:
         """For a kind of server that was not known in time, they are computed from the folder, once."""
         if info in self._checksums:
             return self._checksums[info]
-        if info not in self._computing:
+        computing = self._computing.get(info)
+        if computing is None or (computing.done() and computing.exception() is not None):
             folder = await self.folder()
             if folder is None:
                 raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
@@ -151,7 +153,10 @@ class Publisher:
             # As they are now: a server that is restarted meanwhile has another address.
             targets = [_target(member) for member in paused]
             try:
-                sent = await stream.send(targets, published.label)
+                with ExitStack() as stack:
+                    for member in paused:
+                        stack.enter_context(member.work())
+                    sent = await stream.send(targets, published.label)
             except BaseException as error:
                 for member in paused:
                     self._give_up(member, published, error)
@@ -299,7 +304,8 @@ class Publisher:
         checksums = asyncio.ensure_future(published.checksums(member.info))
         try:
             await member.client.pause()
-            await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+            with member.work():
+                await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
             return await self._serve(member, published)
         finally:
             checksums.cancel()
@@ -308,7 +314,8 @@ class Publisher:
         """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
         assert member.info is not None
         await member.client.flush_cache()
-        reported = await member.client.checksums(self.timing.load_deadline_s)
+        with member.work():
+            reported = await member.client.checksums(self.timing.load_deadline_s)
         verify(await published.checksums(member.info), reported, member.url)
         await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label

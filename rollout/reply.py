@@ -11,6 +11,9 @@ import orjson
 
 from rollout.messages import FinishReason
 
+_ROUNDING = 1e-3
+"""Nats by which the log-prob of a certain token may come out above 0."""
+
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -39,6 +42,8 @@ class _Token(msgspec.Struct, array_like=True, gc=False):
 
 class _Finish(msgspec.Struct):
     type: str
+    matched: int | str | None = None
+    """The stop token's id. A text only where SGLang drew no token at all: its logits were not numbers."""
 
 
 class _Meta(msgspec.Struct):
@@ -67,6 +72,8 @@ def read_reply(content: bytes) -> Reply:
     answer = _ANSWER.decode(content)
     meta = answer.meta_info
     reason = _REASONS[meta.finish_reason.type]
+    if isinstance(meta.finish_reason.matched, str):  # no request of ours names a text to stop at
+        raise ValueError(f"the response was ended by {meta.finish_reason.matched!r}")
     drawn = meta.output_token_logprobs
     if drawn is None:
         # A request that is aborted before its first token has no log-probs at all.
@@ -76,12 +83,36 @@ def read_reply(content: bytes) -> Reply:
     ids = np.fromiter([token.id for token in drawn], np.int32, len(drawn))
     if reason is not FinishReason.ABORT and not _says(answer.output_ids, ids):
         raise ValueError("output_ids and output_token_logprobs disagree")
+    with np.errstate(over="ignore"):  # `check_reply` refuses what is infinite
+        log_probs = np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn))
     return Reply(
         token_ids=ids,
-        log_probs=np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn)),
+        log_probs=log_probs,
         finish_reason=reason,
         weight_label=None if meta.weight_version is None else str(meta.weight_version),
     )
+
+
+def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
+    """What the servers and the trainer that read the tokens next could not bear.
+
+    Args:
+        asked: tokens that were asked for at most.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ValueError: tokens outside the vocabulary, more than were asked for, none at all in a response that is said to
+            be complete, or log-probs that no probability has.
+    """
+    ids, log_probs = reply.token_ids, reply.log_probs
+    if ids.size > asked:
+        raise ValueError(f"{ids.size} tokens where {asked} were asked for")
+    if ids.size == 0 and reply.finish_reason is not FinishReason.ABORT:
+        raise ValueError(f"no token, and yet ended by {reply.finish_reason.value!r}")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"token ids {ids.min()} .. {ids.max()}, with a vocabulary of {vocab_size}")
+    if not (np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all():
+        raise ValueError("log-probs that are not finite, or above 0")
 
 
 def _says(output_ids: msgspec.Raw, ids: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rollout.balancer import Balancer, Member, State
-from rollout.errors import FleetLost, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import AccessDenied, FleetLost, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.occupation import Occupation
 from rollout.publish import Publisher, describe
 from rollout.timing import Timing
@@ -67,6 +67,10 @@ class Supervisor:
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return
+            except AccessDenied as error:  # it will not change its mind
+                raise ServerStartError(
+                    f"{error}\nrollout.api_key_file names the file with the key that it asks for"
+                ) from None
             except (ServerUnavailable, ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:
@@ -83,6 +87,7 @@ class Supervisor:
                 reason = f"looking after it failed ({type(error).__name__}: {error})"
             self.report(f"server {member.url} is down: {reason}; restarting it")
             member.enter(State.DOWN, reason)
+            self.balancer.dispatch()  # who avoided another server on its account need not any more
             await self._revive(member)
             self.report(f"server {member.url} is back with weight version {member.weight_version}")
 
@@ -124,7 +129,7 @@ class Supervisor:
             try:
                 await member.client.server_info(self.timing.scheduler_deadline_s)
             except (ServerUnavailable, ServerRefused) as error:
-                if member.answered < asked:
+                if member.silent_since(asked):
                     return f"its scheduler does not answer: {error}"
 
     async def _revive(self, member: Member) -> None:
