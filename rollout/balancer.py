@@ -80,6 +80,10 @@ class Member:
             )
         return self._client
 
+    async def probe(self, deadline_s: float) -> None:
+        """Returns if its HTTP process answers; raises as `client`."""
+        await (self.client.health(deadline_s) if self.engine.ours else self.client.answers(deadline_s))
+
     async def forget_client(self) -> None:
         """Closes the connections; the next call opens new ones."""
         client, self._client = self._client, None

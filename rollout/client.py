@@ -121,8 +121,13 @@ class SglangClient:
             return np.array([entry[0] for entry in entries], np.float32)
 
     async def health(self, deadline_s: float) -> None:
-        """Returns if the server answers that it serves; a paused one does, one that still loads does not."""
+        """Returns if a server of ours answers that it serves; a paused one does, one that still loads does not."""
         await self._call("GET", "/health", None, deadline_s)
+
+    async def answers(self, deadline_s: float) -> None:
+        """Returns if the HTTP process answers. For servers of others: their /health draws a token, as SGLang comes,
+        which waits in a paused server and keeps its cache from being flushed."""
+        await self._call("GET", "/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
         """Asks the server's scheduler too, so that an answer shows that both processes live."""

@@ -241,7 +241,7 @@ class Publisher:
             await self._drain(member)
             if member.info is None:
                 member.info = await member.call(member.client.server_info())
-            await member.call(member.client.pause())
+            await member.call(self._stop_drawing(member))
             return member
 
         return await self._or_down(member, published, pause())
@@ -297,13 +297,22 @@ class Publisher:
                 again = now + _ABORT_AGAIN_S
             await asyncio.sleep(_DRAIN_POLL_S)
 
+    async def _stop_drawing(self, member: Member) -> None:
+        """Pauses it. A server that others run may hold requests that are not this fleet's, of a run that was killed
+        perhaps, in the middle of a publish even: they would stay in the paused server, and its cache with them."""
+        if not member.engine.ours:
+            await member.client.resume()
+            await member.client.abort(None)
+            await member.client.flush_cache()  # waits until they have ended
+        await member.client.pause()
+
     async def _load(self, member: Member, published: Published, folder: Path) -> int:
         """Loads from disk and verifies; the number of checksums compared."""
         if member.info is None:
             member.info = await member.client.server_info()
         checksums = asyncio.ensure_future(published.checksums(member.info))
         try:
-            await member.client.pause()
+            await self._stop_drawing(member)
             with member.work():
                 await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
             return await self._serve(member, published)

@@ -30,6 +30,9 @@ _PORT_ATTEMPTS = 50
 class Engine(Protocol):
     """One server, whose life the fleet looks after. `url` may change with a restart."""
 
+    ours: bool
+    """Whether the run started it: then nobody else has requests there, and its /health draws no token."""
+
     @property
     def url(self) -> str:
         """http://host:port"""
@@ -58,6 +61,8 @@ class LocalServer:
 
     `start` must be called from a thread that lives as long as the server: the kernel ties a child to the thread.
     """
+
+    ours = True
 
     def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
         self.config = config
@@ -146,6 +151,8 @@ class LocalServer:
 
 class RemoteServer:
     """A server that somebody else runs and restarts. The fleet checks it, balances over it and sends it weights."""
+
+    ours = False
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")

@@ -63,7 +63,7 @@ class Supervisor:
             if not member.engine.alive():
                 raise ServerStartError(f"{member.url}: the server ended while it started\n{member.engine.log_tail()}")
             try:
-                await member.client.health(self.timing.probe_deadline_s)
+                await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return
@@ -106,7 +106,7 @@ class Supervisor:
                     return scheduler.result()
                 asked = time.monotonic()
                 try:
-                    await member.client.health(self.timing.probe_deadline_s)
+                    await member.probe(self.timing.probe_deadline_s)
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)

@@ -145,7 +145,7 @@ def _of_rollout(config: Config) -> Iterator[str]:
     for word in rollout.extra_args:
         if key := GOVERNED.get(word.partition("=")[0].replace("_", "-")):
             yield f"rollout.extra_args: {word} is what {key} decides, and the server would heed the former; set {key}"
-    addresses = [url.rstrip("/") for url in rollout.urls]
+    addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
 

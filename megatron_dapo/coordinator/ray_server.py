@@ -48,6 +48,8 @@ class ServerHost:
 class RayServer:
     """Engine (rollout.server): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
 
+    ours = True
+
     def __init__(
         self,
         config: RolloutConfig,

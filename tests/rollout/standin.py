@@ -21,6 +21,7 @@ class StandIn:
     """Engine: the server runs in the test's own event loop."""
 
     def __init__(self, *, seconds_a_token: float = 0.0, weights: Path | None = None) -> None:
+        self.ours = True
         self.seconds_a_token = seconds_a_token
         self.loaded: Path | None = weights
         self.label = "0"

@@ -221,6 +221,39 @@ def test_a_request_that_nobody_waits_for_does_not_end_the_run_in_a_publish(folde
     run(test)
 
 
+def test_a_server_of_others_that_a_killed_run_left_paused_and_busy_gets_the_weights(folders: list[Path]) -> None:
+    class Foreign(StandIn):
+        """As SGLang comes: /health draws a token, so it does not answer while the server is paused."""
+
+        async def start(self) -> None:
+            await super().start()
+            self.ours, self.paused = False, True
+            self.running["of another run"] = asyncio.Event()
+
+        async def restart(self) -> None:
+            raise AssertionError("nobody here can restart it")
+
+        async def _health(self, request: web.Request) -> web.Response:
+            if self.paused:
+                await asyncio.sleep(60)
+            return web.Response()
+
+        async def _abort(self, request: web.Request) -> web.Response:
+            if not self.paused:
+                self.running.pop("of another run", None)
+            return await super()._abort(request)
+
+    async def test() -> None:
+        server, reports = Foreign(), list[str]()
+        async with fleet_of(server, reports=reports) as fleet:
+            server.slow_updates = 0.5  # longer than two probes
+            report = await fleet.publish(folders[0], 1)
+            assert (len(report.servers), reports) == (1, [])
+            check_tokens(await fleet.generate(request()), 1, 5)
+
+    run(test)
+
+
 def test_a_key_that_is_refused_is_said_at_once() -> None:
     class Locked(StandIn):
         async def _info(self, request: web.Request) -> web.Response:
