@@ -38,7 +38,8 @@ class MonitorConfig:
     """Mean |engine - trainer| log-prob of a step above which a warning is printed."""
 
     mismatch_stop: PositiveFloat = 1.0
-    """The same, above which the run stops: the two sides no longer hold the same model."""
+    """The same, above which the run stops: the two sides no longer hold the same model. Where older weights wrote all
+    tokens (`run.mode: async`), these are judged."""
 
     sample_responses: NonNegativeInt = 2
     """Responses of each step that are kept as text in `<run.dir>/samples.jsonl`; and as many again of those

@@ -73,8 +73,12 @@ def check_mismatch(
 ) -> Gap:
     """The gap between engine and trainer, apart for tokens of the current weights and of older ones.
 
+    Where all tokens are older (`async` with fast servers), their gap is judged by the upper limit: it has the update in
+    it, which is far below that.
+
     Raises:
-        MismatchStop: on tokens of the current weights it is above `monitor.mismatch_stop`.
+        MismatchStop: it is above `monitor.mismatch_stop` on tokens of the current weights, or of older ones if there
+            are no others.
     """
     trainer, engine = torch.tensor(old.log_probs), torch.tensor(arrays.rollout_log_probs)
     current = torch.from_numpy(arrays.weight_versions == weight_version)
@@ -83,13 +87,14 @@ def check_mismatch(
         stale=mismatch(trainer[~current], engine[~current]),
         stale_share=float((~current).double().mean()),
     )
-    mean_abs = gap.current.mean_abs
+    judged, of = (gap.current, "") if gap.stale_share < 1 else (gap.stale, " of tokens that older weights wrote")
+    mean_abs = judged.mean_abs
     if not mean_abs <= limits.mismatch_stop:  # also when it is not a number
         raise MismatchStop(
-            f"mean |engine - trainer| log-prob is {mean_abs:.3g}, above monitor.mismatch_stop = "
+            f"mean |engine - trainer| log-prob{of} is {mean_abs:.3g}, above monitor.mismatch_stop = "
             f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
         )
-    if mean_abs > limits.mismatch_warn:
+    if judged is gap.current and mean_abs > limits.mismatch_warn:
         console.note(f"warning: mean |engine - trainer| log-prob is {mean_abs:.3g} (monitor.mismatch_warn)")
     return gap
 
@@ -107,9 +112,7 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
         "weight_version": progress.weight_version,
         "entropy": float(record.old.entropy.mean()),
         "mean_prob": float(np.exp(_concatenate_log_probs(generated)).mean()),
-        "mismatch/kl": record.gap.current.kl,
-        "mismatch/max_abs": record.gap.current.max_abs,
-        "mismatch/mean_abs": record.gap.current.mean_abs,
+        **_mismatch_metrics(record.gap),
         "staleness/share": record.gap.stale_share,
         "staleness/kl": record.gap.stale.kl,
         "staleness/mean": float((progress.weight_version - 1 - record.arrays.weight_versions).mean()),
@@ -168,6 +171,14 @@ def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, cou
                 "finish_reason": response.generation.finish_reason,
             }
             file.write(json.dumps(line) + "\n")
+
+
+def _mismatch_metrics(gap: Gap) -> dict[str, float]:
+    """Nothing where all tokens are stale: a gap of 0 would say that engine and trainer were compared."""
+    if gap.stale_share == 1:
+        return {}
+    current = gap.current
+    return {"mismatch/kl": current.kl, "mismatch/max_abs": current.max_abs, "mismatch/mean_abs": current.mean_abs}
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:

@@ -159,7 +159,8 @@ _MISMATCH = (
         "staleness/share",
         "share",
         Reduce.MEAN,
-        "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them out.",
+        "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them out, "
+        "and is absent where there are no others.",
     ),
     _metric("staleness/mean", "versions", Reduce.MEAN, "Weight versions that the trained tokens lie behind."),
     _metric("staleness/max", "versions", Reduce.MAX, "The same for the oldest of them."),

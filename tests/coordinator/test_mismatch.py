@@ -8,7 +8,7 @@ import pytest
 from megatron_dapo.actor.messages import LogProbs
 from megatron_dapo.config.monitor import MonitorConfig
 from megatron_dapo.coordinator.batch import StepArrays
-from megatron_dapo.coordinator.step_metrics import Gap, MismatchStop, check_mismatch
+from megatron_dapo.coordinator.step_metrics import Gap, MismatchStop, _mismatch_metrics, check_mismatch
 
 LIMITS = MonitorConfig(mismatch_warn=0.1, mismatch_stop=0.5)
 
@@ -62,3 +62,14 @@ def test_tokens_of_older_weights_do_not_count():
     assert lines == []
     assert gap.stale.mean_abs == pytest.approx(5.0, abs=1e-5)
     assert gap.stale_share == 0.5
+
+
+def test_where_all_tokens_are_older_the_gate_is_not_blind():
+    with pytest.raises(MismatchStop, match=r"of tokens that older weights wrote is 0\.6"):
+        gate([0.6, -0.6], [2, 2])
+    with pytest.raises(MismatchStop):
+        gate([0.0, float("nan")], [2, 1])
+    gap, lines = gate([0.3, -0.3], [2, 2])
+    assert (gap.stale_share, lines) == (1, []), "an update moves log-probs too: no warning"
+    assert _mismatch_metrics(gap) == {}, "nothing was compared at equal weights"
+    assert _mismatch_metrics(gate([0.0, 0.3], [3, 2])[0])["mismatch/max_abs"] == 0
