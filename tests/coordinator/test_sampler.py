@@ -15,6 +15,7 @@ from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
 from megatron_dapo.monitor.report.fates import count_fates
 from reward.messages import Verdict
 from rollout.messages import FinishReason, Generation
+from tools.simulation.virtual_time import run_virtually
 
 GROUP = 4
 
@@ -47,7 +48,7 @@ def group(position: int, correct: int, length: int, version: int = 0, shaped: fl
 
 
 class Script:
-    """Groups whose length (and time) and number of right answers are drawn from the position alone."""
+    """Groups whose length (and time, a second a token) and right answers are drawn from the position alone."""
 
     def __init__(self, useful=0.5, hurry=True, seed=0):
         self.useful, self.hurry, self.seed = useful, hurry, seed
@@ -60,7 +61,7 @@ class Script:
 
     async def __call__(self, position, version):
         length, correct = self.draw(position)
-        await asyncio.sleep(length * 2e-5 if self.hurry else random.random() * 0.01)
+        await asyncio.sleep(length if self.hurry else random.random() * 400)
         self.made.append(position)
         return group(position, correct, length, version)
 
@@ -82,13 +83,14 @@ def make(tmp_path):
 
 
 def ran(coroutine):
-    """What the coroutine returns. asyncio.run itself would print it, all token ids included, to restore a signal."""
+    """What the coroutine returns, in virtual time: who finishes first follows from the script, not from how busy the
+    machine is. asyncio's runner itself would print the result, all token ids included, to restore a signal."""
     results = []
 
     async def main():
         results.append(await coroutine)
 
-    asyncio.run(main())
+    run_virtually(main())
     return results[0]
 
 
