@@ -9,7 +9,6 @@ disk.
 """
 
 import argparse
-import hashlib
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_dapo.actor.checkpoint_files import digest_of
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from tools.convert_checkpoint import import_megatron
 from tools.host_memory import begin_peak, peak_resident
@@ -86,12 +86,8 @@ def copy(source: Path, target: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each safetensors file."""
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+    """The checksum of each safetensors file."""
+    return {file.name: digest_of(file) for file in folder.glob("*.safetensors")}
 
 
 def cpu_seconds() -> float:

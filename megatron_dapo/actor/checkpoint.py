@@ -2,7 +2,7 @@
 
     folder/  __0_0.distcp ...  every rank's shards        .metadata, metadata.json, common.pt  Megatron's
              actor.json        layout, optimizer step, the caller's own small values
-             manifest.json     SHA-256 of every other file
+             manifest.json     a checksum of every other file
 
 A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
 training goes on: `begin` returns when the state is copied, `PendingSave.finish` makes the folder whole. Shards are read
@@ -36,10 +36,10 @@ from megatron_dapo.actor.checkpoint_files import (
     STATE_FILE,
     check_digests,
     check_there,
+    digest_of,
     make_empty,
     put_in_place,
     read_manifest,
-    sha256,
     write_synced,
 )
 from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
@@ -149,7 +149,7 @@ class PendingSave:
             digests = {name: digest for one in written for name, digest in one.digests.items()}
             # The rest is rank 0's own: Megatron's common values, the index, the state file, ranks without shards.
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
-            put_in_place(self._aside, self._folder, digests | {name: sha256(self._aside / name) for name in rest})
+            put_in_place(self._aside, self._folder, digests | {name: digest_of(self._aside / name) for name in rest})
         except OSError:
             shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
             raise
@@ -269,6 +269,7 @@ def _check(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
     manifest = read_manifest(folder / MANIFEST_FILE)
     check_there(folder, manifest)
-    own = {name: sha256(folder / name) for name in sorted(manifest)[dist.get_rank() :: dist.get_world_size()]}
+    names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+    own = {name: digest_of(folder / name, manifest.algorithm) for name in names}
     found = {name: digest for part in _from_all(own) for name, digest in part.items()}
     check_digests(folder, manifest, found)

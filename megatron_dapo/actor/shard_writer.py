@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_dapo.actor.checkpoint_files import sha256
+from megatron_dapo.actor.checkpoint_files import digest_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Written:
 
     results: list[WriteResult]
     digests: dict[str, str]
-    """SHA-256 by file name."""
+    """Checksums for the manifest, by file name."""
 
     failure: str | None = None
 
@@ -83,7 +83,7 @@ class ShardWriter(FileSystemWriter):
             planner = cast(SavePlanner, _Kept(self._data))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
-            self._written = Written(results=results, digests={name: sha256(self._folder / name) for name in names})
+            self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
         except Exception as error:
             self._written = Written(results=[], digests={}, failure=_reason(error))
         finally:

@@ -154,7 +154,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["changed", "truncated"])
 def test_one_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path, kind):
-    for number, name in enumerate(sorted(json.loads((saved / "manifest.json").read_text()))):
+    for number, name in enumerate(sorted(json.loads((saved / "manifest.json").read_text())["files"])):
         broken = copy_of(saved, tmp_path / str(number))
         content = bytearray((broken / name).read_bytes())
         if kind == "changed":

@@ -155,7 +155,7 @@ def dying(place: RankPlace, folder: Path, data: Columns, target: Path) -> None:
     trained.update()
     trained.actor.save_checkpoint(target / "1", extra={"rollout_step": 7})
     (target / "after.json").write_text(json.dumps(trained.update()))
-    with mock.patch("megatron_dapo.actor.shard_writer.sha256", side_effect=lambda _: os._exit(9)):
+    with mock.patch("megatron_dapo.actor.shard_writer.digest_of", side_effect=lambda _: os._exit(9)):
         trained.actor.begin_checkpoint(target / "2")
         time.sleep(60)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, put_in_place, sha256
+from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, digest_of, put_in_place
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import supervise
@@ -47,7 +47,7 @@ def run_dir(tmp_path):
         digests = {}
         for name in ("__0_0.distcp", "common.pt"):
             (actor / name).write_bytes(bytes(range(200)) * step)
-            digests[name] = sha256(actor / name)
+            digests[name] = digest_of(actor / name)
         put_in_place(actor, aside / "actor", digests)
         found.publish_checkpoint(aside, step, keep=3)
     yield found

@@ -1,7 +1,6 @@
 """The files of a Megatron distributed checkpoint, as PyTorch's distributed checkpointing defines them, read and written
 chunk by chunk without a process group: any process reads any part, and each worker writes a file of its own."""
 
-import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, read_manifest
+from megatron_dapo.actor.checkpoint_files import ALGORITHM, ALGORITHMS, MANIFEST_FILE, Manifest, read_manifest
 from megatron_dapo.actor.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES, WeightsError
@@ -132,7 +131,7 @@ class PartWriter:
     def __init__(self, file: Path) -> None:
         self._name = file.name
         self._stream = file.open("wb")
-        self._hash = hashlib.sha256()
+        self._hash = ALGORITHMS[ALGORITHM]()
         self.results: list[WriteResult] = []
 
     def add(self, key: str, offset: tuple[int, ...] | None, content: Any) -> None:
@@ -163,7 +162,7 @@ class PartWriter:
         self._stream.flush()
 
     def close(self) -> tuple[list[WriteResult], str]:
-        """Where everything stands, and the file's SHA-256."""
+        """Where everything stands, and the file's checksum for the manifest."""
         self._stream.close()
         return self.results, self._hash.hexdigest()
 
@@ -192,17 +191,17 @@ def write_metadata(
     writer.finish(Metadata(state_dict_metadata=entries), list(results))
 
 
-def expected_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 by file, from the manifest.
+def whole_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there.
 
     Raises:
         CheckpointError: there is none, or a file of it is missing; the message names a tensor that was in it.
     """
-    expected = read_manifest(folder / MANIFEST_FILE)
-    for name in (INDEX_FILE, *sorted(expected)):
+    manifest = read_manifest(folder / MANIFEST_FILE)
+    for name in (INDEX_FILE, *sorted(manifest.files)):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing{held_by(folder, name)}: the checkpoint is not whole")
-    return expected
+    return manifest
 
 
 def held_by(folder: Path, file: str) -> str:

@@ -1,6 +1,5 @@
 """Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from megatron_dapo.actor.checkpoint_files import ALGORITHMS
 from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.actor.hf_files import FolderPlan, partial_folder
 from megatron_dapo.actor.messages import CheckpointError
@@ -15,7 +15,7 @@ from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES
 from megatron_dapo.actor.weights import hf_shapes
 from megatron_dapo.config.base import ConfigError
-from tools.conversion.megatron_files import CheckpointReader, expected_digests, held_by
+from tools.conversion.megatron_files import CheckpointReader, held_by, whole_manifest
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.to_megatron import COMPANIONS, common_dtype
 from tools.conversion.workers import Counter, run_parts
@@ -87,25 +87,27 @@ def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) 
     Raises:
         CheckpointError: one is missing or damaged; names a tensor that it holds.
     """
-    expected = expected_digests(source)
-    by_size = sorted(expected, key=lambda name: -(source / name).stat().st_size)
-    parts = [[source / name for name in by_size[worker::workers]] for worker in range(workers)]
-    total = sum((source / name).stat().st_size for name in expected)
+    manifest = whole_manifest(source)
+    by_size = sorted(manifest.files, key=lambda name: -(source / name).stat().st_size)
+    parts = [([source / name for name in by_size[worker::workers]], manifest.algorithm) for worker in range(workers)]
+    total = sum((source / name).stat().st_size for name in manifest.files)
     found: dict[Path, str] = {}
     for digests in run_parts(pool, "check", digests_of, parts, progress, total):
         found |= digests
-    for name, digest in expected.items():
+    for name, digest in manifest.files.items():
         if found[source / name] != digest:
             raise CheckpointError(
-                f"{source / name} is damaged{held_by(source, name)}: its SHA-256 is not that of the manifest"
+                f"{source / name} is damaged{held_by(source, name)}: its {manifest.algorithm} is not that of the "
+                "manifest"
             )
 
 
-def digests_of(place: RankPlace, files: list[Path], counter: Counter) -> dict[Path, str]:
-    """SHA-256 of each file."""
+def digests_of(place: RankPlace, part: tuple[list[Path], str], counter: Counter) -> dict[Path, str]:
+    """The checksum of each file by the algorithm."""
+    files, algorithm = part
     digests, piece = {}, memoryview(bytearray(PIECE_BYTES))
     for file in files:
-        digest = hashlib.sha256()
+        digest = ALGORITHMS[algorithm]()
         with file.open("rb", buffering=0) as stream:
             while count := stream.readinto(piece):
                 digest.update(piece[:count])

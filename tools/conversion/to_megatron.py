@@ -1,7 +1,6 @@
 """Hugging Face folder -> Megatron distributed checkpoint: every worker streams parameters into a file of its own."""
 
 import dataclasses
-import json
 import shutil
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.actor.checkpoint import CheckpointState
-from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, STATE_FILE, sha256
+from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, partial_folder, put_in_place
 from megatron_dapo.actor.ranks import RankPlace, RankPool
@@ -127,5 +126,5 @@ def _write_small_files(partial: Path, source: Path, tensor: int, digests: dict[s
     (partial / COMPANIONS).mkdir()
     copy_companions(source, partial / COMPANIONS)
     files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-    digests = {name: digests.get(name) or sha256(partial / name) for name in files}
-    (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1))
+    digests = {name: digests.get(name) or digest_of(partial / name) for name in files}
+    (partial / MANIFEST_FILE).write_text(Manifest(files=digests).text())

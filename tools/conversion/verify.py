@@ -4,7 +4,6 @@ The checksums come from the files. For the logits each side is loaded by its own
 checkpointing at a given layout, and transformers.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_dapo.actor import process_groups
+from megatron_dapo.actor.checkpoint_files import ALGORITHM, ALGORITHMS
 from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
@@ -55,7 +55,7 @@ class Part:
 
 
 def verify_tensors(folder: Path, checkpoint: Path, *, dtype: torch.dtype, workers: int, pool: RankPool) -> int:
-    """Compare the SHA-256 of every Hugging Face tensor, brought to `dtype`; how many there are.
+    """Compare the checksum of every Hugging Face tensor, brought to `dtype`; how many there are.
 
     Raises:
         VerifyError: some differ.
@@ -93,7 +93,7 @@ def compare_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[s
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(bytes_of(tensor.contiguous())).hexdigest()
+    return ALGORITHMS[ALGORITHM](bytes_of(tensor.contiguous())).hexdigest()
 
 
 def verify_logits(folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool: RankPool) -> float:

@@ -11,7 +11,7 @@ FOUND = ("sglang", "xgrammar", "pytest", "ruff", "mypy")
 IMPORTED = (
     "torch", "megatron.core", "ray", "transformers", "tokenizers", "sentencepiece", "safetensors.torch", "numpy",
     "pyarrow", "pydantic", "yaml", "typer", "rich", "aiohttp", "jinja2", "psutil", "filelock", "matplotlib",
-    "tensorboard", "math_verify", "jaxtyping", "megatron_dapo", "rollout", "reward",
+    "tensorboard", "math_verify", "jaxtyping", "xxhash", "megatron_dapo", "rollout", "reward",
 )  # fmt: skip
 SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
 
