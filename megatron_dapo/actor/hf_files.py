@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,10 @@ class SafetensorsReader:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) start to stop of one tensor, on the CPU."""
         return self._holder(name).read(name, dim, start, stop)
+
+    def pieces(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """See SafetensorsFile.pieces."""
+        return self._holder(name).pieces(name, start, stop)
 
     def dtype(self, name: str) -> torch.dtype:
         return self._holder(name).places[name].dtype

@@ -1,6 +1,7 @@
 """Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES
 from megatron_dapo.actor.weights import hf_shapes
 from megatron_dapo.config.base import ConfigError
-from tools.conversion.megatron_files import CheckpointReader, held_by, whole_manifest
+from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
+from tools.conversion.runs import copy_bytes, row_elements, runs_of
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.to_megatron import COMPANIONS, common_dtype
 from tools.conversion.workers import Counter, run_parts
@@ -76,9 +78,28 @@ def write_part(place: RankPlace, part: Part, counter: Counter) -> None:
     """Put one worker's tensors in their places; one parameter at a time."""
     reader = CheckpointReader(part.source)
     for stored in part.parameters:
+        if reader.dtype(stored) == part.plan.dtype and (spans := reader.spans(stored)) is not None:
+            _copy(place, part, stored, spans, counter)
+            continue
         for name, tensor in stored.full(reader.read(stored)).items():
             part.plan.write(part.partial, name, in_dtype(tensor, part.plan.dtype))
             counter.add(place, tensor.numel() * part.plan.dtype.itemsize)
+
+
+def _copy(place: RankPlace, part: Part, stored: Stored, spans: Sequence[Span], counter: Counter) -> None:
+    """Rows from file to file, nothing of them in memory."""
+    width = row_elements(stored.shape(1)) * part.plan.dtype.itemsize
+    for span in spans:
+        offset = span.offset
+        with span.file.open("rb") as source:
+            for run in runs_of(stored.shards, span.row, span.row + span.rows):
+                file = part.plan.file_of[run.name]
+                begin = part.plan.files[file].starts[run.name] + run.start * width
+                with (part.partial / file).open("r+b", buffering=0) as target:
+                    count = run.rows * width
+                    for done in copy_bytes(source.fileno(), offset, target.fileno(), begin, count):
+                        counter.add(place, done)
+                offset += count
 
 
 def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) -> None:

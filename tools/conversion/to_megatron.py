@@ -19,7 +19,8 @@ from megatron_dapo.actor.safetensors_file import WeightsError
 from megatron_dapo.actor.weights import hf_shapes, no_parameters
 from megatron_dapo.config.actor import LayoutConfig
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
-from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
+from tools.conversion.runs import Run, runs_of
+from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.workers import Counter, run_parts
 from tools.install.progress import Progress
 
@@ -92,10 +93,29 @@ def write_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[Wri
         for stored in part.parameters:
             lead = () if stored.layer is None else (stored.layer,)
             for chunk in stored.chunks(part.ranks):
-                tensor = in_dtype(stored.read(chunk, source, part.ranks), part.dtype)
-                writer.add(stored.key, lead + chunk.offset, tensor.view((1,) * len(lead) + chunk.shape))
-                counter.add(place, tensor.nbytes)
+                shape, offset = (1,) * len(lead) + chunk.shape, lead + chunk.offset
+                like = torch.empty(shape, dtype=part.dtype)
+                runs = _plain_runs(stored, chunk, source, part)
+                if runs is None:
+                    writer.add(
+                        stored.key, offset, in_dtype(stored.read(chunk, source, part.ranks), part.dtype).view(shape)
+                    )
+                else:
+                    pieces = (
+                        piece for run in runs for piece in source.pieces(run.name, run.start, run.start + run.rows)
+                    )
+                    writer.add_streamed(stored.key, offset, like, pieces)
+                counter.add(place, like.nbytes)
     return writer.close()
+
+
+def _plain_runs(stored: Stored, chunk: Chunk, source: SafetensorsReader, part: Part) -> list[Run] | None:
+    """The rows that are the chunk, byte for byte; None where it has parts of rows, padding or another type."""
+    start, rows = chunk.offset[0], chunk.shape[0]
+    runs = list(runs_of(stored.shards, start, start + rows))
+    whole = chunk.shape[1:] == stored.shape(part.ranks)[1:] and sum(run.rows for run in runs) == rows
+    plain = all(source.dtype(run.name) == part.dtype for run in runs)
+    return runs if whole and plain else None
 
 
 def common_dtype(dtypes: dict[str, torch.dtype], source: Path) -> torch.dtype:

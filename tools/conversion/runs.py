@@ -1,0 +1,70 @@
+"""Which bytes of one file are those of another: whole rows of a parameter are copied from file to file, no tensor made.
+
+A parameter in a checkpoint has the rows of Hugging Face tensors, in runs: each tensor's one after the other, or of each
+key/value head its queries, key and value.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dapo.actor.safetensors_file import PIECE_BYTES
+from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
+
+COPIED_BYTES = 16 * PIECE_BYTES
+"""Copied at a time: the progress counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of a Hugging Face tensor that follow each other in a parameter too."""
+
+    name: str
+    start: int
+    rows: int
+
+
+def runs_of(shards: Shards, start: int, stop: int) -> Iterator[Run]:
+    """Rows [start, stop) of the parameter as the checkpoint has it; rows that only pad the vocabulary are none."""
+    begin = 0
+    for run in _all_runs(shards):
+        first, last = max(start, begin), min(stop, begin + run.rows)
+        if first < last:
+            yield Run(run.name, run.start + first - begin, last - first)
+        begin += run.rows
+
+
+def row_elements(shape: tuple[int, ...]) -> int:
+    """Numbers in a row."""
+    return math.prod(shape[1:])
+
+
+def copy_bytes(source: int, source_offset: int, target: int, target_offset: int, count: int) -> Iterator[int]:
+    """From file to file inside the kernel, as `shutil.copy` does; yields the bytes of each piece that is done.
+
+    Raises:
+        OSError: also where `source` ends before.
+    """
+    os.lseek(target, target_offset, os.SEEK_SET)
+    end = source_offset + count
+    while source_offset < end:
+        done = os.sendfile(target, source, source_offset, min(COPIED_BYTES, end - source_offset))
+        if done == 0:
+            raise OSError(f"{count} bytes were asked for, {end - source_offset} of them lie behind the file's end")
+        source_offset += done
+        yield done
+
+
+def _all_runs(shards: Shards) -> Iterator[Run]:
+    match shards:
+        case Replicated() | Split() | GateUp():
+            for name, shape in shards.shapes.items():
+                yield Run(name, 0, shape[0])
+        case QueryKeyValue():
+            rows = {name: shape[0] // shards.groups for name, shape in shards.shapes.items()}
+            for group in range(shards.groups):
+                for name, count in rows.items():
+                    yield Run(name, group * count, count)
+        case _:
+            raise TypeError(f"{shards}: not known how its rows lie in a checkpoint")
