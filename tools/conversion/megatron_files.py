@@ -122,11 +122,13 @@ class CheckpointReader:
             data = [name for name in reader.get_all_records() if name.startswith("data/")]
             if len(data) != 1:
                 return None
-            begin = reader.get_record_offset(data[0])
+            begin = int(reader.get_record_offset(data[0]))  # type: ignore[attr-defined]  # PyTorch's stub lacks it
             part.seek(0)
             with torch.serialization.skip_data():
                 tensor = torch.load(part, map_location="cpu", weights_only=True)
         entry = self.metadata.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
         alike = tensor.is_contiguous() and tensor.dtype == entry.properties.dtype and tensor.shape == sizes
         return place.offset + begin + tensor.storage_offset() * tensor.itemsize if alike else None

@@ -93,7 +93,9 @@ def compare_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[s
 
 
 def _digest(tensor: Tensor) -> str:
-    return ALGORITHMS[ALGORITHM](bytes_of(tensor.contiguous())).hexdigest()
+    digest = ALGORITHMS[ALGORITHM]()
+    digest.update(bytes_of(tensor.contiguous()))
+    return str(digest.hexdigest())
 
 
 def verify_logits(folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool: RankPool) -> float:
