@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
 from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.coordinator.run_dir import CheckpointDamaged
+from megatron_dapo.coordinator.stop_signals import StoppedEarly, stop_at_once
 from megatron_dapo.monitor.console import Console
 
 
@@ -19,14 +20,18 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     """Run it. Every known fault is one message and an exit code; a traceback means a fault of ours."""
     prepare_environment()
     console = Console()
-    try:
-        config = load_config(path, overrides)
-    except ConfigError as error:
-        console.error(str(error))
-        return ExitCode.CONFIG
     again = _resume_command(path, overrides)
     try:
-        _run(config, console)
+        with stop_at_once():
+            try:
+                config = load_config(path, overrides)
+            except ConfigError as error:
+                console.error(str(error))
+                return ExitCode.CONFIG
+            _run(config, console)
+    except StoppedEarly as stopped:
+        console.note(f"{stopped}: stopped before the run began; continue with: {again}")
+        return ExitCode.CONTINUE
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.error(f"interrupted; what was not saved is lost; continue with: {again}")
         return ExitCode.INTERRUPTED

@@ -10,17 +10,15 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.run import run
 from megatron_dapo.coordinator.run_dir import CheckpointDamaged, newest_step
+from megatron_dapo.coordinator.stop_signals import heeded_signals
 from megatron_dapo.coordinator.trainer import TrainerLost
 from megatron_dapo.monitor.console import Console
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what `sbatch --signal` is usually told to send ahead of the time limit."""
 
 
 def run_blocking(config: Config, inputs: Inputs, console: Console) -> dict[str, Any]:
     """Run `config` to its end, through losses of trainer ranks. Returns what `summary.json` holds.
 
-    The first of STOP_SIGNALS saves and raises StopRequested; a second one cancels everything.
+    The first stop signal saves and raises StopRequested; a second one cancels everything.
     """
     return asyncio.run(_with_signals(config, inputs, console))
 
@@ -37,10 +35,8 @@ async def _with_signals(config: Config, inputs: Inputs, console: Console) -> dic
         console.note(f"{number.name}: stopping; what was trained is saved first, a second signal ends at once")
         stop.set_result(None)
 
-    for number in STOP_SIGNALS:
-        # `nohup` wants its SIGHUP ignored. SIGINT is ignored in a script's background, where it must stop a run too.
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, on_signal, number)
+    for number in heeded_signals():
+        loop.add_signal_handler(number, on_signal, number)
     return await task
 
 
