@@ -39,6 +39,9 @@ async def train(parts: Parts, progress: Progress) -> Progress:
             filled = await fill_batch(parts, progress, phases)
         except (TrainerError, TrainerStalled):
             raise  # nobody is left who could save
+        except StopRequested:
+            await _keep(parts, progress)  # a save that fails is an error: "stopped" says that everything is saved
+            raise
         except Exception:
             await _keep_or_say(parts, progress)
             raise
@@ -49,11 +52,15 @@ async def train(parts: Parts, progress: Progress) -> Progress:
     return progress
 
 
+async def _keep(parts: Parts, progress: Progress) -> None:
+    await parts.services.turns.trainer()
+    await parts.checkpoints.keep(progress)
+
+
 async def _keep_or_say(parts: Parts, progress: Progress) -> None:
     """A save that fails while the run ends must not hide why it ends."""
     try:
-        await parts.services.turns.trainer()
-        await parts.checkpoints.keep(progress)
+        await _keep(parts, progress)
     except Exception as error:
         parts.console.note(f"what stood before this step could not be saved: {error}")
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.timeline import Timeline
-from megatron_dapo.coordinator.trainer import Trainer, TrainerLost, TrainerStalled
+from megatron_dapo.coordinator.trainer import Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.coordinator.waits import Stalled, StopRequested, Waits
 
 PROGRESS = SimpleNamespace(rollout_step=1)
@@ -26,26 +26,52 @@ PROGRESS = SimpleNamespace(rollout_step=1)
 def test_what_was_reached_is_saved_unless_the_trainer_cannot(monkeypatch, tmp_path, error, saves):
     saved = []
 
-    async def fail(*_):
-        raise error
-
     async def keep(progress):
         saved.append(progress)
 
     async def turn():
         saved.append("the trainer's turn")
 
+    parts = failing(monkeypatch, tmp_path, error, keep, turn)
+    with pytest.raises(type(error)):
+        asyncio.run(loop.train(parts, PROGRESS))
+    expected = ["the trainer's turn", PROGRESS] if saves else []
+    assert saved == expected, "a trainer that does not answer would be waited for a second time"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(StopRequested(), TrainerError), (Stalled("the servers"), Stalled)], ids=["stop", "error"]
+)
+def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(monkeypatch, tmp_path, error, raised):
+    """Exit code 75 promises that everything is saved, and sends a batch job back into the queue."""
+    noted = []
+
+    async def keep(progress):
+        raise TrainerError("the checkpoint could not be written: no space left on device")
+
+    async def turn():
+        pass
+
+    parts = failing(monkeypatch, tmp_path, error, keep, turn)
+    parts.console = SimpleNamespace(note=noted.append)
+    with pytest.raises(raised):
+        asyncio.run(loop.train(parts, PROGRESS))
+    assert len(noted) == (raised is Stalled)
+
+
+def failing(monkeypatch, tmp_path, error, keep, turn) -> SimpleNamespace:
+    """Parts of a run whose next batch fails with `error`."""
+
+    async def fail(*_):
+        raise error
+
     monkeypatch.setattr(loop, "fill_batch", fail)
-    parts = SimpleNamespace(
+    return SimpleNamespace(
         config=SimpleNamespace(run=SimpleNamespace(rollout_steps=2)),
         checkpoints=SimpleNamespace(keep=keep),
         timeline=Timeline(tmp_path, every=0),
         services=SimpleNamespace(turns=SimpleNamespace(trainer=turn)),
     )
-    with pytest.raises(type(error)):
-        asyncio.run(loop.train(parts, PROGRESS))
-    expected = ["the trainer's turn", PROGRESS] if saves else []
-    assert saved == expected, "a trainer that does not answer would be waited for a second time"
 
 
 def test_ranks_that_do_not_answer_in_time_are_told_apart_from_other_stalls():
