@@ -5,10 +5,12 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.evaluation import Answers
@@ -140,9 +142,12 @@ def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
 async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:
     """Ask the run to stop when `file` appears: a batch script reaches a run in a container by no other way.
 
-    One that is left from an earlier run is removed.
+    One from before this process began was meant for an earlier run and is removed. A younger one counts: a job may be
+    warned while its run still reads its data.
     """
-    file.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        if file.stat().st_mtime < psutil.Process().create_time():
+            file.unlink()
     while not file.exists():
         await asyncio.sleep(STOP_FILE_INTERVAL_S)
     if not stop.done():
