@@ -24,6 +24,7 @@ LEAVE_S = 20.0
 
 STALLED = 4
 LOST = 6
+CONTINUE = 75
 """Exit codes, as megatron_dapo.cli.exit_codes has them."""
 
 
@@ -99,6 +100,9 @@ def lead(job: Job, arguments: list[str]) -> int:
         _write_private(job.folder / "address", address)
         _until(lambda: _all_joined(job, address), job.deadline_s, ray, f"{job.nodes} nodes to join", job)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
+        if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
+            print("told to stop before the run began", flush=True)
+            return CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
         return subprocess.run(command, env={**job.environment, "RAY_ADDRESS": address}, check=False).returncode
     finally:

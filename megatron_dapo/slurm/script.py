@@ -1,5 +1,6 @@
 """The batch script of a run, from its config and a few facts about the cluster."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,28 @@ class SlurmOptions:
     """Shell lines before the run starts: "module load cuda"."""
 
 
+_TIME = re.compile(
+    r"(?P<days>\d+)-(?P<d_hours>\d+)(:(?P<d_minutes>\d+)(:(?P<d_seconds>\d+))?)?"
+    r"|((?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)|(?P<alone>\d+)"
+)
+_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "alone": 60}
+
+
+def limit_s(time: str) -> int | None:
+    """Seconds of a time limit as Slurm writes it ("90", "30:00", "24:00:00", "2-12", "2-12:30"); None: without limit.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE", "0"):
+        return None
+    found = _TIME.fullmatch(time)
+    if not found:
+        raise ConfigError(f"--time {time!r}: no time limit of Slurm's; write it as 24:00:00 or 2-12:00:00")
+    parts = {name.removeprefix("d_"): int(text) for name, text in found.groupdict().items() if text}
+    return sum(_UNITS[name] * number for name, number in parts.items())
+
+
 def nodes_needed(config: Config, options: SlurmOptions) -> int:
     """Fewest nodes that hold the trainer's tensor-parallel groups and the servers, none of which spans two nodes. With
     `run.mode: colocated` the servers are on the trainer's GPUs.
@@ -65,13 +88,22 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
     """The script's text. The run always resumes: a fresh run directory starts at its beginning.
 
     Raises:
-        ConfigError: the run does not fit on `options.nodes` nodes.
+        ConfigError: the run does not fit on `options.nodes` nodes, would save at once or go back at every start, or a
+            name would be read as a line of the script.
     """
+    _check_options(options)
+    if config.run.resume_step is not None:
+        raise ConfigError(
+            f"run.resume_step = {config.run.resume_step}: every start of the job would go back to it; go back once by "
+            "`megatron-dapo train`, and leave it out here"
+        )
     nodes = nodes_needed(config, options)
     if options.nodes is not None and options.nodes < nodes:
         raise ConfigError(f"--nodes {options.nodes}: trainer and servers need at least {nodes} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir = Path(config.run.dir).resolve()
+    for what, name in (("run.dir", run_dir), ("config file", config_file), ("current folder", Path.cwd())):
+        _check_line(what, str(name))
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
     srun = []
     if options.container:
@@ -84,13 +116,14 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
     )
     return environment.get_template("run.sbatch.j2").render(
         config=config_file.name,
-        name=run_dir.name,
+        name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=options.nodes or nodes,
         cpus=options.cpus_per_node,
         gpus=options.gpus_per_node,
         time=options.time,
         warn_s=options.warn_s,
         run_dir=shlex.quote(str(run_dir)),
+        output=shlex.quote(str(run_dir).replace("%", "%%")),  # Slurm's own names begin with %
         cwd=shlex.quote(str(Path.cwd())),
         sbatch=options.sbatch,
         setup=options.setup,
@@ -99,3 +132,20 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         start_deadline_s=ceil(config.run.start_deadline_s),
         train=shlex.join(train),
     )
+
+
+def _check_options(options: SlurmOptions) -> None:
+    limit = limit_s(options.time)
+    if limit is not None and options.warn_s >= limit:
+        raise ConfigError(
+            f"--warn {options.warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
+            "be told to save when it starts; lower the one or raise the other"
+        )
+    for line in options.sbatch:
+        _check_line("--sbatch", line)
+
+
+def _check_line(what: str, text: str) -> None:
+    """What stands in a line of the script that no quotes protect must not end it: the rest would be run."""
+    if not text.isprintable():
+        raise ConfigError(f"{what} = {text!r}: holds a line break or another control character; choose another name")

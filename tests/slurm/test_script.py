@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.slurm.node import Job, NodeError
-from megatron_dapo.slurm.script import SlurmOptions, batch_script, nodes_needed
+from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, nodes_needed
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "qwen2.5_32b").glob("*.yaml"))
@@ -84,3 +84,86 @@ def test_the_container_gets_the_folders_and_the_bare_environment_its_python():
 def test_a_node_that_srun_did_not_start_says_so(tmp_path):
     with pytest.raises(NodeError, match="SLURM_JOB_ID is not set"):
         Job.of(tmp_path, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed", "words"),
+    [
+        (['run.dir="/tmp/a\\nrm -rf b"'], {}, "run.dir = .*line break"),
+        ([], {"sbatch": ("--partition=a\ntouch b",)}, "--sbatch = .*line break"),
+        ([], {"time": "1:00:00\ntouch b"}, "no time limit of Slurm's"),
+        ([], {"time": "10", "warn_s": 600}, "no longer than that"),
+        (["run.resume=true", "run.resume_step=3"], {}, "run.resume_step = 3: every start"),
+    ],
+)
+def test_what_would_make_another_script_of_it_is_refused(overrides, changed, words):
+    with pytest.raises(ConfigError, match=words):
+        script(overrides=overrides, **changed)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("30:10", 1810),
+        ("24:00:00", 86400),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("1-0:0:5", 86405),
+        ("UNLIMITED", None),
+        ("0", None),
+    ],
+)
+def test_time_limits(time, seconds):
+    assert limit_s(time) == seconds
+
+
+def test_slurm_reads_one_job_name_and_takes_no_name_of_its_own_for_a_percent_sign(tmp_path):
+    text = script(overrides=[f"run.dir={tmp_path}/it's 100%j"])
+    assert "#SBATCH --job-name=it_s_100_j\n" in text
+    (output,) = [line for line in text.splitlines() if "--output=" in line]
+    assert shlex.split(output)[1:] == [f"--output={tmp_path}/it's 100%%j/logs/slurm-%j.log"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs the script with programs that stand in for Slurm's: (exit code of the run, bash lines of srun) -> output."""
+    text, programs = script(overrides=[f"run.dir={tmp_path}/run"]), tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "run" / "slurm").mkdir(parents=True)
+    starts = iter(range(100))
+
+    def start(code: int, lines: str = "") -> str:
+        for name, content in (("srun", f"{lines}\nexit {code}"), ("scontrol", 'echo "$@"')):
+            (programs / name).write_text(f"#!/usr/bin/env bash\ncd {tmp_path}/run\n{content}\n")
+            (programs / name).chmod(0o755)
+        environment = {
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": str(next(starts)),
+        }
+        done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout
+
+    return start
+
+
+def test_only_a_run_that_says_continue_goes_back_into_the_queue(job):
+    assert "requeue 7" in job(75)
+    assert "requeue" not in job(6)
+    assert "requeue" not in job(0)
+
+
+def test_starts_that_save_nothing_end_some_time(job):
+    save = "mkdir -p checkpoints; date +%N > checkpoints/latest"
+    shown = [job(75, lines) for lines in ("", "", save, "", "", "")]
+    assert ["requeue" in output for output in shown] == [True] * 5 + [False]
+    assert "raise --time" in shown[-1]
+
+
+def test_a_warning_reaches_the_run_and_one_of_an_earlier_job_does_not(job, tmp_path):
+    (tmp_path / "run" / "stop").touch()
+    assert "left over" not in job(75, "[ -e stop ] && echo left over")
+    warn = "kill -USR1 $PPID; for _ in {1..100}; do [ -e stop ] && { echo seen; break; }; read -t 0.1 <> <(:); done"
+    assert "seen" in job(75, warn)
