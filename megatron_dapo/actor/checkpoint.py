@@ -48,6 +48,7 @@ from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
 from megatron_dapo.actor.shard_writer import ShardWriter, Written
+from megatron_dapo.durable import sync_file
 
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
@@ -149,6 +150,8 @@ class PendingSave:
             digests = {name: digest for one in written for name, digest in one.digests.items()}
             # The rest is rank 0's own: Megatron's common values, the index, the state file, ranks without shards.
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
+            for name in rest:  # Megatron leaves its common values to the system
+                sync_file(self._aside / name)
             put_in_place(self._aside, self._folder, digests | {name: digest_of(self._aside / name) for name in rest})
         except OSError:
             shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before

@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from megatron_dapo.actor.messages import CheckpointDamagedError
+from megatron_dapo.durable import sync_folder
 
 STATE_FILE = "actor.json"
 MANIFEST_FILE = "manifest.json"
@@ -131,9 +132,11 @@ def put_in_place(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
     """Write the manifest of `digests` by file and rename `aside` to `folder`. A checkpoint that stands there is deleted
     last."""
     write_synced(aside / MANIFEST_FILE, Manifest(files=digests).text())
+    sync_folder(aside)
     old = folder.with_name(f"{folder.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -12,11 +12,38 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.waits import StopRequested, Waits
 from megatron_dapo.monitor.status import Heartbeat, read_heartbeat
 
 INTERVAL_S = 2.0
+
+
+ELSEWHERE_S = 3 * INTERVAL_S
+"""How long a run that another machine may hold is watched for a further sign of life."""
+
+
+async def refuse_live_elsewhere(run_dir: RunDir) -> None:
+    """What the lock does on file systems whose locks do not reach beyond a machine (NFS and Lustre can be mounted so).
+
+    Waits only where the last sign of life is another machine's and its run had no end. Clocks are not compared.
+
+    Raises:
+        RunDirError: a run on another machine gives signs of life in this directory.
+    """
+    before = read_heartbeat(run_dir.path)
+    if before is None or before.state != "running" or before.host == socket.gethostname():
+        return
+    waited = 0.0
+    while waited < ELSEWHERE_S:
+        await asyncio.sleep(INTERVAL_S / 4)
+        waited += INTERVAL_S / 4
+        now = read_heartbeat(run_dir.path)
+        if now is not None and now.state == "running" and now.written != before.written:
+            raise RunDirError(
+                f"run.dir = {run_dir.path}: a live run holds it (process {now.pid} on {now.host}), though its lock is "
+                "not seen here; wait for it or choose another"
+            )
 
 
 @asynccontextmanager
@@ -65,4 +92,4 @@ def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str]) -> None:
     beat.written, beat.waits = time.time(), waits
     # A full disk must not end a run whose own files still fit, nor hide the error that it is ending with.
     with contextlib.suppress(OSError):
-        run_dir.write_json("status.json", beat.as_json())
+        run_dir.write_json("status.json", beat.as_json(), durable=False)

@@ -14,7 +14,7 @@ import psutil
 
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.evaluation import Answers
-from megatron_dapo.coordinator.heartbeat import heartbeat
+from megatron_dapo.coordinator.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
 from megatron_dapo.coordinator.parts import Parts, start_parts
@@ -59,6 +59,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
             return done
         console.note("starting trainer and servers")
         waits = Waits(stop)
+        await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
         starting = start_parts(config, inputs, run_dir, console, stack, waits)
         # Every part has a deadline of its own, and names itself; this one only bounds what is between them.

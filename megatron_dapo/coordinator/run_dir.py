@@ -3,11 +3,15 @@
 import json
 import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+from megatron_dapo.durable import sync_folder
+from megatron_dapo.os_errors import naming
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory: nothing of that may be somebody else's."""
@@ -64,7 +68,7 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         self._identity = _identity(self.path / ".lock")
-        (self.path / ".holder").write_text(f"process {os.getpid()}")
+        (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         if not resume and not self._has_run() and not (self.path / "manifest.json").exists():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]
             if taken:
@@ -103,14 +107,25 @@ class RunDir:
                 "directory moved?); what was saved stands there: bring it back and set run.resume=true"
             )
 
-    def write_text(self, name: str, text: str) -> None:
-        """Write a file whole or not at all."""
-        aside = self.path / f".{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, self.path / name)
+    def write_text(self, name: str, text: str, *, durable: bool = True) -> None:
+        """Write a file whole or not at all.
 
-    def write_json(self, name: str, content: Any) -> None:
-        self.write_text(name, json.dumps(content, indent=2) + "\n")
+        Args:
+            durable: on return it is on disk, whatever becomes of the machine. A resume rests on most files; for one
+                that is written every few seconds it is too dear.
+        """
+        aside = self.path / f".{name}.tmp"
+        with naming(aside), aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, self.path / name)
+        if durable:
+            sync_folder(self.path)
+
+    def write_json(self, name: str, content: Any, *, durable: bool = True) -> None:
+        self.write_text(name, json.dumps(content, indent=2) + "\n", durable=durable)
 
     def read_json(self, name: str, *keys: str) -> dict[str, Any]:
         """An object that `write_json` wrote.
@@ -150,6 +165,7 @@ class RunDir:
         folder = self.path / "checkpoints" / f"step_{step}"
         if folder.exists():
             _remove(folder)
+        sync_folder(aside)
         os.replace(aside, folder)
         self._point_latest_at(folder.name)
         for old in self.checkpoints()[:-keep]:
@@ -160,7 +176,7 @@ class RunDir:
         latest = self.path / "checkpoints" / ".latest.tmp"
         latest.write_text(name + "\n")
         os.replace(latest, self.path / "checkpoints" / "latest")
-        _sync_folder(self.path / "checkpoints")
+        sync_folder(self.path / "checkpoints")
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -246,11 +262,3 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 def _read_or(path: Path, otherwise: str) -> str:
     return path.read_text().strip() if path.exists() else otherwise
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

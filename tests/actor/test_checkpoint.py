@@ -1,6 +1,7 @@
 """Checkpoints: a resume goes on bit for bit, at another layout to rounding, and never from a damaged file."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,24 @@ def test_saving_again_replaces_and_leaves_nothing_behind(gloo, model, data, tmp_
         gloo(1, saving, model, {}, data, {}, tmp_path / "step")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     assert "half" not in [path.name for path in (tmp_path / "step").iterdir()]
+
+
+def unsynced(place: RankPlace, folder: Path, data: Columns, target: Path) -> set[str]:
+    """Files and folders of a checkpoint that were not asked to be on disk."""
+    synced, fsync = set(), os.fsync
+
+    def seen(file) -> None:
+        synced.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    os.fsync = seen
+    try:
+        train(place, folder, {}, data, {}, save=target, steps=0)
+    finally:
+        os.fsync = fsync
+    return {path.name for path in (target.parent, target, *target.iterdir()) if path.stat().st_ino not in synced}
+
+
+def test_a_power_cut_takes_nothing_of_a_whole_checkpoint(gloo, model, data, tmp_path):
+    """Megatron writes `common.pt` and `metadata.json` without waiting for the disk."""
+    assert gloo(1, unsynced, model, data, tmp_path / "step") == [set()]

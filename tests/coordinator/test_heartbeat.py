@@ -3,14 +3,15 @@
 import asyncio
 import json
 import os
+import socket
 
 import pytest
 
 from megatron_dapo.coordinator import heartbeat as module
-from megatron_dapo.coordinator.heartbeat import heartbeat
-from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.coordinator.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.waits import StopRequested, Waits
-from megatron_dapo.monitor.status import read_heartbeat
+from megatron_dapo.monitor.status import Heartbeat, read_heartbeat
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_an_error_outlives_the_next_start(run_dir):
 
 
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir, monkeypatch):
-    def full(name, content):
+    def full(name, content, **_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_dir, "write_json", full)
@@ -100,3 +101,44 @@ def test_it_is_never_read_half(run_dir):
     live(run_dir, nothing)
     assert json.loads((run_dir.path / "status.json").read_text())["state"] == "finished"
     assert not list(run_dir.path.glob("*.tmp"))
+
+
+def sign_of(run_dir, *, host: str, state: str = "running") -> Heartbeat:
+    sign = Heartbeat(
+        pid=7,
+        host=host,
+        started=1.0,
+        written=1.0,
+        state=state,
+        rollout_steps=3,
+        waits=[],
+        error=None,
+        error_at=None,
+    )
+    run_dir.write_json("status.json", sign.as_json())
+    return sign
+
+
+def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign = sign_of(run_dir, host="node-9")
+
+    async def test():
+        watching = asyncio.create_task(refuse_live_elsewhere(run_dir))
+        await asyncio.sleep(0.05)
+        sign.written = 0.5
+        run_dir.write_json("status.json", sign.as_json())
+        await watching
+
+    with pytest.raises(RunDirError, match=r"a live run holds it \(process 7 on node-9\)"):
+        asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("host", "state"), [("node-9", "running"), ("node-9", "failed"), (socket.gethostname(), "running")]
+)
+def test_a_dead_one_is_not(run_dir, monkeypatch, host, state):
+    monkeypatch.setattr(module, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign_of(run_dir, host=host, state=state)
+    asyncio.run(refuse_live_elsewhere(run_dir))

@@ -1,6 +1,7 @@
 """The run directory: one writer, nothing of somebody else's, complete checkpoints, the same run at a resume."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,29 @@ def test_nothing_is_saved_to_what_is_left_of_a_lost_mount(tmp_path, replaced):
     with pytest.raises(RunDirLost, match="not the directory that this run began in"):
         run_dir.checkpoint_aside(1)
     assert not (tmp_path / "run" / "checkpoints").exists()
+    run_dir.close()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What has been asked to be on disk, by inode, since it was changed last; a rename keeps the inode."""
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    return synced
+
+
+def test_what_a_resume_rests_on_is_on_disk_when_it_has_its_name(tmp_path, disk):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    run_dir.write_json("heldout_before.json", {})
+    assert {os.stat(path).st_ino for path in (run_dir.path, run_dir.path / "heldout_before.json")} <= disk
+    disk.clear()
+    run_dir.write_json("status.json", {}, durable=False)
+    assert not disk, "every two seconds"
+
+    aside = run_dir.checkpoint_aside(1)
+    (aside / "file").touch()
+    folder = run_dir.publish_checkpoint(aside, 1, keep=1).folder
+    assert {os.stat(path).st_ino for path in (folder, folder.parent)} <= disk
     run_dir.close()
 
 
