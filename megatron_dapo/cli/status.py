@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.coordinator.run_dir import newest_step
+from megatron_dapo.coordinator.run_dir import RunDirError, newest_step
 from megatron_dapo.monitor.console import duration, step_line
 from megatron_dapo.monitor.health import check_health
 from megatron_dapo.monitor.report.alarms import limits_of
@@ -21,18 +21,22 @@ RECENT = 5
 
 
 def status_command(folder: Path) -> ExitCode:
-    """Print it. A dead run is no error of this command; a folder that holds no run is."""
+    """Print it. A dead run is no error of this command; a folder that holds no run, or that cannot be read, is."""
     beat = read_heartbeat(folder)
     try:
         run = read_run(folder, needs_files=beat is None)
-    except (ReportError, MetricsError) as error:
+        checkpoint = newest_step(folder)
+    except (ReportError, MetricsError, RunDirError) as error:
         print(error, file=sys.stderr)
+        return ExitCode.CONFIG
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it", file=sys.stderr)
         return ExitCode.CONFIG
     state = liveness(beat, lock_holder(folder), finished=run.finished)
     screen = Console(highlight=False, soft_wrap=True)
     _print(screen, "run", [str(folder.resolve())])
     _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
-    _print(screen, "progress", _progress(run, beat))
+    _print(screen, "progress", _progress(run, beat, checkpoint))
     if beat is not None and beat.waits:
         age = duration(max(0.0, time.time() - beat.written))
         _print(screen, "waits", [*beat.waits, f"(as of {age} ago, oldest first)"])
@@ -55,9 +59,8 @@ def _print(screen: Console, label: str, lines: list[str], style: str = "") -> No
         screen.print(Text(f"{label if number == 0 else '':<12}") + Text(line, style if number == 0 else ""))
 
 
-def _progress(run: Run, beat: Heartbeat | None) -> list[str]:
+def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
     planned = beat.rollout_steps if beat else run.planned
-    checkpoint = newest_step(run.path)
     kept = f"newest checkpoint after rollout step {checkpoint}" if checkpoint else "no checkpoint yet"
     if not run.lines:
         return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]

@@ -1,14 +1,14 @@
 """Where a run is, alive or dead: from its files, its lock and its last sign of life."""
 
-import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
 from megatron_dapo.monitor.console import duration
 
@@ -49,9 +49,8 @@ class Liveness:
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """The last sign of life; None if there is none that can be read."""
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return Heartbeat(**{field.name: content[field.name] for field in fields(Heartbeat)})
-    except (OSError, ValueError, KeyError, TypeError):
+        return TypeAdapter(Heartbeat).validate_json((folder / FILE).read_bytes())
+    except (OSError, ValueError):
         return None
 
 
@@ -66,7 +65,7 @@ def lock_holder(folder: Path) -> int | None:
         parts = line.split()
         if "->" not in parts and len(parts) >= 6 and parts[5].rpartition(":")[2] == str(inode):
             pid = int(parts[4])
-            if _has_open(pid, folder / ".lock"):
+            if pid > 0 and _has_open(pid, folder / ".lock"):
                 return pid
     return None
 
@@ -99,13 +98,16 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     if beat is None:
         text = "finished" if finished else "not running: no process of this machine holds the lock, and no status.json"
         return Liveness(alive=False, text=text)
-    if beat.state == "running" and beat.host != socket.gethostname() and age <= STALE_S:
-        return Liveness(alive=True, text=f"running, process {beat.pid} on {beat.host} ({duration(age)} ago)")
+    elsewhere = beat.host != socket.gethostname()
+    if beat.state == "running" and elsewhere and abs(age) <= STALE_S:
+        return Liveness(alive=True, text=f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
     if beat.state == "running":
+        unless = " (or its coordinator is stuck)" if elsewhere else ""
+        when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
         return Liveness(
             alive=False,
-            text=f"died without a word: process {beat.pid} on {beat.host} gave its last sign of life "
-            f"{duration(age)} ago; look at the end of logs/, continue with run.resume=true",
+            text=f"died without a word{unless}: process {beat.pid} on {beat.host} gave its last sign of life {when}; "
+            "look at the end of logs/, continue with run.resume=true",
         )
     how = {
         "finished": "finished",

@@ -1,10 +1,12 @@
 """Alive, dead or stuck: what `megatron-dapo status` makes of lock, sign of life and files."""
 
+import io
 import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +40,8 @@ def beat(**changes) -> Heartbeat:
         (beat(), 7, 1001 + STALE_S, True, "no sign of life for 31 s: the coordinator is busy or stuck"),
         (beat(), None, 1001, False, "died without a word"),
         (beat(host="node-3"), None, 1005, True, "process 7 on node-3 (5.0 s ago)"),
-        (beat(host="node-3"), None, 2000, False, "died without a word"),
+        (beat(host="node-3"), None, 2000, False, "died without a word (or its coordinator is stuck)"),
+        (beat(host="node-3"), None, -2000, False, "ahead of this clock"),
         (beat(state="stopped"), None, 1005, False, "continue with run.resume=true"),
         (beat(state="failed"), None, 1005, False, "failed"),
         (beat(state="finished"), None, 1005, False, "finished"),
@@ -102,7 +105,38 @@ def test_no_run(tmp_path, capsys):
     assert "no run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": 1}'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_somebody_elses_run_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
+    folder = write_run(tmp_path / "run", finished=False, steps=2)
+    opened = io.open
+
+    def refuse(file, *arguments):
+        if str(file).endswith(name):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *arguments)
+
+    monkeypatch.setattr(io, "open", refuse)
+    code = status_command(folder)
+    shown = capsys.readouterr()
+    assert "Permission denied" in shown.err + shown.out
+    assert code == (ExitCode.CONFIG if name == "metrics.jsonl" else ExitCode.FINISHED)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
+def test_a_lock_that_no_process_of_this_machine_is_named_for_is_looked_past(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+    line = f"1: OFDLCK ADVISORY  WRITE -1 fe:00:{os.stat(tmp_path / '.lock').st_ino} 0 EOF\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_: line)
+    assert lock_holder(tmp_path) is None
+
+
+STRANGE = (
+    '{"pid": 1, "host": "a", "started": "x", "written": 1, "state": "running", "rollout_steps": 3, "waits": [], '
+    '"error": null, "error_at": null}'
+)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": 1}', STRANGE])
 def test_a_sign_of_life_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "status.json").write_text(content)
     assert read_heartbeat(tmp_path) is None
