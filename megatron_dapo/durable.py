@@ -1,4 +1,5 @@
-"""What is on disk is there after a power cut too: a write leaves the content to the system, a rename the names."""
+"""What a kill, a full disk or a power cut leaves of a file: a write leaves the content to the system, a rename the
+names, and the last line of a file that grows by lines may be half a one."""
 
 import os
 from pathlib import Path
@@ -17,3 +18,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def drop_torn_line(file: Path) -> None:
+    """Cut off what follows the last newline of `file`: what is appended next would else become part of it."""
+    if not file.exists():
+        return
+    with file.open("rb+") as stream:
+        if stream.seek(0, os.SEEK_END) == 0:
+            return
+        stream.seek(-1, os.SEEK_END)
+        if stream.read() == b"\n":
+            return
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)

@@ -55,7 +55,8 @@ async def publish_weights(parts: Parts, version: int) -> WeightSync:
     # A restarted server reads the newest version again, so only the older ones may go.
     for older in folder.parent.glob("v*"):
         if older != folder:
-            shutil.rmtree(older)
+            # NFS keeps a file that a server still has open; what is left goes with the next version.
+            shutil.rmtree(older, ignore_errors=True)
     return WeightSync(
         seconds=time.monotonic() - started,
         bytes=report.bytes,

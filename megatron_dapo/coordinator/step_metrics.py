@@ -19,8 +19,10 @@ from megatron_dapo.coordinator.messages import Admission, ScoredGroup
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.data.prompts import Prompt
+from megatron_dapo.durable import drop_torn_line
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.wording import wording_metrics
+from megatron_dapo.os_errors import naming
 
 
 class MismatchStop(RuntimeError):
@@ -150,7 +152,8 @@ def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, cou
     first = [(group, group.responses[0]) for group in groups[:count]]
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
-    with path.open("a", encoding="utf-8") as file:
+    drop_torn_line(path)
+    with naming(path), path.open("a", encoding="utf-8") as file:
         for group, response in (*first, *disputed[:count]):
             prompt = prompts[group.prompt_index]
             line = {

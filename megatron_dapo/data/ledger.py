@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.durable import drop_torn_line
 from megatron_dapo.os_errors import naming
 
 
@@ -44,7 +45,7 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._drop_torn_line()
+        drop_torn_line(path)  # it was never committed, so nothing rests on it
         self._file = path.open("a", encoding="utf-8")
 
     def record(
@@ -71,15 +72,6 @@ class Ledger:
         if not self._file.closed:
             self.commit()
             self._file.close()
-
-    def _drop_torn_line(self) -> None:
-        """A kill while writing leaves half a line; it was never committed, so nothing rests on it."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.durable import drop_torn_line
+from megatron_dapo.os_errors import naming
+
 FOLDER = "timeline"
 
 
@@ -69,7 +72,8 @@ class SpanFile:
         """Append what was gathered to the file."""
         if self._lines:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            drop_torn_line(self._path)
+            with naming(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._lines) + "\n")
             self._lines = []
 

@@ -42,6 +42,15 @@ def test_a_torn_last_line_is_left_out_and_a_broken_one_named(tmp_path):
         read_spans(tmp_path)
 
 
+def test_a_resumed_run_does_not_write_behind_a_torn_line(tmp_path):
+    write(tmp_path, "rank0", (1, "old"), (2, "old"))
+    file = tmp_path / FOLDER / "rank0.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    write(tmp_path, "rank0", (2, "new"))
+    found = read_spans(tmp_path)
+    assert {step: found[step][0].spans[0].name for step in found} == {1: "old", 2: "new"}
+
+
 def test_nothing_recorded_is_nothing(tmp_path):
     assert read_spans(tmp_path) == {}
     SpanFile(tmp_path, "rank0").write()
