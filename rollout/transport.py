@@ -212,7 +212,17 @@ class GroupTransport:
         self._host = host = address_towards(targets)
         self._world = 1 + sum(target.info.tensor_parallel for target in targets)
         timeout = timedelta(seconds=deadline_s)
-        self._store = TCPStore(host, 0, self._world, is_master=True, timeout=timeout, wait_for_workers=False)
+        # Torch by itself would listen on every interface.
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._store = TCPStore(
+            host,
+            listener.getsockname()[1],
+            self._world,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         self._group: ProcessGroup | None = None
         self._threads = ThreadPoolExecutor(1)
 

@@ -74,6 +74,10 @@ def prepare_environment() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # a run reads what it was given and never a hub
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray's name for "this machine alone". Else it takes the machine's own address, whatever address it is given,
+        # and its processes listen on every interface.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         # Another user of this machine reaches the same loopback ports: only who knows the token may talk to our Ray.
         os.environ["RAY_AUTH_MODE"] = "token"

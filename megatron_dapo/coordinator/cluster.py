@@ -62,7 +62,7 @@ class Cluster:
         except (ClusterError, PlacementError, Stalled):
             self.close()
             raise
-        except (RuntimeError, OSError, ValueError, AssertionError) as error:  # what ray.init raises
+        except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
             self.close()
             raise ClusterError(f"Ray could not be {'joined' if self._folder is None else 'started'}: {error}") from None
         finally:

@@ -1,6 +1,8 @@
 """Process groups come up by the layout, go down again, and no collective waits for ever."""
 
+import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +56,20 @@ def test_ranks_are_ordered_tensor_context_data_pipeline(gloo):
 def test_ranks_of_two_dimensions(gloo):
     got = gloo(4, coordinates, {"tensor": 2, "pipeline": 2}, timeout_s=280)
     assert got == [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)]
+
+
+def listening(place: RankPlace, port: int) -> set[str]:
+    """Addresses that this rank's process listens on."""
+    import psutil
+
+    start(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), {"tensor": 2})
+    return {each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_that_meet_on_loopback_listen_nowhere_else(gloo):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert gloo(2, listening, port) == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
 def test_other_ranks_than_the_layouts_are_refused(gloo):

@@ -57,6 +57,47 @@ print("lost", lost)
     assert "lost True" in finished.stdout, finished.stdout + finished.stderr
 
 
+def test_nobody_outside_this_machine_reaches_the_runs_own_ray():
+    program = """
+import psutil
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+import ray
+from megatron_dapo.coordinator.cluster import Cluster
+cluster = Cluster(processes=1, device="cpu")
+
+@ray.remote
+class Actor:
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+actor = Actor.remote()
+print("node", ray.get(actor.address.remote()))
+me = psutil.Process()
+for process in [me, *me.children(recursive=True)]:
+    for found in process.net_connections("inet"):
+        if found.status == psutil.CONN_LISTEN:
+            print("listens", found.laddr.ip.removeprefix("::ffff:"), process.name())
+cluster.close()
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    lines = finished.stdout.splitlines()
+    assert "node 127.0.0.1" in lines, finished.stdout + finished.stderr
+    listeners = [line.split()[1:] for line in lines if line.startswith("listens")]
+    assert {name for _, name in listeners} >= {"gcs_server", "raylet"}
+    assert {address for address, _ in listeners} == {"127.0.0.1"}, listeners
+
+
+def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")  # Ray's own words, and its own class
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("megatron_dapo.coordinator.cluster.ray.init", init)
+    with pytest.raises(ClusterError, match="Ray could not be started: The current node timed out"):
+        Cluster(processes=1, device="cpu")
+
+
 def test_more_trainer_processes_than_memory_holds_are_refused():
     check_memory(8, 16 << 30)
     with pytest.raises(PlacementError, match=r"1000 trainer processes.* lower actor\.layout"):
