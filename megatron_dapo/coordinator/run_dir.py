@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,16 @@ class RunDir:
         self._lock = FileLock(str(self.path / ".lock"))
         try:
             self._lock.acquire(timeout=0)
+            (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         except Timeout:
             holder = _read_or(self.path / ".holder", "another process")
             raise RunDirError(
                 f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
             ) from None
         except OSError as error:
+            self._lock.release()
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         self._identity = _identity(self.path / ".lock")
-        (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         if not resume and not self._has_run() and not (self.path / "manifest.json").exists():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]
             if taken:
@@ -208,7 +210,8 @@ class RunDir:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
 
     def close(self) -> None:
-        (self.path / ".holder").unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that has become read-only must not hide why the run ends
+            (self.path / ".holder").unlink()
         self._lock.release()
 
 
