@@ -14,7 +14,7 @@ import ray
 import torch
 
 from megatron_dapo.coordinator.placement import PlacementError
-from megatron_dapo.coordinator.waits import Stalled
+from megatron_dapo.coordinator.waits import Stalled, StopRequested
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
@@ -52,16 +52,20 @@ class Cluster:
 
         Raises:
             ClusterError: with Ray's own words, or why the device cannot be had.
+            StopRequested: SIGTERM came meanwhile.
         """
         self._folder: Path | None = None
         self._gcs: psutil.Process | None = None
-        # ray.init takes SIGTERM for itself; the run has a handler of its own, which closes every part.
+        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
         except (ClusterError, PlacementError, Stalled):
             self.close()
             raise
+        except SystemExit:
+            self.close()
+            raise StopRequested from None
         except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
             self.close()
             raise ClusterError(f"Ray could not be {'joined' if self._folder is None else 'started'}: {error}") from None

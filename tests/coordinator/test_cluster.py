@@ -1,5 +1,6 @@
 """Joining a Ray cluster that is not there, and losing one's own."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_dapo.coordinator.cluster import Cluster, ClusterError, check_memory
 from megatron_dapo.coordinator.placement import PlacementError
+from megatron_dapo.coordinator.waits import StopRequested
 from tests.processes import ROOT
 
 
@@ -96,6 +98,19 @@ def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch):
     monkeypatch.setattr("megatron_dapo.coordinator.cluster.ray.init", init)
     with pytest.raises(ClusterError, match="Ray could not be started: The current node timed out"):
         Cluster(processes=1, device="cpu")
+
+
+def test_sigterm_while_ray_starts_is_a_stop(monkeypatch):
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("megatron_dapo.coordinator.cluster.ray.init", init)
+    with pytest.raises(StopRequested):
+        Cluster(processes=1, device="cpu")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_more_trainer_processes_than_memory_holds_are_refused():
