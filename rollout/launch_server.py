@@ -42,6 +42,9 @@ CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled by a C++ compiler that need not be there
 }
 
+MEETING_PLACE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's own variable: where the processes of a server meet, as torch.distributed writes it."""
+
 _PR_SET_PDEATHSIG = 1
 _ENTRY_POINT = "rollout.cpu.plugin:register"
 
@@ -66,6 +69,12 @@ def _values(arguments: Sequence[str], flag: str) -> list[str]:
     return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
 
 
+def meeting_place() -> str:
+    """A file in this process's memory, which only its owner's processes can open, and which is gone when it is.
+    SGLang's own choice is a port that torch opens on every interface."""
+    return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting-place')}"
+
+
 def end_with_parent() -> None:
     """Asks the kernel to kill this process when its parent ends, and ends now if the parent is gone already."""
     parent = os.environ.get(PARENT)
@@ -87,6 +96,8 @@ def main(arguments: Sequence[str]) -> None:
         if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
             sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
         prepare_imports()
+        if not _values(arguments, "--dist-init-addr"):  # else its processes are on several machines
+            os.environ.setdefault(MEETING_PLACE, meeting_place())
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -102,10 +102,12 @@ def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> N
     spec = ServerSpec(
         model_path=folder, device="cpu", dtype="float32", context_length=CONTEXT, seed=0, log_path=tmp_path / "log"
     )
-    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=VOCABULARY, report=print)
+    server = LocalServer(config, spec)
+    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, report=print)
 
     async def work() -> None:
         await fleet.start(START_S)
+        assert listening(server) == {"127.0.0.1"}
         report = await fleet.publish(folder, 1)
         assert report.servers[0].tensors == {"qwen2": 62, "qwen3": 70}[kind]
         asked = requests_of(8, seed=10)
@@ -117,6 +119,14 @@ def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> N
     finally:
         loop.run_until_complete(fleet.close())
         loop.close()
+
+
+def listening(server: LocalServer) -> set[str]:
+    """Addresses that the processes of a server listen on."""
+    assert server.process is not None
+    main = psutil.Process(server.process.pid)
+    found = [each for process in [main, *main.children(recursive=True)] for each in process.net_connections("inet")]
+    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow
