@@ -8,6 +8,7 @@ the CPU seconds and the peak resident memory of this process alone. `--profile` 
 import argparse
 import asyncio
 import cProfile
+import gc
 import pstats
 import sys
 import tempfile
@@ -77,6 +78,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)
     await fleet.start(60.0)
     try:
+        gc.freeze()  # as coordinator.run does
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
         admission = await sampler.fill(1, 0)
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = [stack.enter_context(served(half, first=at * half, compress=options.compress)) for at in range(2)]
         urls = [url for process in processes for url in process]
-        profile = cProfile.Profile() if options.profile else None
+        profile = cProfile.Profile(time.process_time) if options.profile else None
         if profile is None:
             asyncio.run(fill(urls, options, folder))
         else:
