@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 
@@ -202,9 +201,13 @@ def running(*arguments, file_bytes=-1):
     """The command in a process of its own, which may write files of that size."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tools.prepare_data", *arguments]
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would ignore it
+
     return subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True, preexec_fn=limit
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, text=True, preexec_fn=prepare
     )
 
 
