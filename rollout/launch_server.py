@@ -6,16 +6,15 @@ detokenizer; Python imports this module again in each of them, as `__mp_main__` 
 lines act there too. Nothing is written into the installed packages.
 """
 
-import ctypes
 import itertools
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from rollout import cpu
+from rollout.parent import end_with
 
 PARENT = "ROLLOUT_SERVER_PARENT"
 """Environment variable: id of the process whose end also ends this one; absent when a person starts the server."""
@@ -45,7 +44,6 @@ CPU = {
 MEETING_PLACE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's own variable: where the processes of a server meet, as torch.distributed writes it."""
 
-_PR_SET_PDEATHSIG = 1
 _ENTRY_POINT = "rollout.cpu.plugin:register"
 
 
@@ -80,11 +78,7 @@ def end_with_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is None:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the server would outlive its parent")
-    if os.getppid() != int(parent):
-        sys.exit(f"the process {parent} that started this server has ended")
+    end_with(int(parent))
     os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
 
 

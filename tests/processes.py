@@ -69,14 +69,14 @@ class Running:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._kill_all()
+            self.kill_all()
             raise AssertionError(f"still running after {timeout_s} s:\n{self._log.read_text()}") from None
         seconds = time.monotonic() - self._began
         deadline = time.monotonic() + 10
         while (left := self.marked()) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = tuple(f"{process.pid} {' '.join(_command(process))[:200]}" for process in left)
-        self._kill_all()
+        self.kill_all()
         return Finished(code=code, output=self._log.read_text(), seconds=seconds, left_behind=lines)
 
     def marked(self) -> list[psutil.Process]:
@@ -90,7 +90,8 @@ class Running:
                 continue
         return found
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
+        """SIGKILL to all that descends from the command."""
         for process in self.marked():
             process.kill()
 

@@ -1,11 +1,13 @@
 """What the batch script starts on every node: `python -m megatron_dapo.slurm.node --run-dir DIR -- train ...`.
 
 The first node starts Ray's head, writes its address below the run directory, waits until every node has joined, runs
-`megatron-dapo ARGUMENTS` and says when it is done. The others join at that address and leave when it is done.
-Everything that is waited for has a deadline and a name.
+`megatron-dapo ARGUMENTS` and says when it is done. The others join at that address and leave when it is done, or when
+the first node's Ray is gone. Everything that is waited for has a deadline and a name, and what this program starts ends
+with it, however it ends.
 """
 
 import argparse
+import errno
 import json
 import os
 import secrets
@@ -16,11 +18,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from megatron_dapo.slurm.ray_hook import without_client_server
+from rollout.parent import end_with
 
 LOOK_S = 0.5
 LEAVE_S = 20.0
 """For Ray to end its processes."""
+SILENT_S = 15.0
+"""After so long without an answer the first node counts as gone; a port that refuses says so at once."""
 
 STALLED = 4
 LOST = 6
@@ -70,6 +78,8 @@ class Job:
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
                 "RAY_USAGE_STATS_ENABLED": "0",
+                # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
+                "RAY_worker_niceness": "0",
             },
         )
 
@@ -94,7 +104,9 @@ def lead(job: Job, arguments: list[str]) -> int:
     job.folder.mkdir(parents=True, exist_ok=True)
     _write_private(job.folder / "token", secrets.token_hex(32))
     port = _free_port()
-    ray = _start_ray(job, "--head", f"--port={port}", "--include-dashboard=false")
+    # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
+    dashboard = ("--include-dashboard=false", f"--dashboard-port={_free_port()}")
+    ray = _start_ray(job, "--head", f"--port={port}", *dashboard)
     try:
         address = _until(lambda: _head_address(job, port), job.deadline_s, ray, "Ray's head", job)
         _write_private(job.folder / "address", address)
@@ -104,22 +116,32 @@ def lead(job: Job, arguments: list[str]) -> int:
             print("told to stop before the run began", flush=True)
             return CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-        return subprocess.run(command, env={**job.environment, "RAY_ADDRESS": address}, check=False).returncode
+        environment = {**job.environment, "RAY_ADDRESS": address}
+        return subprocess.run(command, env=environment, preexec_fn=_ending_with_us(), check=False).returncode
     finally:
         (job.folder / "done").touch()
         _end(ray)
 
 
 def follow(job: Job) -> int:
-    """Join, and leave when the run is done."""
-    place = job.folder / "address"
+    """Join, and leave when the run is done or the first node is gone; how the run ended is the first node's to say."""
+    place, done = job.folder / "address", job.folder / "done"
     address = _until(lambda: place.read_text() if place.exists() else None, job.deadline_s, None, "the head node", job)
     ray = _start_ray(job, f"--address={address}")
+    heard = time.monotonic()
     try:
-        while not (job.folder / "done").exists():
+        while not done.exists():
             if ray.poll() is not None:
                 print(f"node {job.rank}: Ray ended with code {ray.returncode}: {_output(job)}", file=sys.stderr)
                 return LOST
+            error = _asked(address)
+            if error == 0:
+                heard = time.monotonic()
+            elif error == errno.ECONNREFUSED or time.monotonic() - heard > SILENT_S:
+                if not done.exists():
+                    print(f"node {job.rank}: Ray's head at {address} is gone; leaving", file=sys.stderr)
+                    ray.kill()  # asked to end, it would first look for its head
+                return 0
             time.sleep(LOOK_S)
         return 0
     finally:
@@ -130,15 +152,21 @@ def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
     """`ray start` in the foreground, its output below the job's folder."""
     limits = [f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}", "--disable-usage-stats"]
     # Fixed ports of Ray's own would meet those of another job on a shared node.
-    limits += ["--dashboard-agent-listen-port=0", "--block"]
+    limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0", "--block"]
     with _output(job).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
-            env=dict(job.environment),
+            env={**job.environment, "RAY_START_HOOK": f"{without_client_server.__module__}.without_client_server"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            preexec_fn=_ending_with_us(),  # Ray's own processes then end with this one: it asks the kernel for it
         )
+
+
+def _ending_with_us() -> Callable[[], None]:
+    """For `preexec_fn`: the program ends with this one."""
+    return partial(end_with, os.getpid())
 
 
 def _output(job: Job) -> Path:
@@ -169,10 +197,16 @@ def _head_address(job: Job, port: int) -> str | None:
     """HOST:PORT once the head listens, on the address that Ray itself has chosen for this node."""
     from ray.util import get_node_ip_address
 
-    host = get_node_ip_address()
+    address = f"{get_node_ip_address()}:{port}"
+    return address if _asked(address) == 0 else None
+
+
+def _asked(address: str) -> int:
+    """0 if HOST:PORT takes a connection, else the system's number of the error."""
+    host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return f"{host}:{port}" if probe.connect_ex((host, port)) == 0 else None
+        return probe.connect_ex((host, int(port)))
 
 
 def _all_joined(job: Job, address: str) -> str | None:

@@ -3,14 +3,22 @@
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-START_S = 60.0
+import psutil
+
+from rollout.parent import end_with
+
+START_S = 120.0
+LEAVE_S = 60.0
+"""For cancelled jobs to be gone."""
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -32,6 +40,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
+KillWait=5
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=1000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -63,7 +72,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, str]]:
-    """A cluster of idle nodes. Yields the environment in which sbatch, squeue and scontrol reach it."""
+    """A cluster of idle nodes. Yields the environment in which sbatch, squeue and scontrol reach it.
+
+    No job and no process of it is left at the end, also when the test is interrupted, or told to end.
+    """
     host = socket.gethostname().split(".")[0]
     ports = _free_ports(nodes + 1)
     first = ports[1]
@@ -80,22 +92,60 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, 
     (folder / "state").mkdir(parents=True)
     (folder / "slurm.conf").write_text(text)
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-    daemons = [_munged(folder / "munge")]
+    daemons: list[subprocess.Popen[bytes]] = []
+    handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        daemons.append(subprocess.Popen(["slurmctld", "-D"], env=environment, stderr=subprocess.DEVNULL))
+        daemons.append(_munged(folder / "munge"))
+        daemons.append(_daemon(["slurmctld", "-D"], environment))
         for number in range(1, nodes + 1):
             (folder / f"spool.n{number}").mkdir()
-            command = ["slurmd", "-D", "-N", f"n{number}"]
-            daemons.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+            daemons.append(_daemon(["slurmd", "-D", "-N", f"n{number}"], environment))
         _wait_until_idle(nodes, environment, folder)
         yield environment
     finally:
+        _cancel_jobs(environment)
         for daemon in reversed(daemons):
             daemon.terminate()
             try:
                 daemon.wait(20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+        for process in left_of(folder):
+            process.kill()
+        signal.signal(signal.SIGTERM, handler)
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes of the cluster below `folder`: its steps' keepers, which clear their environment, and what they run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get("SLURM_CONF") == str(folder / "slurm.conf")
+            if not ours and process.name().startswith("slurmstepd"):
+                ours = any(str(socket.laddr).startswith(f"{folder}/") for socket in process.net_connections("unix"))
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _cancel_jobs(environment: dict[str, str]) -> None:
+    """Returns when they are gone, or the controller does not answer."""
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=False, timeout=LEAVE_S)
+    deadline = time.monotonic() + LEAVE_S
+    with suppress(subprocess.TimeoutExpired):
+        run(["scancel", "--user=root"])
+        while run(["squeue", "-h"]).stdout.strip() and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def _daemon(command: list[str], environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Out of a terminal's reach, whose Ctrl-C would end it before its jobs, and gone with this process."""
+    ending: Callable[[], None] = partial(end_with, os.getpid())
+    return subprocess.Popen(
+        command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=ending
+    )
 
 
 def _munged(folder: Path) -> "subprocess.Popen[bytes]":
@@ -106,7 +156,7 @@ def _munged(folder: Path) -> "subprocess.Popen[bytes]":
     key.chmod(0o400)
     options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     arguments = [f"--{name}={folder / file}" for name, file in options.items()]
-    return subprocess.Popen(["munged", "--foreground", "--force", *arguments], stderr=subprocess.DEVNULL)
+    return _daemon(["munged", "--foreground", "--force", *arguments])
 
 
 def _wait_until_idle(nodes: int, environment: dict[str, str], folder: Path) -> None:

@@ -1,6 +1,9 @@
 """The generated script on a real Slurm of two nodes: it starts, is warned, goes back into the queue, ends the run."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +15,7 @@ import pytest
 
 from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
 from tests.processes import ROOT
-from tests.slurm.cluster import slurm_cluster, why_not
+from tests.slurm.cluster import left_of, slurm_cluster, why_not
 
 STEPS = 4
 SMALL = (
@@ -23,7 +26,7 @@ SMALL = (
     "evaluation.limit=4",
 )
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,10 @@ def slurm(tmp_path_factory):
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=2, cpus=2) as environment:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster(folder, nodes=2, cpus=2) as environment:
         yield environment
+    assert not left_of(folder)
 
 
 def write_script(tmp_path: Path, *overrides: str) -> tuple[Path, Path]:
@@ -40,7 +45,7 @@ def write_script(tmp_path: Path, *overrides: str) -> tuple[Path, Path]:
     run_dir, script = tmp_path / "run", tmp_path / "run.sbatch"
     command = [sys.executable, "-m", "megatron_dapo.cli.main", "slurm", "examples/quickstart/dapo.yaml"]
     command += [*SMALL, *overrides, f"run.dir={run_dir}", "--gpus-per-node=0", "--cpus-per-node=2"]
-    command += ["--time=20:00", "--warn=60", f"--setup=export PYTHONPATH={ROOT}", f"--out={script}"]
+    command += ["--time=60:00", "--warn=60", f"--setup=export PYTHONPATH={ROOT}", f"--out={script}"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
     return script, run_dir
 
@@ -50,13 +55,13 @@ def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
     assert "#SBATCH --nodes=2" in script.read_text(), "the trainer's TP group fills a node, the server needs another"
     job = submit(script, slurm)
     log = run_dir / "logs" / f"slurm-{job}.log"
-    until(lambda: f"step 1/{STEPS}" in text(log), 300, log, slurm)
+    until(lambda: f"step 1/{STEPS}" in text(log), 600, log, slurm)
     # As `--signal=B:USR1@60` does when the time limit is near.
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
-    until(lambda: "going back into the queue" in text(log), 120, log, slurm)
+    until(lambda: "going back into the queue" in text(log), 300, log, slurm)
     assert "2 node(s) have joined Ray" in text(log)
-    until(lambda: "resuming after rollout step" in text(log), 200, log, slurm)
-    until(lambda: state(job, slurm) == "COMPLETED", 300, log, slurm)
+    until(lambda: re.search(r"resuming after rollout step [1-9]", text(log)), 600, log, slurm)
+    until(lambda: state(job, slurm) == "COMPLETED", 600, log, slurm)
 
     events = read_ledger(run_dir / "ledger.jsonl")
     check_ledger(events)
@@ -74,9 +79,33 @@ def test_a_run_that_does_not_fit_says_why_before_anything_loads(slurm, tmp_path)
     script.write_text(script.read_text().replace("--nodes=2", "--nodes=1"))
     job = submit(script, slurm)
     log = run_dir / "logs" / f"slurm-{job}.log"
-    until(lambda: state(job, slurm) == "FAILED", 120, log, slurm)
+    until(lambda: state(job, slurm) == "FAILED", 300, log, slurm)
     assert "no node has room for a server (TP 1)" in text(log)
     until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_cluster_that_is_interrupted_leaves_nothing(number, tmp_path):
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    folder = tmp_path / "slurm"
+    program = f"""
+import pathlib, signal, subprocess, time
+from tests.slurm.cluster import slurm_cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with slurm_cluster(pathlib.Path({str(folder)!r}), nodes=1, cpus=1) as environment:
+    subprocess.run(["sbatch", "--output=/dev/null", "--wrap", "srun sleep 1000"], env=environment, check=True)
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any(line == "up\n" for line in iter(process.stdout.readline, ""))
+    until(lambda: any("sleep" in left.name() for left in left_of(folder)), 120, folder / "slurmctld.log", os.environ)
+    process.send_signal(number)
+    process.wait(150)
+    assert not left_of(folder)
 
 
 def submit(script: Path, environment: dict[str, str]) -> str:

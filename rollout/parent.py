@@ -1,0 +1,20 @@
+"""A process that ends with the one that started it, however that one ends: the kernel sees to it."""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if that is not `parent` any more.
+
+    Holds through an exec, so that `preexec_fn` of a process without threads can call it for any program.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; this process would outlive its parent")
+    if os.getppid() != parent:
+        sys.exit(f"the process {parent} that started this one has ended")
