@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from megatron_dapo.folder_lock import FolderHeld, lock_folder
 from megatron_dapo.os_errors import naming
 
 
@@ -22,13 +21,13 @@ def held(folder: Path) -> Iterator[None]:
 
     Raises:
         FolderInUse: another process holds it.
-        OSError: it cannot be made or written.
+        OSError: it cannot be made, written or locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock, holder = FileLock(str(folder / ".lock")), folder / ".holder"
+    holder = folder / ".holder"
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
+        lock = lock_folder(folder)
+    except FolderHeld:
         who = holder.read_text(encoding="utf-8").strip() if holder.exists() else "another process"
         raise FolderInUse(f"--out {folder}: {who} writes there; wait for it or name another folder") from None
     try:

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from megatron_dapo.coordinator.responder import Answer
+from megatron_dapo.folder_lock import FolderHeld, lock_folder
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
 
@@ -32,13 +31,13 @@ class ResponseLog:
         Raises:
             EvaluationError: another process holds the folder, its responses were made with other settings, or one of
                 them cannot be read.
+            OSError: the folder cannot be written or locked.
         """
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(str(folder / ".lock"))
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
+            self._lock = lock_folder(folder)
+        except FolderHeld:
             raise EvaluationError(
                 f"{folder}: another evaluation writes there; wait for it, or give another --out"
             ) from None

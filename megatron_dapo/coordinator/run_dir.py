@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from megatron_dapo.durable import sync_folder
+from megatron_dapo.folder_lock import FolderHeld, lock_folder
 from megatron_dapo.os_errors import naming
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
@@ -58,15 +57,17 @@ class RunDir:
             (self.path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
-        self._lock = FileLock(str(self.path / ".lock"))
         try:
-            self._lock.acquire(timeout=0)
-            (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        except Timeout:
+            self._lock = lock_folder(self.path)
+        except FolderHeld:
             holder = _read_or(self.path / ".holder", "another process")
             raise RunDirError(
                 f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
             ) from None
+        except OSError as error:
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+        try:
+            (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
         except OSError as error:
             self._lock.release()
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
