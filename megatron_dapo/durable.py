@@ -2,6 +2,7 @@
 names, and the last line of a file that grows by lines may be half a one."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -18,6 +19,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Returns when `folder`, everything below it and its own name are on disk, whoever wrote it."""
+    for path, _, files in os.walk(folder):
+        for name in files:
+            sync_file(Path(path, name))
+        sync_folder(Path(path))
+    sync_folder(folder.parent)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; a folder that stands there is deleted last."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def drop_torn_line(file: Path) -> None:

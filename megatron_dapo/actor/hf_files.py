@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.actor.safetensors_file import FilePlan, SafetensorsFile, WeightsError
+from megatron_dapo.durable import put_in_place
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -197,16 +197,6 @@ class SafetensorsWriter:
 def partial_folder(folder: Path) -> Path:
     """Where `folder` is written before it is whole."""
     return folder.with_name(f".{folder.name}.partial")
-
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`; a folder that stands there is deleted last."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_companions(source: Path, target: Path) -> None:

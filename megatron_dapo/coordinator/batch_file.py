@@ -9,6 +9,7 @@ import numpy as np
 from megatron_dapo.coordinator.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.coordinator.messages import ScoredGroup
 from megatron_dapo.coordinator.run_dir import RunDir
+from megatron_dapo.durable import put_in_place, sync_folder
 
 FOLDER = "batches"
 
@@ -16,12 +17,20 @@ FOLDER = "batches"
 def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advantages: np.ndarray) -> None:
     """Keep the groups that rollout step `step` trains on, and drop batches from before the oldest checkpoint.
 
+    Whole or not at all: a resumed run writes a step anew while the batch of its first time is still there.
+
     Args:
         advantages: float32 [R], as the step uses them.
     """
     folder = batch_folder(run_dir.path, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_groups(folder, "batch", groups, {"advantages": advantages.tolist()})
+    for left in folder.parent.glob(".step_*"):  # of a save that was killed
+        shutil.rmtree(left)
+    aside = folder.with_name(f".{folder.name}.tmp")
+    aside.mkdir(parents=True)
+    save_groups(aside, "batch", groups, {"advantages": advantages.tolist()})
+    sync_folder(aside)
+    put_in_place(aside, folder)
+    sync_folder(folder.parent)
     kept = run_dir.checkpoints()
     for old in folder.parent.glob("step_*"):
         if kept and int(old.name.removeprefix("step_")) <= kept[0].step:

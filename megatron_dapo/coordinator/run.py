@@ -24,6 +24,7 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
 from megatron_dapo.coordinator.waits import Waits
+from megatron_dapo.durable import sync_tree
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
 from megatron_dapo.monitor.writer import read_metrics
@@ -99,8 +100,7 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
     after = _as_json(await evaluate(parts, "after"))
     seconds["evaluation_after"] = time.monotonic() - clock
     if parts.config.run.export_at_end:
-        await parts.services.turns.trainer()
-        await parts.services.trainer.export_hf(parts.run_dir.path / "model")
+        await export_model(parts)
     lines = read_metrics(parts.run_dir.path)
     for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
         seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
@@ -121,6 +121,15 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
         "seconds": seconds,
         "examples": _examples(parts.inputs, before, after),
     }
+
+
+async def export_model(parts: Parts) -> None:
+    """Write the trained model. On disk when this returns: the summary that follows says that the run is finished, and a
+    resume then writes nothing again."""
+    await parts.services.turns.trainer()
+    folder = parts.run_dir.path / "model"
+    await parts.services.trainer.export_hf(folder)
+    sync_tree(folder)
 
 
 async def _made_to_work(parts: Parts) -> dict[str, Any] | None:

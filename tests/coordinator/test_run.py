@@ -1,4 +1,4 @@
-"""How a run is asked to stop by a file."""
+"""How a run is asked to stop by a file, and what is on disk before it says that it is finished."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 
 from megatron_dapo.coordinator import run
-from megatron_dapo.coordinator.run import stop_on_file
+from megatron_dapo.coordinator.run import export_model, stop_on_file
 
 
 def stopped_by(file, monkeypatch, *, appears: bool) -> bool:
@@ -43,3 +43,25 @@ def test_one_that_came_while_the_process_read_its_data_counts(tmp_path, monkeypa
     file = tmp_path / "stop"
     file.touch()
     assert stopped_by(file, monkeypatch, appears=False)
+
+
+def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_path, monkeypatch):
+    synced, sync = set(), os.fsync
+
+    def fsync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    async def trainer():
+        pass
+
+    async def export_hf(folder):
+        (folder / "below").mkdir(parents=True)
+        for name in ("model.safetensors", "below/tokenizer.json"):
+            (folder / name).write_text("x")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    services = SimpleNamespace(turns=SimpleNamespace(trainer=trainer), trainer=SimpleNamespace(export_hf=export_hf))
+    asyncio.run(export_model(SimpleNamespace(services=services, run_dir=SimpleNamespace(path=tmp_path))))
+    names = ("", "model", "model/below", "model/model.safetensors", "model/below/tokenizer.json")
+    assert synced == {str(tmp_path / name) for name in names}
