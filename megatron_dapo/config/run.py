@@ -52,8 +52,8 @@ class RunConfig:
     and for the last checkpoint of a run, the step waits as with `false`."""
 
     save_batches: bool = False
-    """Keep each step's batch in `<dir>/batches`, as long as a checkpoint before it is kept: `megatron-dapo replay`
-    computes a step again from both. About 12 bytes a token."""
+    """Keep each step's batch in `<dir>/batches`, as long as a checkpoint before it is kept, and the first step's:
+    `megatron-dapo replay` computes a step again from both. About 12 bytes a token."""
 
     export_at_end: bool = True
     """Write the trained model in Hugging Face format to `<dir>/model` when the run ends."""

@@ -15,7 +15,8 @@ FOLDER = "batches"
 
 
 def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advantages: np.ndarray) -> None:
-    """Keep the groups that rollout step `step` trains on, and drop batches from before the oldest checkpoint.
+    """Keep the groups that rollout step `step` trains on, and drop batches from before the oldest checkpoint. Step 1's
+    stays: it starts from the model that the run was begun with.
 
     Whole or not at all: a resumed run writes a step anew while the batch of its first time is still there.
 
@@ -33,7 +34,7 @@ def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advant
     sync_folder(folder.parent)
     kept = run_dir.checkpoints()
     for old in folder.parent.glob("step_*"):
-        if kept and int(old.name.removeprefix("step_")) <= kept[0].step:
+        if kept and 1 < int(old.name.removeprefix("step_")) <= kept[0].step:
             shutil.rmtree(old)
 
 

@@ -1,11 +1,8 @@
 """Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
 
 import os
-import shutil
 import signal
 import socket
-import tempfile
-from pathlib import Path
 from typing import Literal
 
 import grpc
@@ -14,6 +11,7 @@ import ray
 import torch
 
 from megatron_dapo.coordinator.placement import PlacementError
+from megatron_dapo.coordinator.ray_folder import RayFolder
 from megatron_dapo.coordinator.waits import Stalled, StopRequested
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
@@ -24,10 +22,6 @@ CONNECT_DEADLINE_S = 10.0
 
 RANK_BYTES = 400_000_000
 """Less than any trainer process on the CPU takes before it holds a model."""
-
-LONGEST_PARENT = 24
-"""Characters; Ray adds about 80 of its own to the folder that it is given."""
-
 
 GCS = "gcs_server"
 """Ray's process without which no actor can be called. Ray notices its loss after 60 s, and ends the whole run then."""
@@ -54,7 +48,7 @@ class Cluster:
             ClusterError: with Ray's own words, or why the device cannot be had.
             StopRequested: SIGTERM came meanwhile.
         """
-        self._folder: Path | None = None
+        self._folder: RayFolder | None = None
         self._gcs: psutil.Process | None = None
         # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
@@ -68,7 +62,9 @@ class Cluster:
             raise StopRequested from None
         except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
             self.close()
-            raise ClusterError(f"Ray could not be {'joined' if self._folder is None else 'started'}: {error}") from None
+            raise ClusterError(
+                f"Ray could not be {'joined' if os.environ.get('RAY_ADDRESS') else 'started'}: {error}"
+            ) from None
         finally:
             signal.signal(signal.SIGTERM, handler)
 
@@ -87,9 +83,7 @@ class Cluster:
         use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
-        # Unix sockets lie below this folder, and their paths may have no more than 107 bytes.
-        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp"
-        self._folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=parent))
+        self._folder = RayFolder()
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
@@ -100,7 +94,7 @@ class Cluster:
             logging_level="ERROR",
             # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
             _system_config={"worker_niceness": 0},
-            _temp_dir=str(self._folder),
+            _temp_dir=str(self._folder.path),
             _node_ip_address="127.0.0.1",
         )
         self._gcs = next((child for child in psutil.Process().children() if child.name() == GCS), None)
@@ -113,7 +107,7 @@ class Cluster:
     def close(self) -> None:
         ray.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 def check_memory(processes: int, total: int) -> None:

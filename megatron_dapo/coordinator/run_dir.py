@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_dapo.durable import sync_folder
 from megatron_dapo.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.monitor.shapes import misshapen
 from megatron_dapo.os_errors import naming
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
@@ -137,7 +138,7 @@ class RunDir:
             keys: what it must hold.
 
         Raises:
-            RunDirError: the file is missing or damaged; names it.
+            RunDirError: the file is missing, damaged or of another shape; names it.
         """
         file = self.path / name
         try:
@@ -149,6 +150,8 @@ class RunDir:
         missing = [key for key in keys if not isinstance(content, dict) or key not in content]
         if missing:
             raise RunDirError(f"{file}: damaged, without {', '.join(missing)}; restore it from a copy")
+        if wrong := misshapen(name, content):
+            raise RunDirError(f"{file}: damaged ({wrong}); restore it from a copy")
         return content
 
     def checkpoint_aside(self, step: int) -> Path:

@@ -43,9 +43,9 @@ def test_a_kill_while_a_step_is_saved_again_leaves_its_first_batch_whole(run_dir
     assert [folder.name for folder in batch_folder(run_dir.path, 1).parent.iterdir()] == ["step_1"]
 
 
-def test_batches_from_before_the_oldest_checkpoint_go(run_dir):
-    for step in (1, 2):
+def test_the_batches_that_stay_are_those_whose_beginning_is_there(run_dir):
+    for step in (1, 2, 3):
         save_batch(run_dir, step, [group(step, 1, 5)], ADVANTAGES)
-    run_dir.publish_checkpoint(run_dir.checkpoint_aside(1), 1, keep=1)
-    save_batch(run_dir, 3, [group(3, 1, 5)], ADVANTAGES)
-    assert [folder.name for folder in sorted((run_dir.path / "batches").iterdir())] == ["step_2", "step_3"]
+    run_dir.publish_checkpoint(run_dir.checkpoint_aside(2), 2, keep=1)
+    save_batch(run_dir, 4, [group(4, 1, 5)], ADVANTAGES)
+    assert [folder.name for folder in sorted((run_dir.path / "batches").iterdir())] == ["step_1", "step_3", "step_4"]

@@ -10,6 +10,7 @@ import yaml
 
 from megatron_dapo.monitor.report.evaluations import Evaluation, read_evaluations
 from megatron_dapo.monitor.report.fates import Fates, count_fates
+from megatron_dapo.monitor.shapes import misshapen
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
@@ -110,7 +111,8 @@ def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
 
 
 def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it is something else."""
+    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it is something else, or of
+    another shape than a run's."""
     if not path.exists():
         return {}
     try:
@@ -121,6 +123,9 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         notes.append(f"{path.name} holds no object.")
+        return {}
+    if wrong := misshapen(path.name, content):
+        notes.append(f"{path.name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
         return {}
     return content
 

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.report import report_command
+from megatron_dapo.cli.status import status_command
+from megatron_dapo.monitor.report import tables
 from megatron_dapo.monitor.report.page import report_page
 from megatron_dapo.monitor.report.source import ReportError, read_run
 from tests.monitor.report.folders import HOSTILE, write_lines, write_run
@@ -163,6 +165,62 @@ def test_no_single_file_is_needed(tmp_path, name, content):
     run = read_run(folder)
     assert content is None or run.notes
     assert "Training curves" in page_of(folder).text
+
+
+def nodes(content, path=()):
+    """Paths to everything in a JSON document, itself included; of a list the first element."""
+    yield path
+    if isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else enumerate(content[:1])
+    else:
+        items = ()
+    for key, value in items:
+        yield from nodes(value, (*path, key))
+
+
+def replaced(content, path, value):
+    if not path:
+        return value
+    changed = content.copy()
+    changed[path[0]] = replaced(content[path[0]], path[1:], value)
+    return changed
+
+
+@pytest.mark.parametrize("name", ["summary.json", "heldout_before.json", "manifest.json"])
+def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_said_once(tmp_path, name):
+    folder = write_run(tmp_path / "run", steps=1)
+    if name == "heldout_before.json":
+        (folder / "summary.json").unlink()  # else its figures are not read
+    data = {part: {"path": "x.jsonl", "rows": "1 row", "sha256": "abc"} for part in ("train", "heldout")}
+    more = {"manifest.json": {"host": {"name": "x"}, "model": {"path": "y"}, "command": ["z"], "data": data}}
+    whole = json.loads((folder / name).read_text()) | more.get(name, {})
+    (folder / name).write_text(json.dumps(whole))
+    assert not read_run(folder).notes
+    for path in nodes(whole):
+        for value in (5, "text", [1], {"key": 1}, None):
+            (folder / name).write_text(json.dumps(replaced(whole, path, value)))
+            run = read_run(folder)
+            for shown in (tables.held_out, tables.examples, tables.provenance):  # all that reads these files
+                shown(run)
+            assert len(run.notes) <= 1, (path, value)
+            assert all(note.startswith(name) and "\n" not in note for note in run.notes), (path, value)
+            assert status_command(folder) == ExitCode.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("summary.json", {"heldout": {"before": {"sampled": 0.5}}}, "heldout.before.sampled"),
+        ("summary.json", {"rollout_steps": "12", "heldout": {}}, "rollout_steps"),
+        ("heldout_before.json", {"before": {"sampled": {}}}, "before.sampled.figures: field required"),
+        ("manifest.json", {"data": {"train": 1}}, "data.train"),
+    ],
+)
+def test_a_file_of_another_shape_is_named_with_the_place_in_it(tmp_path, name, content, where, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(json.dumps(content))
+    status_command(folder)
+    assert f"note        {name} is not as a run writes it and is left out ({where}" in capsys.readouterr().out
 
 
 def test_an_empty_metrics_file_gives_a_page_that_says_so(tmp_path):
