@@ -27,3 +27,18 @@ def test_useless_groups_are_counted_whether_they_are_filtered_or_trained_on():
     for seen in (admission([useful], [right, wrong]), admission([useful, right, wrong])):
         metrics = _sampling_metrics(seen, wanted=3)
         assert [metrics[name] for name in names] == [1, 1, 1, 1 / 3]
+
+
+def test_the_bias_ledger_sets_what_is_trained_on_against_all_that_was_written():
+    """By hand: a long and a short useful group, a short one that is all right, a long one that is all wrong."""
+    kept, filtered = [group(0, 2, 30), group(1, 1, 10)], [group(2, GROUP, 4), group(3, 0, 100)]
+    metrics = _sampling_metrics(admission(kept, filtered), wanted=2)
+    assert metrics["bias/accepted_length"] == (30 + 10) / 2
+    assert metrics["bias/generated_length"] == (30 + 10 + 4 + 100) / 4
+    assert metrics["bias/accepted_accuracy"] == (2 + 1) / (2 * GROUP)
+    assert metrics["bias/generated_accuracy"] == (2 + 1 + GROUP + 0) / (4 * GROUP)
+
+
+def test_tokens_are_told_by_what_became_of_them():
+    metrics = _sampling_metrics(admission([group(0, 2, 30)], [group(1, GROUP, 4), group(2, 0, 100)]), wanted=1)
+    assert (metrics["tokens/all_correct"], metrics["tokens/all_wrong"]) == (GROUP * 4, GROUP * 100)
