@@ -20,6 +20,9 @@ _RIVALS = 8
 """Statements looked at for a hedge."""
 
 _MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
+_HEADING = re.compile(r"(?:#{1,6}[ \t]+(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]*\r?")
+_HEADING_LIMIT = 40
+"""Characters of the line."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
 _BRACE = re.compile(r"\\?[{}]")
 _SKIPPED = re.compile(r"[\s*_`}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?")
@@ -95,11 +98,12 @@ _BOXES = ("\\boxed", "\\fbox")
 def last_statement(response: str, prompt: str = "") -> Statement | None:
     """The answer that `response` states last, None if it states none.
 
+    Where there is neither line nor box, a heading `### Answer` is as good as a marker for the line below it.
     A marker with nothing behind it, a box that is never closed, a line copied from the prompt, and what stands in code,
     in comments or struck out are passed over. A response that takes its last statement back states nothing.
     """
     found = _statements(response, prompt)
-    last = next(found, None)
+    last = next(found, None) or _under_heading(response)
     if last is None or is_retracted(response, last.end):
         return None
     return Statement(text=last.text, rivals=_rivals(response, last, found))
@@ -173,6 +177,22 @@ def _last_marker(lower: str, end: int) -> int:
     return at
 
 
+def _under_heading(response: str) -> _Found | None:
+    """The line or display below the last heading that says nothing but `Answer`."""
+    lower = ascii_lower(response)
+    at = len(lower)
+    for _ in range(_ATTEMPTS):
+        at = lower.rfind("answer", 0, at)
+        begin, stop = lower.rfind("\n", 0, max(at, 0)) + 1, lower.find("\n", max(at, 0))
+        if at < 0:
+            break
+        if 0 < stop - begin <= _HEADING_LIMIT and _HEADING.fullmatch(lower, begin, stop):
+            found = _statement_from(response, begin, stop, len(response.rstrip()))
+            hidden = found is None or is_hidden(response, begin, code_blocks(response))
+            return None if hidden else found
+    return None
+
+
 def _box_statement(response: str, at: int, end: int) -> _Found | None:
     opened = open_box(response, at, end)
     if opened is None:
@@ -217,8 +237,12 @@ def _line_statement(response: str, marker: int, end: int) -> _Found | None:
     """The statement behind the marker: the rest of its line, or the next line or display that is not empty."""
     tail = _MARKER_TAIL.match(response, marker + 6, end)
     assert tail is not None, "the caller found a marker here"
-    skipped = _SKIPPED.match(response, tail.end(), end)
-    start = skipped.end() if skipped else tail.end()
+    return _statement_from(response, marker, tail.end(), end)
+
+
+def _statement_from(response: str, marker: int, begin: int, end: int) -> _Found | None:
+    skipped = _SKIPPED.match(response, begin, end)
+    start = skipped.end() if skipped else begin
     stop = _line_end(response, _block_end(response, start, end), end)
     line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
     if not _CONTENT.search(line):

@@ -58,6 +58,8 @@ _PLAIN = re.compile(
 _REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\(?:overline|bar|dot)\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
 _SIGN_AND_MONEY = re.compile(r"(?P<money>[$€£¥₹])?\s*(?P<sign>[+-]?)\s*(?P<debt>[$€£¥₹])?\s*", re.ASCII)
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_CODES = {"USD": "$", "US$": "$", "EUR": "€", "GBP": "£", "RS": "₹", "INR": "₹"}
+_CURRENCY_CODE = re.compile(r"^(USD|US\$|EUR|GBP|Rs|INR)(?![A-Za-z])\.?\s*(?=\d)", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _TO_TWENTY = """
@@ -86,7 +88,7 @@ def read_number(text: str) -> Number | None:
     while text[:1] in ("(", "[") and text[-1:] in (")", "]") and text[1:-1].count(text[0]) == 0:
         text = text[1:-1].strip()
     if text[:1].isalpha():
-        text = _spelled_out(text)
+        text = _spelled_out(_CURRENCY_CODE.sub(lambda code: _CODES[code[1].upper()], text))
     start = _SIGN_AND_MONEY.match(text)
     assert start is not None, "every part of the pattern is optional"
     for pattern, evaluate in _FORMS:
@@ -193,12 +195,13 @@ _NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split()) | frozenset(_NUMBER_WORDS)
 _TEMPERATURES = frozenset({"celsius", "fahrenheit"})
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _WORD = re.compile(r"[A-Za-z]+|°")
+_BASE_TEN = re.compile(r"\s*_\s*(?:10|\{\s*10\s*\}|\{\s*ten\s*\})\s*")
 _SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>° ?[CF]?|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
 
 
 def read_suffix(text: str) -> tuple[str, bool] | None:
     """(unit, percent) that the text behind a number states, None if it makes the number something else."""
-    if not text or text.isspace():
+    if not text or text.isspace() or _BASE_TEN.fullmatch(text):
         return "", False
     found = _SUFFIX.fullmatch(text)
     if found is None or "\\" in text or len(text) > 60:

@@ -135,8 +135,11 @@ def _read_equation(text: str) -> Answer:
 
 _LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _LEAD_IN = re.compile(
+    r"(?:^|(?<=[,;.:] ))"
+    r"(?:(?:\\(?:[Rr]ightarrow|Longrightarrow|implies|to|therefore)(?![A-Za-z])|->|[\u2192\u21d2\u2234])\s*)?"
     r"(?:(?:so|thus|hence|therefore|then|we (?:get|have|obtain)|i get)\b[,:]?\s+)*"
-    r"(?:(?:the|our|my) (?:final |correct )?(?:answer|result|value)\s*(?:is|equals|:)\s*:?\s+)?",
+    r"(?:(?:the|our|my) (?:final |correct )?(?:answer|result|value)\s*(?:is|equals|:)\s*:?\s+)?"
+    r"(?:(?:exactly|only|just)\s+)?",
     re.IGNORECASE,
 )
 _TAIL = re.compile(r"\s+is (?:the|our|my) (?:final |correct )?answer$", re.IGNORECASE)
@@ -195,7 +198,8 @@ def _read_sentence(text: str) -> str | None:
     cut = _SENTENCE_END.search(text)
     head, tail = (text[: cut.start()], text[cut.end() :]) if cut else (text, "")
     head = strip_edges(head)
-    number, again = read_number(head), read_number(strip_edges(tail.removesuffix(")")))
+    reason = strip_edges(tail.removesuffix(")"))
+    number, again = read_number(head), read_number(reason) or _read_equation(reason).number
     if again is not None and (number is None or not number.equals(again)):
         return None  # `3 (four)`
     if again is None and any(character.isdigit() for character in tail):

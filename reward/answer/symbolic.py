@@ -42,7 +42,7 @@ _ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
 _ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
 _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
 _ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
-_LOG_BASE = re.compile(r"\\log\s*_\s*\{?(\d+)\}?\s*\{?(\d+)\}?")
+_LOG_BASE = re.compile(r"\\log\s*_\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d+))")
 _CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
 _BINOMIAL_OF_DIGITS = re.compile(r"\\binom\s*(\d)\s*(\d)")
 _FACTOR_OF_GROUP = re.compile(r"(?<![_^\d.{])(\d+)\s*(?=\()")
@@ -65,7 +65,7 @@ def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
     text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
-    text = _LOG_BASE.sub(r"\\log_{\1}{\2}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
+    text = _LOG_BASE.sub(r"\\log_{\1\2}{\3\4}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
     if "°" in text:
         text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
     text = _FACTOR_OF_GROUP.sub(r"\1\\cdot ", text)  # the library reads `3(1)` as the mixed number 3+1
@@ -226,9 +226,11 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
     `places` decimals decide, which is far below what the expressions could differ by; where no number of decimals that
     can be had is enough, the difference has to vanish by algebra.
     """
-    from sympy import I, simplify
+    from sympy import I, nan, simplify
 
     one, other = one.doit(), other.doit()
+    if nan in (one, other):  # `0/0` is no number
+        return False
     if one.is_finite is False or other.is_finite is False:
         return bool(one == other)
     if not (one.has(I) or other.has(I)):

@@ -109,7 +109,7 @@ _WRAPPERS = re.compile(
     r"operatorname\*?|underline|displaystyle|emph|fbox|boxed|framebox|ensuremath)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
 _LAYOUT = re.compile(
-    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it|blacksquare|qed|Box|checkmark|"
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it|(?:black)?square|qed|Box|checkmark|"
     r"math(?:bf|rm|it|sf|tt)|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])|\\(?:text)?color\{[^{}]*\}"
 )
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])")
@@ -118,6 +118,13 @@ _SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|enspace\b|thinspace\b)|~")
 _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}]*\}")
 _FRACTIONS = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
 _RELATIONS = re.compile(r"\\([lg]e)qslant(?![A-Za-z])")
+_OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
+_STRUCTURE_LIMIT = 600
+"""Characters: the searches for `\\over` and for environments take quadratic time."""
+_ONE_ROW = re.compile(
+    r"\\begin\{(align(?:ed)?|equation|gather(?:ed)?|split)(\*?)\}((?:(?!\\\\).)*?)\\end\{\1\2\}", re.DOTALL
+)
+_ARRAY = re.compile(r"(?:\[|\()\s*\\begin\{array\}\{[clr ]*\}((?:(?!\\begin).)*?)\\end\{array\}\s*(?:\]|\))", re.DOTALL)
 _BARS = re.compile(r"\\[lr]?vert(?![A-Za-z])")
 
 _EDGES_LEFT = " \t\r\n\v\f*_`#~\"'=:,;"
@@ -145,6 +152,11 @@ def clean(text: str) -> str:
         text = _DEGREES.sub("°", text)
         text = _BARS.sub("|", _RELATIONS.sub(r"\\\1", _FRACTIONS.sub(r"\\\1", text)))
         text = text.replace("\\varnothing", "\\emptyset")
+        if "\\over" in text and len(text) <= _STRUCTURE_LIMIT:
+            text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
+        if "\\begin" in text and len(text) <= _STRUCTURE_LIMIT:
+            text = _ONE_ROW.sub(lambda row: f" {row[3].replace('&', ' ')} ", text)
+            text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
         text = _WIDE_SPACES.sub("  ", _SPACES.sub(" ", text)).replace("\\%", "%")
     text = text.replace("{,}", ",")
     if "*" in text:
