@@ -66,10 +66,19 @@ def make_suite(source: str, entry: str | None) -> Suite:
             own.add(node.name)
     if entry is not None and "check" not in own:
         raise ValueError("there is an entry, but the tests define no check(candidate)")
-    names = {*(loaded - own), *([entry] if entry else [])}
+    names = {*(loaded - own), *(_names_in(entry) if entry is not None else ())}
     if not names:
         raise ValueError("the tests call nothing that a response could define")
     return Suite(source=source, entry=entry, names=tuple(sorted(names)))
+
+
+def _names_in(entry: str) -> set[str]:
+    """`{"Solution"}` of `Solution().add`."""
+    try:
+        tree = ast.parse(entry.strip(), "<entry>", "eval")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"the entry is no name or expression of Python: {error}") from None
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
@@ -120,7 +129,7 @@ def _run(suite: Suite, caller: "_Caller") -> bool:
         namespace = {"__name__": "tests"} | caller.stand_ins(suite.names)
         exec(compile(suite.source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
         if suite.entry is not None:
-            namespace["check"](namespace[suite.entry])
+            namespace["check"](eval(compile(suite.entry.strip(), "<entry>", "eval"), namespace))
         for name, value in list(namespace.items()):
             if name.startswith("test") and callable(value) and not isinstance(value, type):
                 value()

@@ -4,12 +4,16 @@ A frame is its length (8 bytes, big endian) and JSON. Numbers, texts, None and b
 else is {"tag": content}. Example: (1, {2}) is {"t": [1, {"s": [2]}]}.
 """
 
+import itertools
 import json
 import os
 import select
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 FRAME_LIMIT = 16 << 20
@@ -18,6 +22,7 @@ ITEMS_LIMIT = 200_000
 
 _LENGTH = struct.Struct(">Q")
 _EXACT = 1 << 53
+_EXPONENT_LIMIT = 10_000
 _ITERATORS: tuple[type, ...] = (
     map,
     filter,
@@ -27,6 +32,17 @@ _ITERATORS: tuple[type, ...] = (
     type(_ for _ in ()),
     type(iter([])),
     type(iter(())),
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+)
+_SEQUENCES: tuple[tuple[str, type[Iterable[Any]]], ...] = (
+    ("l", list),
+    ("t", tuple),
+    ("s", set),
+    ("S", frozenset),
+    ("Q", deque),
+    ("dk", type({}.keys())),
+    ("di", type({}.items())),
+    ("dv", type({}.values())),
 )
 
 
@@ -56,9 +72,13 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return {"b" if isinstance(value, bytes) else "B": bytes(value).hex()}
     if isinstance(value, dict):
         return {"d": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
-    for tag, kind in (("l", list), ("t", tuple), ("s", set), ("S", frozenset)):
+    for tag, kind in _SEQUENCES:
         if isinstance(value, kind):
             return {tag: [encode(item, refer) for item in value]}
+    if isinstance(value, Fraction):
+        return {"q": [hex(value.numerator), hex(value.denominator)]}
+    if isinstance(value, Decimal):
+        return {"D": str(value)}
     if isinstance(value, range):
         return {"r": [value.start, value.stop, value.step]}
     if isinstance(value, _ITERATORS):
@@ -104,10 +124,28 @@ def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
             return range(*inner)
         case "i":
             return iter([decode(item, resolve) for item in inner])
-    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "S": frozenset}
+        case "q":
+            return Fraction(int(inner[0], 16), int(inner[1], 16))
+        case "D":
+            return _decimal(inner)
+        case "dk":
+            return dict.fromkeys(decode(item, resolve) for item in inner).keys()
+        case "di":
+            return dict(decode(item, resolve) for item in inner).items()
+        case "dv":
+            return dict(enumerate(decode(item, resolve) for item in inner)).values()
+    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "S": frozenset, "Q": deque}
     if tag not in kinds:
         raise ValueError(f"unknown tag {tag!r}")
     return kinds[tag]([decode(item, resolve) for item in inner])
+
+
+def _decimal(text: str) -> Decimal:
+    """Raises ValueError for one that takes all memory as an integer."""
+    number = Decimal(text)
+    if number.is_finite() and abs(number.adjusted()) > _EXPONENT_LIMIT:
+        raise ValueError(f"a decimal of the size {number.adjusted()}")
+    return number
 
 
 def send(descriptor: int, message: Any) -> None:

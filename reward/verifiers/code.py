@@ -3,7 +3,7 @@
 The ground truth is a JSON object in one of two forms, either with an optional `cpu_s` (seconds, default 2):
 
     {"tests": "assert add(2, 3) == 5"}                            the tests call what the response defines
-    {"tests": "def check(candidate): ...", "entry": "add"}        the same, HumanEval's way
+    {"tests": "def check(candidate): ...", "entry": "add"}        the same, HumanEval's way; or "Solution().add"
     {"cases": [{"input": "2 3\\n", "output": "5\\n"}]}              the response is a program; all cases must match
 
 The code runs in a process that can compute and nothing else (`reward.code.lock`) and that never holds a test or an

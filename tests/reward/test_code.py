@@ -53,6 +53,16 @@ def right(source: str, **truth: object) -> bool:
          "def f(s): return Counter(re.findall('[a-z]', s))", "assert f('aab') == {'a': 2, 'b': 1}"),
         ("from datetime import datetime\ndef f(s): return datetime.strptime(s, '%Y-%m-%d').day",
          "assert f('2020-02-03') == 3"),
+        ("from fractions import Fraction\nfrom decimal import Decimal\n"
+         "def f(): return Fraction(-1, 3), Decimal('0.10')",
+         "from fractions import Fraction\nfrom decimal import Decimal\n"
+         "assert f() == (Fraction(-1, 3), Decimal('0.1')) and str(f()[1]) == '0.10'"),
+        ("from collections import deque\nfrom itertools import permutations\n"
+         "def f(): return deque([1]), permutations('ab'), {1: [2]}.keys(), {1: [2]}.items(), {1: [2]}.values()",
+         "a, b, c, d, e = f()\nassert list(a) == [1] and len(list(b)) == 2 and 1 in c and list(d) == [(1, [2])]\n"
+         "assert list(e) == [[2]]"),
+        ("class Bad(ValueError): pass\ndef f(): raise Bad('no')",
+         "try:\n    f()\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert False"),
     ],
 )  # fmt: skip
 def test_right_code_passes(source, tests):
@@ -64,6 +74,11 @@ def test_humanevals_form():
     assert right(ADD, tests=check, entry="add")
     assert not right(ADD.replace("+", "-"), tests=check, entry="add")
     assert not right(ADD, tests=check, entry="plus")
+    method = "class Solution:\n    def add(self, a, b): return a + b"
+    assert right(method, tests=check, entry="Solution().add")
+    assert not right(method.replace("+", "-"), tests=check, entry="Solution().add")
+    with pytest.raises(VerifierError, match="the entry is no name or expression"):
+        right(ADD, tests=check, entry="add(")
 
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
@@ -365,6 +380,6 @@ def test_values_pass_exactly(value):
 def test_what_is_no_value_is_refused():
     with pytest.raises(NotPlain):
         encode(threading.Lock())
-    for content in ([1], {}, {"z": 1}, {"t": [1], "l": []}, 1.5, {"o": 1}):
+    for content in ([1], {}, {"z": 1}, {"t": [1], "l": []}, 1.5, {"o": 1}, {"D": "1e99999999"}):
         with pytest.raises((ValueError, TypeError)):
             decode(content)
