@@ -179,7 +179,7 @@ def _last_marker(lower: str, end: int) -> int:
 
 def _under_heading(response: str) -> _Found | None:
     """The line or display below the last heading that says nothing but `Answer`."""
-    if "#" not in response and "**" not in response:
+    if ("nswer" not in response and "NSWER" not in response) or ("#" not in response and "**" not in response):
         return None
     lower = ascii_lower(response)
     at = len(lower)
