@@ -9,6 +9,14 @@ from megatron_dapo.cli import train
 from megatron_dapo.cli.exit_codes import ExitCode
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """Under `nohup` SIGHUP is ignored, and a run leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_stop_signal_while_data_and_parts_are_read_means_continue_me(number, tmp_path, monkeypatch, capfd):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
