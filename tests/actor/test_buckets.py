@@ -1,5 +1,6 @@
 """Buckets of the whole model: every tensor once and bit-exact in every layout, within the budget of memory."""
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def extra_memory(place: RankPlace, folder: Path, layout: dict, budget: int) -> t
     """(bytes above what the process held before, buckets) of a rank, in the second of two passes."""
     from megatron_dapo.actor.buckets import stream_weights
 
+    _give_freed_memory_back()
     built = build(place, folder, layout)
     for _ in range(2):
         sink = Measured() if place.rank == 0 else None
@@ -101,6 +103,12 @@ def extra_memory(place: RankPlace, folder: Path, layout: dict, budget: int) -> t
         stream_weights(built.chunks, built.hf, dtype=torch.float32, bucket_bytes=budget, sink=sink)
         peak = _memory("VmHWM")
     return peak - before, sink.sizes if sink else []
+
+
+def _give_freed_memory_back() -> None:
+    """glibc would keep what is freed below a threshold that it raises by itself, to 32 MiB: noise of a parameter."""
+    threshold = -3  # M_MMAP_THRESHOLD, malloc.h
+    assert ctypes.CDLL(None).mallopt(threshold, 1 << 20) == 1
 
 
 def _memory(field: str) -> int:
@@ -126,5 +134,5 @@ def test_no_rank_holds_more_than_two_buckets_besides_the_model(gloo, tmp_path, l
     assert sum(size for size, _ in sizes) > 280 * MIB
     assert len(sizes) > 8
     print(f"{layout}: rank 0 took {rank_zero / MIB:.0f} MiB, rank 1 {rank_one / MIB:.0f} MiB; bucket {budget / MIB}")
-    assert 0 < rank_zero < 2 * budget
+    assert budget < rank_zero < 2 * budget
     assert rank_one < 2 * budget
