@@ -1,7 +1,7 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +13,7 @@ import orjson
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.messages import SamplingParams
 from rollout.reply import Reply, read_reply
+from rollout.stream import StreamedError, events, join_segments, read_segment
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
@@ -23,7 +24,7 @@ _RETRY_LATER = (408, 425, 429)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
     """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1,
-    deterministic=False)"""
+    deterministic=False, streams=True)"""
 
     version: str
     device: str
@@ -32,6 +33,8 @@ class ServerInfo:
     tensor_parallel: int
     deterministic: bool = False
     """Whether it heeds the seeds of requests."""
+    streams: bool = False
+    """Whether it can pass on a response in segments that do not repeat each other."""
 
 
 class SglangClient:
@@ -67,11 +70,21 @@ class SglangClient:
             await session.close()
 
     async def generate(
-        self, rid: str, prompt_ids: np.ndarray, sampling: SamplingParams, *, seed: int | None = None
+        self,
+        rid: str,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        seed: int | None = None,
+        segments: list[Reply] | None = None,
     ) -> Reply:
         """Draws a response to int32 [P] ids. `rid` must not begin like another one: aborts match by prefix.
 
         The request's deadline is the caller's to keep: who aborts at it has `control_deadline_s` to get what was drawn.
+
+        Args:
+            segments: of a server that `streams`: filled with the response's parts as they come, so that the caller has
+                them if the server is lost. Emptied if one of them cannot be read.
         """
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -93,9 +106,30 @@ class SglangClient:
             "logprob_start_len": -1,
         }
         deadline_s = self.request_deadline_s + self.control_deadline_s
-        content = await self._call("POST", "/generate", body, deadline_s)
-        with _readable(self.url, "/generate"):
-            return read_reply(content)
+        if segments is None:
+            content = await self._call("POST", "/generate", body, deadline_s)
+            with _readable(self.url, "/generate"):
+                return read_reply(content)
+        complete = False
+        async with self._answer("POST", "/generate", {**body, "stream": True}, deadline_s) as response:
+            async for event in events(response.content):
+                complete = self._take(event, segments)
+        if not complete:
+            raise ServerUnavailable(f"{self.url}/generate: the answer stopped before the response's end")
+        return join_segments(segments)
+
+    def _take(self, event: bytes, segments: list[Reply]) -> bool:
+        """Appends the segment of a stream; returns whether it was the last one."""
+        try:
+            with _readable(self.url, "/generate"):
+                segment, last = read_segment(event)
+        except StreamedError as error:
+            raise _kind_of(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
+        except ServerUnavailable:
+            segments.clear()
+            raise
+        segments.append(segment)
+        return last
 
     async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
         """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
@@ -139,6 +173,7 @@ class SglangClient:
                 dtype=answer["dtype"],
                 tensor_parallel=answer["tp_size"],
                 deterministic=bool(answer.get("enable_deterministic_inference", False)),
+                streams=bool(answer.get("incremental_streaming_output", False)),
             )
 
     async def weight_label(self) -> str:
@@ -270,6 +305,14 @@ class SglangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
         """The body of a 200 answer."""
+        async with self._answer(method, path, body, deadline_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A 200 answer, whose body is to be read; what breaks meanwhile becomes one of the two errors."""
         if self._closed:  # a call that was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
         if self._session is None:
@@ -287,15 +330,14 @@ class SglangClient:
                 headers={} if body is None else {"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=deadline_s),
             ) as response:
-                content = await response.read()
+                if response.status != 200:
+                    words = (await response.read()).decode(errors="replace")[:1000]
+                    raise _kind_of(response.status)(f"{self.url}{path}: {response.status}: {words}")
+                yield response
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status != 200:
-            kind = _kind_of(response.status)
-            raise kind(f"{self.url}{path}: {response.status}: {content.decode(errors='replace')[:1000]}")
-        return content
 
 
 def _kind_of(status: int) -> type[RolloutError]:

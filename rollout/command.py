@@ -60,6 +60,9 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")
+    elif config.stream_every:
+        flags.append("--incremental-streaming-output")
+        arguments["--stream-interval"] = str(config.stream_every)
     if spec.shares_memory and spec.device == "cuda":
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if spec.device == "cpu":

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,9 @@ from rollout.messages import FinishReason, Generation, GenerationRequest, Sampli
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
-from rollout.response import check_usable, ended, join, served
+from rollout.response import Drawn, check_usable, ended, join, served
 from rollout.server import Engine
+from rollout.stream import join_segments
 from rollout.supervision import Supervisor
 from rollout.timing import Timing
 
@@ -134,7 +134,7 @@ class RolloutFleet:
         """One response. Waits for a free place at a server, and survives the loss of servers and publishes.
 
         A publish interrupts the response; it goes on from the tokens it has, so each token has one weight version.
-        After the loss of its server, what that server had drawn since is drawn again.
+        After the loss of its server it goes on elsewhere, from what that one had passed on (`rollout.stream_every`).
 
         Raises:
             ValueError: a token id outside the vocabulary, which would end a server.
@@ -147,23 +147,21 @@ class RolloutFleet:
         attempts = 0
         failed: Member | None = None
         while True:
-            drawn = await self._one_part(request, parts, attempts, failed)
+            drawn = await self._one_part(request, parts, failed)
             reply, failed = drawn.reply, None
-            if reply is None:
-                attempts, failed = attempts + 1, drawn.member
-                await self._pause(attempts)
-                continue
-            parts.append((reply, drawn.version))
-            left = request.sampling.max_new_tokens - sum(part.token_ids.size for part, _ in parts)
-            if reply.finish_reason is not FinishReason.ABORT or left <= 0 or ended(request.sampling, reply):
-                return join(request, parts)
+            if reply is not None:
+                parts.append((reply, drawn.version))
+                left = request.sampling.max_new_tokens - sum(part.token_ids.size for part, _ in parts)
+                if reply.finish_reason is not FinishReason.ABORT or left <= 0 or ended(request.sampling, reply):
+                    return join(request, parts)
             if not drawn.interrupted:
                 attempts, failed = attempts + 1, drawn.member
-                self._count(request.request_id, attempts, f"{failed.url} ended the response before its end")
+                self._count(request.request_id, attempts, drawn.problem)
+                await self._pause(attempts)
 
     async def _one_part(
-        self, request: GenerationRequest, parts: list[tuple[Reply, int]], attempts: int, avoid: Member | None
-    ) -> "_Drawn":
+        self, request: GenerationRequest, parts: list[tuple[Reply, int]], avoid: Member | None
+    ) -> Drawn:
         """What a server draws after `parts`; `avoid`: not this one, if there is another."""
         prompt = np.concatenate([request.prompt_ids, *(part.token_ids for part, _ in parts)])
         left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
@@ -172,30 +170,57 @@ class RolloutFleet:
         member = await self._balancer.acquire(request.group_id, request.priority, avoid)
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
+        segments: list[Reply] | None = [] if self._streams(member) else None
+        reply: Reply | None
+        problem, interrupted = f"{member.url} ended the response before its end", False
         try:
-            reply = await member.call(self._draw(member, rid, prompt, sampling, seed))
+            reply = await member.call(self._draw(member, rid, prompt, sampling, seed, segments))
             self._check_reply(member, reply, left)
             member.answered = time.monotonic()
-            if self._observe is not None:
-                self._observe(served(request, member.url, prompt, reply, version, start))
-            return _Drawn(reply, version, self._publisher.interruptions > publishes, member)
+            interrupted = self._publisher.interruptions > publishes
         except ServerUnavailable as error:
             if member.state is State.READY:
                 member.enter(State.SUSPECT, str(error))
             self._abort(member, rid)
-            self._count(request.request_id, attempts + 1, str(error))
-            return _Drawn(None, version, False, member)
+            reply, problem = self._passed_on(member, segments, left), str(error)
         except asyncio.CancelledError:
             self._abort(member, rid)
             raise
         finally:
             self._balancer.release(member)
+        if self._observe is not None and reply is not None:
+            self._observe(served(request, member.url, prompt, reply, version, start))
+        return Drawn(reply, version, interrupted, member, problem)
+
+    def _streams(self, member: Member) -> bool:
+        """Whether what a server draws is to be passed on before its end. Not where the same tokens are asked for to the
+        bit: those that go on from a prefix are computed in another order than those that were drawn at one go."""
+        wanted = self.config.stream_every > 0 and not self.config.deterministic
+        return wanted and member.info is not None and member.info.streams
+
+    def _passed_on(self, member: Member, segments: list[Reply] | None, asked: int) -> Reply | None:
+        """What a server that failed had sent of a response, if it can be used."""
+        if not segments:
+            return None
+        reply = join_segments(segments)
+        try:
+            self._check_reply(member, reply, asked)
+        except RolloutError:
+            return None
+        return reply if reply.token_ids.size else None
 
     async def _draw(
-        self, member: Member, rid: str, prompt: np.ndarray, sampling: SamplingParams, seed: int | None
+        self,
+        member: Member,
+        rid: str,
+        prompt: np.ndarray,
+        sampling: SamplingParams,
+        seed: int | None,
+        segments: list[Reply] | None,
     ) -> Reply:
         """At the deadline the response is ended, and a server that is merely slow answers with what it has."""
-        answer = asyncio.ensure_future(member.client.generate(rid, prompt, sampling, seed=seed))
+        call = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments)
+        answer = asyncio.ensure_future(call)
         try:
             await asyncio.wait({answer}, timeout=self.config.request_deadline_s)
             if not answer.done():
@@ -367,15 +392,3 @@ class RolloutFleet:
         task = asyncio.ensure_future(abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-
-class _Drawn(NamedTuple):
-    """What became of one call to a server."""
-
-    reply: Reply | None
-    """None if the server failed."""
-    version: int
-    """Of the weights."""
-    interrupted: bool
-    """Whether an abort was a publish's."""
-    member: Member

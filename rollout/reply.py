@@ -49,7 +49,8 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
 
-    finish_reason: _Finish
+    finish_reason: _Finish | None
+    """None in a segment of a stream that is not the last one."""
     output_token_logprobs: list[_Token] | None = None
     weight_version: str | int | None = None
 
@@ -69,11 +70,24 @@ def read_reply(content: bytes) -> Reply:
     Raises:
         ValueError, KeyError: not an answer of /generate, or one that contradicts itself.
     """
+    reply, ends = read_part(content)
+    if not ends:
+        raise KeyError("finish_reason")
+    return reply
+
+
+def read_part(content: bytes) -> tuple[Reply, bool]:
+    """(what was drawn, whether that is the end); where it is not, the finish reason is ABORT.
+
+    Raises:
+        As `read_reply`.
+    """
     answer = _ANSWER.decode(content)
     meta = answer.meta_info
-    reason = _REASONS[meta.finish_reason.type]
-    if isinstance(meta.finish_reason.matched, str):  # no request of ours names a text to stop at
-        raise ValueError(f"the response was ended by {meta.finish_reason.matched!r}")
+    finish = meta.finish_reason or _Finish(type="abort")
+    reason = _REASONS[finish.type]
+    if isinstance(finish.matched, str):  # no request of ours names a text to stop at
+        raise ValueError(f"the response was ended by {finish.matched!r}")
     drawn = meta.output_token_logprobs
     if drawn is None:
         # A request that is aborted before its first token has no log-probs at all.
@@ -85,12 +99,9 @@ def read_reply(content: bytes) -> Reply:
         raise ValueError("output_ids and output_token_logprobs disagree")
     with np.errstate(over="ignore"):  # `check_reply` refuses what is infinite
         log_probs = np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn))
-    return Reply(
-        token_ids=ids,
-        log_probs=log_probs,
-        finish_reason=reason,
-        weight_label=None if meta.weight_version is None else str(meta.weight_version),
-    )
+    label = None if meta.weight_version is None else str(meta.weight_version)
+    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label)
+    return reply, meta.finish_reason is not None
 
 
 def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:

@@ -2,15 +2,31 @@
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from rollout.balancer import Member
 from rollout.errors import ServerRefused, ServerUnavailable
 from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams, ServedPart
 from rollout.reply import Reply, check_reply
 
 KEPT_BACK = 8
 """SGLang leaves a few tokens of its context empty (2 in 0.5.17): by so much may a longest prompt's response be cut."""
+
+
+class Drawn(NamedTuple):
+    """What became of one call to a server."""
+
+    reply: Reply | None
+    """None if the server failed."""
+    version: int
+    """Of the weights."""
+    interrupted: bool
+    """Whether an abort was a publish's."""
+    member: Member
+    problem: str
+    """Why it is not the whole rest."""
 
 
 def check_usable(reply: Reply, asked: int, vocab_size: int, url: str) -> None:

@@ -66,9 +66,12 @@ async def fill_under_faults(
     batches: int,
     faults: int,
     timing: Timing,
+    stream_interval: int | None = None,
 ) -> None:
     script = Script(max_new_tokens=LONGEST, median_tokens=300)
     engines = [ScriptedServer(script, Speed(compress=20), seed) for seed in range(servers)]
+    for engine in engines:
+        engine.stream_interval = stream_interval
     rollout = RolloutConfig(max_running_requests=32, max_attempts=100, fleet_deadline_s=30.0)
     fleet = RolloutFleet(rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=timing)
     generator = GroupGenerator(
@@ -115,12 +118,16 @@ async def fill_under_faults(
     check_ledger(read_ledger(folder / "ledger.jsonl"))
 
 
-def test_nothing_is_lost_or_doubled_while_servers_die_and_freeze(tmp_path: Path) -> None:
-    asyncio.run(fill_under_faults(tmp_path, servers=8, prompts=12, group_size=8, batches=2, faults=6, timing=SOON))
+@pytest.mark.parametrize("stream_interval", [None, 64])
+def test_nothing_is_lost_or_doubled_while_servers_die_and_freeze(tmp_path: Path, stream_interval: int | None) -> None:
+    size = {"servers": 8, "prompts": 12, "group_size": 8, "batches": 2, "faults": 6}
+    asyncio.run(fill_under_faults(tmp_path, **size, timing=SOON, stream_interval=stream_interval))
 
 
 @pytest.mark.slow
 def test_nothing_is_lost_or_doubled_over_64_servers(tmp_path: Path) -> None:
     asyncio.run(
-        fill_under_faults(tmp_path, servers=64, prompts=128, group_size=16, batches=3, faults=60, timing=PATIENT)
+        fill_under_faults(
+            tmp_path, servers=64, prompts=128, group_size=16, batches=3, faults=60, timing=PATIENT, stream_interval=64
+        )
     )

@@ -46,7 +46,11 @@ def make_place(
     folder, reports = root / kind, list[str]()
     model = save_model(folder, kind, seed=1, **changes)
     config = RolloutConfig(
-        deterministic=deterministic, max_running_requests=64, kv_cache_tokens=32768, memory_fraction=0.5
+        deterministic=deterministic,
+        max_running_requests=64,
+        kv_cache_tokens=32768,
+        memory_fraction=0.5,
+        stream_every=16,
     )
     spec = ServerSpec(
         model_path=folder,

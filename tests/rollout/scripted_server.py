@@ -110,7 +110,7 @@ class ScriptedServer(StandIn):
             await asyncio.sleep(60)
         return await super()._info(request)
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         asked = orjson.loads(await request.read())
         self.requests += 1
         ids, wanted = asked["input_ids"], asked["sampling_params"]["max_new_tokens"]
@@ -120,27 +120,58 @@ class ScriptedServer(StandIn):
         self._cached.add(prompt)
         tag = ids[PROMPT_TOKENS] - FIRST_TAG if drawn else self._random.randrange(TAGS)
         length, _ = self.script.response(prompt, tag)
-        self.running[asked["rid"]] = ended = asyncio.Event()
+        self.running[asked["rid"]] = abort = Abort()
         self.most_running = max(self.most_running, len(self.running))
+        stream = await self._stream(request) if asked.get("stream") else None
+        at, end = drawn, min(length, drawn + wanted)
         try:
-            new = await self._decoding.draw(min(wanted, length - drawn), prefill, ended)
+            while True:
+                # A segment ends with the first token, the next ones after so many more, as a real server's.
+                most = end if stream is None else min(end, at + (1 if at == drawn else self.stream_interval or end))
+                sent, at = at, at + await self._decoding.draw(most - at, prefill if at == drawn else 0, abort.renewed())
+                if self.frozen:
+                    await asyncio.sleep(60)
+                self.tokens_drawn += at - sent
+                if stream is None or at == end or abort.is_set():
+                    break
+                await self._send(stream, self._answer(prompt, tag, sent, at, None))
         finally:
             self.running.pop(asked["rid"], None)
-        if self.frozen:
-            await asyncio.sleep(60)
-        self.tokens_drawn += new
-        return self._answer(prompt, tag, drawn, drawn + new, wanted)
+        answer = self._answer(prompt, tag, sent, at, _reason(at == length, at == drawn + wanted, wanted))
+        if stream is None:
+            return web.Response(body=answer, content_type="application/json")
+        await self._send(stream, answer)
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
 
-    def _answer(self, prompt: int, tag: int, start: int, stop: int, wanted: int) -> web.Response:
-        length, _ = self.script.response(prompt, tag)
-        reason = b'{"type":"abort","message":"Abort"}'
-        if stop == length:
-            reason = b'{"type":"stop","matched":2}'
-        if stop - start == wanted:
-            reason = b'{"type":"length","length":%d}' % wanted
+    def _answer(self, prompt: int, tag: int, start: int, stop: int, reason: bytes | None) -> bytes:
         entries, words = self.script.body(prompt, tag, start, stop)
         body = (
             b'{"output_ids":[%b],"meta_info":{"finish_reason":%b,"weight_version":"%b","output_token_logprobs":[%b]}}'
         )
-        content = body % (words, reason, self.label.encode(), entries)
-        return web.Response(body=content, content_type="application/json")
+        return body % (words, reason or b"null", self.label.encode(), entries)
+
+
+class Abort(asyncio.Event):
+    """Set by others to end a request; whatever it is drawing then ends too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._piece = asyncio.Event()
+
+    def renewed(self) -> asyncio.Event:
+        """Set when the tokens drawn next are there, or by an abort."""
+        self._piece = asyncio.Event()
+        if self.is_set():
+            self._piece.set()
+        return self._piece
+
+    def set(self) -> None:
+        super().set()
+        self._piece.set()
+
+
+def _reason(stops: bool, is_cut_off: bool, wanted: int) -> bytes:
+    if is_cut_off:
+        return b'{"type":"length","length":%d}' % wanted
+    return b'{"type":"stop","matched":2}' if stops else b'{"type":"abort","message":"Abort"}'

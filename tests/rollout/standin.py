@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import orjson
 from aiohttp import web
 
 from rollout.checksums import expected_checksums
@@ -47,6 +48,11 @@ class StandIn:
         self.prompts: list[list[int]] = []
         self.groups: list[str] = []
         self.aborted_single: list[str] = []
+        self.stream_interval: int | None = None
+        """Tokens of a segment; None: a server that cannot stream without repeating itself."""
+        self.spoils: Callable[[int], bytes | None] = lambda number: None
+        """Number of the segment, over all streams -> what is sent in its place, if anything."""
+        self.segments = 0
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0
         self.paused = False
@@ -133,12 +139,13 @@ class StandIn:
             await asyncio.sleep(60)
         memory = [{"memory_usage": {"weight": 1.5, "kvcache": 2.0}}]
         info = {"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
+        info["incremental_streaming_output"] = self.stream_interval is not None
         return web.json_response(info)
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         assert not self.released
         number = len(self.prompts)
@@ -154,20 +161,42 @@ class StandIn:
         rid, wanted = body["rid"], body["sampling_params"]["max_new_tokens"]
         self.running[rid] = aborted = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
-        drawn = []
+        drawn: list[list] = []
+        stream = await self._stream(request) if body.get("stream") else None
+        sent = 0
         try:
             for position in range(len(body["input_ids"]), len(body["input_ids"]) + wanted):
                 if aborted.is_set():
                     break
                 drawn.append([-float(self.version), 10 * self.version + position % 10, None])
+                if (
+                    stream is not None
+                    and self.stream_interval is not None
+                    and len(drawn) - sent == self.stream_interval
+                ):
+                    await self._send(stream, _answer(drawn[sent:], None, self.label))
+                    sent = len(drawn)
                 if self.seconds_a_token:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(aborted.wait(), self.seconds_a_token)
         finally:
             del self.running[rid]
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
-        meta = {"finish_reason": reason, "output_token_logprobs": drawn, "weight_version": self.label}
-        return web.json_response({"output_ids": [entry[1] for entry in drawn], "meta_info": meta})
+        if stream is None:
+            return web.Response(body=_answer(drawn, reason, self.label), content_type="application/json")
+        await self._send(stream, _answer(drawn[sent:], reason, self.label))
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        return stream
+
+    async def _send(self, stream: web.StreamResponse, segment: bytes) -> None:
+        spoilt = self.spoils(self.segments)
+        self.segments += 1
+        await stream.write(b"data: " + (segment if spoilt is None else spoilt) + b"\n\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -231,3 +260,8 @@ class StandIn:
         rank = {"tp_rank": 0}
         ranks = [{"parallelism_info": [rank] if self.newer_checker else rank, "checksums": checksums}]
         return web.json_response({"success": True, "ranks": ranks})
+
+
+def _answer(drawn: list[list], reason: dict | None, label: str) -> bytes:
+    meta = {"finish_reason": reason, "output_token_logprobs": drawn, "weight_version": label}
+    return orjson.dumps({"output_ids": [entry[1] for entry in drawn], "meta_info": meta})

@@ -41,6 +41,10 @@ def test_a_cpu_server_gets_our_backends_and_room_for_every_response() -> None:
     assert value(arguments, "--max-total-tokens") == str(32 * 1024)
     assert value(arguments, "--port") == "31000"
     assert "--enable-deterministic-inference" not in arguments
+    assert value(arguments, "--stream-interval") == "2048"
+    assert "--incremental-streaming-output" in arguments
+    whole = server_arguments(RolloutConfig(stream_every=0), spec(), 31000)
+    assert not [one for one in whole if "stream" in one]
 
 
 def test_a_gpu_server_runs_as_sglang_would() -> None:
@@ -57,6 +61,7 @@ def test_further_arguments_come_last() -> None:
     arguments = server_arguments(config, spec(), 31000)
     assert arguments[-2:] == ["--decode-attention-backend", "torch_native"]
     assert "--enable-deterministic-inference" in arguments
+    assert not [one for one in arguments if "stream" in one]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Two servers start once for the module: a deterministic Qwen3 and a fast Qwen2 (t
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.checksums import expected_checksums, verify
 from rollout.errors import ServerRefused, WeightMismatch
-from rollout.messages import FinishReason, GenerationRequest, SamplingParams
+from rollout.messages import FinishReason, GenerationRequest, SamplingParams, ServedPart
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     SHAPES,
@@ -235,3 +236,29 @@ def test_a_killed_server_is_replaced_and_the_responses_are_the_same(places: dict
         assert any("its process ended" in line for line in place.reports)
 
     place.run(work())
+
+
+def test_what_a_killed_server_had_passed_on_is_kept(places: dict[str, Place]) -> None:
+    place = places["qwen2"]
+    asked = requests_of(8, seed=9, tokens=200)
+    asked = [replace(one, sampling=replace(one.sampling, max_new_tokens=200)) for one in asked]
+    parts: list[ServedPart] = []
+
+    async def work() -> None:
+        await place.fleet.publish(place.folder, 50)
+        place.fleet._observe = parts.append
+        tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
+        await asyncio.sleep(0.3)
+        assert place.server.process is not None
+        os.kill(place.server.process.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*tasks)
+        place.fleet._observe = None
+        assert_log_probs(place.model, asked, answers)
+        assert {answer.token_ids.size for answer in answers} == {200}
+
+    place.run(work())
+    assert sum(part.tokens for part in parts) == 8 * 200, "a token was drawn twice"
+    lost = [part for part in parts if part.finish_reason is FinishReason.ABORT]
+    assert lost
+    # The first token comes by itself, the others in sixteens.
+    assert all(part.tokens % 16 == 1 for part in lost)
