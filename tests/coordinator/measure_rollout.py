@@ -57,7 +57,9 @@ def words() -> PreTrainedTokenizerFast:
 
 
 async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-    rollout = RolloutConfig(max_running_requests=options.slots, request_deadline_s=600.0)
+    rollout = RolloutConfig(
+        max_running_requests=options.slots, request_deadline_s=600.0, stream_every=options.stream_every
+    )
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
     pool = RewardPool(RewardConfig(workers=1))
     generator = GroupGenerator(
@@ -120,13 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--slots", type=int, default=128, help="responses that one server runs at once")
     parser.add_argument("--compress", type=float, default=4.0, help="modelled seconds in a real one")
+    parser.add_argument("--stream-every", type=int, default=RolloutConfig().stream_every, help="as the config's key")
     parser.add_argument("--plain-text", action="store_true", help="the tokenizer's own decode instead of the table")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args(arguments)
     half = options.servers // 2
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        processes = [stack.enter_context(served(half, first=at * half, compress=options.compress)) for at in range(2)]
+        speeds = {"compress": options.compress, "stream_every": options.stream_every}
+        processes = [stack.enter_context(served(half, first=at * half, **speeds)) for at in range(2)]
         urls = [url for process in processes for url in process]
         profile = cProfile.Profile(time.process_time) if options.profile else None
         if profile is None:

@@ -16,9 +16,9 @@ from tests.rollout.scripted_server import ScriptedServer, Speed
 
 
 @contextmanager
-def served(servers: int, *, first: int, compress: float) -> Iterator[list[str]]:
+def served(servers: int, *, first: int, compress: float, stream_every: int = 0) -> Iterator[list[str]]:
     """URLs of `servers` servers, number `first` and on, that run `compress` modelled seconds in a real one."""
-    options = ("--servers", servers, "--first", first, "--compress", compress)
+    options = ("--servers", servers, "--first", first, "--compress", compress, "--stream-every", stream_every)
     command = [sys.executable, "-m", "tests.rollout.serve_scripts", *map(str, options)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -34,6 +34,7 @@ async def serve(options: argparse.Namespace) -> None:
     numbers = range(options.first, options.first + options.servers)
     servers = [ScriptedServer(Script(), Speed(compress=options.compress), number) for number in numbers]
     for server in servers:
+        server.stream_interval = options.stream_every or None
         await server.start()
     print(json.dumps([server.url for server in servers]), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--servers", type=int, required=True)
     parser.add_argument("--first", type=int, default=0, help="number of the first one: the seed of its draws")
     parser.add_argument("--compress", type=float, default=1.0, help="modelled seconds in a real one")
+    parser.add_argument("--stream-every", type=int, default=0, help="tokens of a segment; 0: whole responses")
     asyncio.run(serve(parser.parse_args(arguments)))
 
 
