@@ -35,7 +35,7 @@ SHORTEST_S = 120.0
 """Lives that go on for less after that say nothing of growth."""
 GROWTH_MB_PER_HOUR = 60.0
 GROWTH_FILES_PER_HOUR = 20.0
-VICTIMS = ("coordinator", "trainer", *["server"] * 3, "stopped server", *["reward"] * 4)
+VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *["reward"] * 9)
 """The first two end the lives of the trainer's ranks: rare enough that some go on for ten minutes."""
 ROLES = {
     "trainer": ("ray::TrainerRank",),
@@ -107,7 +107,12 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
         seen.starts += 1
         log = run_dir.parent / f"life{seen.starts}.txt"
         running = Running(*arguments, log=log)
-        killed = one_life(running, seen, run_dir, draw, minutes * 60)
+        try:
+            killed = one_life(running, seen, run_dir, draw, minutes * 60)
+        except KeyboardInterrupt:  # the run must be gone before its folder goes
+            running.process.kill()
+            running.finish(180)
+            raise
         finished = running.finish(180)
         seen.left_behind += finished.left_behind
         expected = (-signal.SIGKILL,) if killed else (ExitCode.CONTINUE,)
