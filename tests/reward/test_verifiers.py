@@ -163,10 +163,10 @@ def test_nothing_inside_a_broken_value_is_credited(response):
 )
 def test_the_last_value_is_found_in_linear_time(text):
     truth = json.dumps({"equals": WANTED})
-    start = time.monotonic()
+    start = time.process_time()
     for response in (text * 30_000, text * 30_000 + PART):
         json_answer.judge(VerificationRequest(response=response, ground_truth=truth))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from tests.rollout.standin import StandIn
 
 FAST = Timing(
     probe_interval_s=0.05,
-    probe_deadline_s=0.2,
+    probe_deadline_s=0.5,
     failed_probes=2,
     scheduler_interval_s=0.1,
-    scheduler_deadline_s=0.3,
+    scheduler_deadline_s=0.8,
     control_deadline_s=2.0,
     load_deadline_s=10.0,
     first_backoff_s=0.05,
