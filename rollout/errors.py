@@ -23,6 +23,10 @@ class ServerStartError(RolloutError):
     """A server could not be started or did not get ready; the message holds the tail of its log."""
 
 
+class ServerEnded(ServerStartError):
+    """Its process ended while it started."""
+
+
 class KeyFileError(RolloutError):
     """A file that should hold an API key. The message names it and the mend."""
 

@@ -3,9 +3,11 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +15,8 @@ from rollout.balancer import Balancer, Member, State
 from rollout.checksums import Checksums
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
-from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
-from rollout.messages import FinishReason, Generation, GenerationRequest, SamplingParams, ServedPart
+from rollout.errors import RolloutError, ServerEnded, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
@@ -87,7 +89,8 @@ class RolloutFleet:
         A server that is restarted later has `deadline_s` too.
 
         Raises:
-            ServerStartError: names each server that is not ready, with the tail of its log. All are ended then.
+            ServerStartError: names each server that is not ready, or ended twice, with the tail of its log. All are
+                ended then.
         """
         config, timing = self.config, self.timing
         self._members = tuple(
@@ -121,8 +124,16 @@ class RolloutFleet:
         supervisor.start()
 
     async def _start_member(self, supervisor: Supervisor, member: Member, deadline_s: float) -> None:
+        """A server that ends meanwhile has a second attempt: whoever killed it, the run need not end by it."""
+        began = time.monotonic()
         await member.engine.start()
-        await supervisor.wait_ready(member, deadline_s)
+        try:
+            await supervisor.wait_ready(member, deadline_s)
+        except ServerEnded as error:
+            self.report(f"server {str(error).splitlines()[0]}; starting it once more")
+            await member.forget_client()
+            await member.engine.restart()
+            await supervisor.wait_ready(member, deadline_s - (time.monotonic() - began))
         if self.config.deterministic and member.info is not None and not member.info.deterministic:
             raise ServerStartError(
                 f"{member.url}: rollout.deterministic is set, but this server runs without "
@@ -174,7 +185,8 @@ class RolloutFleet:
         reply: Reply | None
         problem, interrupted = f"{member.url} ended the response before its end", False
         try:
-            reply = await member.call(self._draw(member, rid, prompt, sampling, seed, segments))
+            ask = partial(member.client.generate, rid, prompt, sampling, seed=seed, segments=segments)
+            reply = await member.call(self._draw(member, rid, ask))
             self._check_reply(member, reply, left)
             member.answered = time.monotonic()
             interrupted = self._publisher.interruptions > publishes
@@ -209,18 +221,9 @@ class RolloutFleet:
             return None
         return reply if reply.token_ids.size else None
 
-    async def _draw(
-        self,
-        member: Member,
-        rid: str,
-        prompt: np.ndarray,
-        sampling: SamplingParams,
-        seed: int | None,
-        segments: list[Reply] | None,
-    ) -> Reply:
+    async def _draw(self, member: Member, rid: str, ask: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
         """At the deadline the response is ended, and a server that is merely slow answers with what it has."""
-        call = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments)
-        answer = asyncio.ensure_future(call)
+        answer = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({answer}, timeout=self.config.request_deadline_s)
             if not answer.done():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rollout.balancer import Balancer, Member, State
-from rollout.errors import AccessDenied, FleetLost, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import AccessDenied, FleetLost, ServerEnded, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.occupation import Occupation
 from rollout.publish import Publisher, describe
 from rollout.timing import Timing
@@ -55,13 +55,13 @@ class Supervisor:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
 
         Raises:
-            ServerStartError: it ended, or did not answer in time; with the tail of its log.
+            ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
         """
         deadline = time.monotonic() + deadline_s
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
-                raise ServerStartError(f"{member.url}: the server ended while it started\n{member.engine.log_tail()}")
+                raise ServerEnded(f"{member.url}: the server ended while it started\n{member.engine.log_tail()}")
             try:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)

@@ -34,6 +34,8 @@ class StandIn:
         """Number of the /generate call -> HTTP status to answer with, if any."""
         self.hangs = False
         self.start_fails = False
+        self.dies_at_starts = 0
+        """How many of the next starts end in its death."""
         self.may_start = asyncio.Event()
         """Cleared by a test: a start waits for it."""
         self.may_start.set()
@@ -73,6 +75,9 @@ class StandIn:
     async def start(self) -> None:
         self.starts += 1
         if self.start_fails:
+            return
+        if self.dies_at_starts:
+            self.dies_at_starts -= 1
             return
         await self.may_start.wait()
         self.released = False

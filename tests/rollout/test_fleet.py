@@ -218,6 +218,19 @@ def test_a_start_that_fails_names_the_server_and_ends_the_others() -> None:
         with pytest.raises(ServerStartError, match=r"(?s)1 of 2 servers.*last words of"):
             await fleet.start(1.0)
         assert good.closed
+        assert bad.starts == 2
+
+    run(test)
+
+
+def test_a_server_that_ends_while_it_starts_is_started_once_more() -> None:
+    async def test() -> None:
+        server, reports = StandIn(), list[str]()
+        server.dies_at_starts = 1
+        async with fleet_of(server, reports=reports) as fleet:
+            check_tokens(await fleet.generate(request()), 1, 5)
+        assert server.starts == 2
+        assert any("ended while it started; starting it once more" in line for line in reports)
 
     run(test)
 
