@@ -127,7 +127,7 @@ class GroupGenerator:
         )
 
     async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
-        texts = [self._decoder.decode(g.token_ids.tolist(), skip_special_tokens=True) for g in generations]
+        texts = [self._decoder.decode(g.token_ids, skip_special_tokens=True) for g in generations]
         requests = [verification_request(prompt, text) for text in texts]
         verdicts = await judged(self._pool, requests, prompt.place)
         others = [other_accuracy(request) for request in requests]

@@ -70,7 +70,7 @@ class Responder:
         parts = await self._parts(f"{name}-{at}-{sample}.", at, sample, sampling, forbid)
         ids = np.concatenate([part.token_ids for part in parts])
         versions = np.concatenate([part.weight_versions for part in parts])
-        text = self._decoder.decode(ids.tolist(), skip_special_tokens=True)
+        text = self._decoder.decode(ids, skip_special_tokens=True)
         prompt = self._prompts[at]
         (verdict,) = await judged(self._pool, [verification_request(prompt, text)], f"held-out {prompt.place}")
         return Answer(

@@ -1,35 +1,43 @@
 """Token ids -> text, for the millions of tokens of a rollout step.
 
-A byte-level tokenizer's text is the bytes of its tokens, one after the other: a table and a join, some ten times less
-work than the tokenizer's own `decode`, and the same text.
+A byte-level tokenizer's text is the bytes of its tokens, one after the other: a column of an Arrow table from which
+rows are taken, far less work than the tokenizer's own `decode`, and the same text.
 """
 
 import json
 from typing import Any, Protocol
 
+import numpy as np
+import pyarrow
+
 
 class Decoder(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool) -> str: ...
 
 
 class ByteLevelDecoder:
     """`decode` by a table of every token's bytes."""
 
     def __init__(self, table: dict[int, bytes], special: frozenset[int]) -> None:
-        ids = range(max(table) + 1)
-        self._all = [table.get(number, b"") for number in ids]
-        self._plain = [b"" if number in special else text for number, text in enumerate(self._all)]
+        texts = [table.get(number, b"") for number in range(max(table) + 1)]
+        self._all = pyarrow.array(texts, pyarrow.binary())
+        plain = [b"" if number in special else text for number, text in enumerate(texts)]
+        self._plain = pyarrow.array(plain, pyarrow.binary())
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Ids outside the vocabulary have no text; bytes that are no UTF-8 become U+FFFD, as the tokenizer does it."""
+    def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool) -> str:
+        """The text of int32 [T] ids, none of them negative.
+
+        Ids outside the vocabulary have no text; bytes that are no UTF-8 become U+FFFD, as the tokenizer does it.
+        """
         table = self._plain if skip_special_tokens else self._all
         try:
-            text = b"".join(map(table.__getitem__, token_ids))
+            taken = table.take(pyarrow.array(token_ids))
         except IndexError:
-            text = b"".join(table[number] for number in token_ids if number < len(table))
-        return text.decode(errors="replace")
+            taken = table.take(pyarrow.array(token_ids[token_ids < len(table)]))
+        _, _, joined = taken.buffers()  # the bytes of all rows, without gaps
+        return str(joined, "utf-8", "replace")
 
 
 def decoder_of(tokenizer: Any) -> Decoder:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
@@ -34,7 +35,7 @@ PATIENT = replace(FAST, probe_interval_s=0.5, probe_deadline_s=3.0, scheduler_in
 class LastToken:
     """Decoder and verifier at once: a response is right if the token before its end is RIGHT."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool) -> str:
         return str(token_ids[-2])
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:

@@ -29,16 +29,23 @@ def test_any_ids_give_the_tokenizers_text(tokenizer: PreTrainedTokenizerFast, sk
     assert isinstance(decoder, ByteLevelDecoder)
     random = np.random.default_rng(0)
     for length in (0, 1, 2, 3, 5, 8, *[40] * 500):  # whole words, halves of characters, special tokens, ids of none
-        ids = random.integers(0, len(tokenizer) + 3, length).tolist()
+        ids = random.integers(0, len(tokenizer) + 3, length).astype(np.int32)
         assert decoder.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip), ids
 
 
 def test_text_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
     decoder = decoder_of(tokenizer)
     for text in TEXTS:
-        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        ids = np.array([*tokenizer.encode(text), tokenizer.eos_token_id], np.int32)
         assert decoder.decode(ids, skip_special_tokens=True) == text
         assert decoder.decode(ids, skip_special_tokens=False) == text + "<|endoftext|>"
+
+
+def test_a_part_of_an_array_is_its_own_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = np.array(tokenizer.encode(TEXTS[1]), np.int32)
+    decoder = decoder_of(tokenizer)
+    for part in (ids[3:9], ids[:0]):
+        assert decoder.decode(part, skip_special_tokens=True) == tokenizer.decode(part, skip_special_tokens=True)
 
 
 def test_other_tokenizers_decode_themselves() -> None:
