@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import Any, TypeVar
 
 from rollout.client import ServerInfo, SglangClient
@@ -233,8 +234,10 @@ class Balancer:
         all that wait avoid what is free."""
         idlest = min(free, key=lambda member: member.in_flight)
         first: tuple[int, Member] | None = None
-        for index in range(min(self._window, len(self._waiting))):
-            waiter = self._waiting[index]
+        passed: str | None = None  # most often the next one is of the same group, and can go nowhere either
+        for index, waiter in enumerate(islice(self._waiting, self._window)):
+            if waiter.group_id == passed and waiter.avoid is None:
+                continue
             home, best = self._home.get(waiter.group_id), idlest
             if waiter.avoid is not None and any(one.serving for one in self.members if one is not waiter.avoid):
                 others = [member for member in free if member is not waiter.avoid]
@@ -246,4 +249,5 @@ class Balancer:
             if home is None or not home.serving:
                 return index, best
             first = first or (index, best)
+            passed = waiter.group_id if waiter.avoid is None else None
         return first
