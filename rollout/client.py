@@ -18,6 +18,10 @@ from rollout.stream import StreamedError, events, join_segments, read_segment
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
+READ_AHEAD = 1 << 20
+"""Bytes of an answer that may wait to be read. At aiohttp's own 64 KiB a long one stops and resumes its connection
+several times, though it is awaited whole."""
+
 _RETRY_LATER = (408, 425, 429)
 
 
@@ -319,7 +323,10 @@ class SglangClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             # Neither a proxy from the environment nor cookies: servers are addressed directly.
             self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                read_bufsize=READ_AHEAD,
             )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
