@@ -106,7 +106,9 @@ class Supervisor:
                     return scheduler.result()
                 asked = time.monotonic()
                 try:
-                    await member.probe(self.timing.probe_deadline_s)
+                    # An answer to a request says as much as one to a probe, and costs nothing.
+                    if member.state is State.SUSPECT or asked - member.answered > self.timing.probe_interval_s:
+                        await member.probe(self.timing.probe_deadline_s)
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
