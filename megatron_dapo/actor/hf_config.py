@@ -57,10 +57,18 @@ class HFModelConfig:
         """Read `folder/config.json`.
 
         Raises:
-            ConfigError: a field has a value that Megatron's model of ours does not represent, or is missing.
+            ConfigError: a field has a value that Megatron's model of ours does not represent, or is missing; or the file
+                cannot be read as an object in JSON.
         """
         file = Path(folder) / "config.json"
-        return cls.of(json.loads(file.read_text()), shown=str(file))
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
+            raise ConfigError(f"{file}: {reason}; give the folder of a model in Hugging Face format") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{file}: no object but {type(fields).__name__}; fetch the model's own again")
+        return cls.of(fields, shown=str(file))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], *, shown: str) -> "HFModelConfig":

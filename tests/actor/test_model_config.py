@@ -109,3 +109,15 @@ def test_a_layout_must_divide_the_model(load):
         check_layout(load(), LayoutConfig(tensor=4))
     with pytest.raises(ConfigError, match=r"= 3.*num_hidden_layers = 4"):
         check_layout(load(), LayoutConfig(pipeline=3))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{", "no JSON"), (b"\xff", "no JSON"), (b"[]", "no object but list"), (None, "No such file")],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None, words: str):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{file}: {words}.*; \w+ "):
+        HFModelConfig.load(tmp_path)
