@@ -52,7 +52,7 @@ def rows(phases: Sequence[str]) -> list[Row]:
         Row(key="other_s", label="coordinator, s a step", form=",.2f"),
         *(Row(key=f"{phase}_share", label=f"{phase}, share of the step", form=".1%") for phase in phases),
         Row(key="optimizer_step_s", label="optimizer step, s", form=",.3f"),
-        Row(key="generated_per_s", label="generated tokens/s, rollout and reward"),
+        Row(key="generated_per_s", label="generated tokens/s, rollout and reward; async: whole step"),
         Row(key="generated_per_s_gpu", label="the same a server GPU"),
         Row(key="trained_per_s", label="trained tokens/s, update"),
         Row(key="trained_per_s_gpu", label="the same a trainer GPU"),
@@ -63,7 +63,7 @@ def rows(phases: Sequence[str]) -> list[Row]:
         Row(key="length_p95", label="response, 95 % of a step's are below, mean of steps"),
         Row(key="length_max", label="response, longest"),
         Row(key="tail", label="longest / mean response of a step, mean of steps", form=".2f"),
-        Row(key="sync_bytes_per_s", label="weight sync, MB/s"),
+        Row(key="sync_mb_per_s", label="weight sync, MB/s"),
         Row(key="compute", label="passes, share of the update", form=".1%"),
         Row(key="bubble", label="pipeline bubble, share of the schedule", form=".1%"),
         Row(key="communication", label="communication, share of the update", form=".1%"),
@@ -100,7 +100,8 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
     figures |= {f"{phase}_share": _over(seconds[phase], step) for phase in NAMES}
     figures["other_s"] = (step - sum(seconds[phase] for phase in NAMES)) / count
     figures["optimizer_step_s"] = _over(seconds["update"], lines[-1]["optimizer_step"] - first)
-    writing = seconds["rollout"] + seconds["reward"]
+    # In `async` the servers write all the time: what the coordinator waits for them says little.
+    writing = step if run.setting("run.mode") == "async" else seconds["rollout"] + seconds["reward"]
     figures["generated_per_s"], figures["trained_per_s"] = _over(generated, writing), _over(trained, seconds["update"])
     figures["generated_per_s_gpu"] = _over(generated, writing * servers) if on_gpu else None
     figures["trained_per_s_gpu"] = _over(trained, seconds["update"] * trainer) if on_gpu else None
@@ -111,8 +112,9 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
     figures |= _lengths(lines)
     size = DTYPE_BYTES.get(str(run.setting("model.dtype")))
     synced = model_parameters(hf) * size * count / 1e6 if hf is not None and size is not None else None
-    figures["sync_bytes_per_s"] = None if synced is None else _over(synced, seconds["weight_sync"])
-    what = f"{together} GPUs, {trainer} train and {servers} generate" if on_gpu else "on CPUs: no figures a GPU, no MFU"
+    figures["sync_mb_per_s"] = None if synced is None else _over(synced, seconds["weight_sync"])
+    apart = f"{trainer} train and {servers} generate" + (", in turns" if together < trainer + servers else "")
+    what = f"{together} GPUs, {apart}" if on_gpu else "on CPUs: no figures a GPU, no MFU"
     parameters = f", {run.parameters / 1e6:,.1f} million parameters" if run.parameters else ""
     recorded = recorded_steps(read_spans(run.path), skip=run.lines[skip - 1]["rollout_step"] if skip else 0)
     hidden, layers = (hf.hidden_size, hf.num_layers) if hf else (0, 0)
@@ -129,12 +131,15 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
 
 
 def _gpus(run: Run) -> tuple[int, int, int]:
-    """Of the trainer, the servers, both. A server of `rollout.urls` is taken to have `rollout.tensor_parallel`."""
+    """Of the trainer, the servers, both, those that they share counted once, as the planner does it. A server of
+    `rollout.urls` is taken to have `rollout.tensor_parallel`."""
     layout = (run.manifest.get("trainer") or {}).get("layout") or {}
     trainer = int(np.prod([layout.get(name) or 1 for name in ("tensor", "pipeline", "context", "data")]))
     count, each = run.setting("rollout.servers") or 1, run.setting("rollout.tensor_parallel") or 1
-    servers = len(run.setting("rollout.urls") or ()) * each or count * each
-    return trainer, servers, 1 if trainer == servers == 1 else trainer + servers
+    urls = len(run.setting("rollout.urls") or ())
+    servers = (urls or count) * each
+    shared = run.setting("run.mode") == "colocated" or (not urls and trainer == servers == 1)
+    return trainer, servers, max(trainer, servers) if shared else trainer + servers
 
 
 def model_shape_of(run: Run) -> HFModelConfig | None:

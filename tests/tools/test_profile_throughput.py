@@ -44,11 +44,14 @@ def line(step: int, *, slow: float = 1.0) -> dict:
     }
 
 
-def write_run(folder: Path, *, device: str = "cuda:0", slow: float = 1.0, steps: int = 3) -> Path:
+def write_run(
+    folder: Path, *, device: str = "cuda:0", slow: float = 1.0, steps: int = 3, mode: str = "sync", **rollout
+) -> Path:
     folder.mkdir()
     lines = [line(1, slow=50.0), *(line(step, slow=slow) for step in range(2, steps + 1))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    config = {"rollout": {"servers": 2, "tensor_parallel": 2, "urls": []}, "model": {"dtype": "bfloat16"}}
+    fleet = {"servers": 2, "tensor_parallel": 2, "urls": []} | rollout
+    config = {"run": {"mode": mode}, "rollout": fleet, "model": {"dtype": "bfloat16"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     layout = {"tensor": 2, "pipeline": 2, "virtual_pipeline": None, "context": 1, "data": 1}
     trainer = {"device": device, "layout": layout, "parameters": 1000}
@@ -75,6 +78,28 @@ def test_speeds_are_tokens_over_the_seconds_of_their_phase(profiled):
     assert profiled["step_per_s_gpu"] == 6000 / 100 / 8
 
 
+def measured(run: Path, *options: str) -> dict:
+    out = run.parent / "out"
+    assert main([str(run), "--out", str(out), *options]) == 0
+    return figures(out)[0]
+
+
+def test_servers_of_an_asynchronous_run_write_during_the_whole_step(tmp_path):
+    """As in the run's own `tokens_per_second/rollout`: `timing/rollout` is then only what the coordinator waits."""
+    found = measured(write_run(tmp_path / "one", mode="async"))
+    assert found["generated_per_s"] == 8000 / 100
+    assert found["generated_per_s_gpu"] == 8000 / 100 / 4
+
+
+def test_gpus_that_trainer_and_servers_share_count_once(tmp_path):
+    shared = write_run(tmp_path / "shared", mode="colocated")
+    assert measured(shared)["step_per_s_gpu"] == 6000 / 100 / 4
+    assert main([str(shared), "--out", str(tmp_path / "out")]) == 0
+    assert "4 GPUs, 4 train and 4 generate, in turns" in (tmp_path / "out.md").read_text()
+    elsewhere = write_run(tmp_path / "elsewhere", urls=["http://a:1", "http://b:1"])
+    assert measured(elsewhere)["step_per_s_gpu"] == 6000 / 100 / 8
+
+
 def test_phases_are_shares_of_the_step_without_the_first_one(profiled):
     assert (profiled["step_s"], profiled["update_s"], profiled["update_share"]) == (100.0, 40.0, 0.4)
     assert profiled["other_s"] == pytest.approx(5.0)
@@ -87,7 +112,7 @@ def test_mfu_is_its_formula(profiled):
 
 
 def test_weight_sync_is_the_models_bytes_over_its_seconds(profiled):
-    assert profiled["sync_bytes_per_s"] == pytest.approx((MATRIX + 64 * 100) * 2 / 1e6 / 10)
+    assert profiled["sync_mb_per_s"] == pytest.approx((MATRIX + 64 * 100) * 2 / 1e6 / 10)
 
 
 def test_the_tail_is_the_longest_over_the_mean(profiled):
@@ -99,7 +124,7 @@ def test_a_run_on_cpus_has_no_figures_of_gpus(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no MFU" in shown
     assert "| MFU of the update | – |" in shown
-    assert "| generated tokens/s, rollout and reward | 200.0 |" in shown
+    assert "| generated tokens/s, rollout and reward; async: whole step | 200.0 |" in shown
 
 
 def test_two_runs_stand_side_by_side_with_their_ratio(tmp_path, capsys):
