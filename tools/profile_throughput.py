@@ -12,6 +12,7 @@ compiles kernels and begins with an empty buffer (`--skip`).
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.profile_throughput", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, nargs="*", help="one run directory, or two")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.html instead of printing")
-    parser.add_argument("--skip", type=int, default=1, help="rollout steps at the beginning that do not count")
-    parser.add_argument("--peak-flops", type=float, help="of a GPU; else the calibration's, for a run on CUDA")
-    parser.add_argument("--tail-share", type=float, default=0.5, help="below it of the most responses is the tail")
+    parser.add_argument("--skip", type=_not_negative, default=1, help="rollout steps at the beginning that do not count")
+    parser.add_argument("--peak-flops", type=_positive, help="of a GPU; else the calibration's, for a run on CUDA")
+    parser.add_argument("--tail-share", type=_share, default=0.5, help="below it of the most responses is the tail")
     parser.add_argument("--trace", type=Path, help="write the last recorded step in Chrome's trace form")
     parser.add_argument("--calibration", type=Path, help="write the planner's constants, those measured replaced")
     parser.add_argument("--base", type=Path, help="with --calibration: the constants that were not measured")
-    parser.add_argument("--memory-bandwidth", type=float, help="with --calibration: of a GPU, bytes/s")
+    parser.add_argument("--memory-bandwidth", type=_positive, help="with --calibration: of a GPU, bytes/s")
     actor = parser.add_argument_group(
         "the actor's update", "measured here, without a run: against a plain Hugging Face loop, and on two ranks"
     )
@@ -60,16 +61,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write_trace(profiles[0], given.trace)
         if given.calibration is not None:
             _write_calibration(runs[0], profiles[0], given)
+        _write_pages(profiles, given.out)
     except (ConfigError, MetricsError, ReportError, SpanError) as error:
         print(error, file=sys.stderr)
         return 2
-    pages = {".md": markdown(profiles), ".json": as_json(profiles), ".html": page(profiles)}
-    if given.out is None:
-        print(pages[".md"], end="")
-        return 0
-    for ending, text in pages.items():
-        given.out.with_name(given.out.name + ending).write_text(text)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; name another file", file=sys.stderr)
+        return 2
     return 0
+
+
+def _write_pages(profiles: Sequence[Profile], out: Path | None) -> None:
+    pages = {".md": markdown(profiles), ".json": as_json(profiles), ".html": page(profiles)}
+    if out is None:
+        print(pages[".md"], end="")
+        return
+    for ending, text in pages.items():
+        Path(f"{out}{ending}").write_text(text, encoding="utf-8")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
 
 
 def _print_actor(given: argparse.Namespace) -> int:

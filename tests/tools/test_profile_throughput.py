@@ -159,6 +159,22 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
     assert "lacks timing/step" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--skip", "-1"], ["--peak-flops", "0"], ["--peak-flops", "nan"], ["--tail-share", "1.5"], ["--skip", "x"]],
+    ids=" ".join,
+)
+def test_an_impossible_option_is_refused(tmp_path, capsys, options):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(write_run(tmp_path / "one")), *options])
+    assert options[0] in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+    assert main([str(write_run(tmp_path / "one")), "--out", str(tmp_path / "no" / "report")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'no' / 'report'}")
+
+
 @pytest.mark.slow
 def test_the_actor_is_at_least_as_fast_as_a_plain_loop_and_two_ranks_report_their_efficiency(capsys):
     """On ragged lengths, where the plain loop pads; both take turns, by CPU time."""
