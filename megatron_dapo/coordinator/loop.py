@@ -22,7 +22,7 @@ from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismat
 from megatron_dapo.coordinator.trainer import TrainerError, TrainerStalled
 from megatron_dapo.coordinator.waits import StopRequested
 from megatron_dapo.data.ledger import Event
-from megatron_dapo.monitor.health import new_alarms
+from megatron_dapo.monitor.health import HealthLimits, new_alarms
 from megatron_dapo.monitor.writer import read_metrics
 
 
@@ -164,7 +164,9 @@ async def _update(
 def write_records(parts: Parts, record: StepRecord) -> None:
     """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
     parts.writer.write(step_metrics(record, parts.config))
-    for alarm in new_alarms(read_metrics(parts.run_dir.path)):
+    monitor = parts.config.monitor
+    limits = HealthLimits(mismatch_warn=monitor.mismatch_warn, mismatch_stop=monitor.mismatch_stop)
+    for alarm in new_alarms(read_metrics(parts.run_dir.path), limits):
         parts.console.note(f"alarm: {alarm}")
     samples, count = parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses
     write_samples(record, parts.inputs.prompts.prompts, samples, count)

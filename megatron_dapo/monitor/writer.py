@@ -107,7 +107,7 @@ def read_metrics(path: str | Path) -> list[Line]:
         path: the run directory, or the metrics file itself.
 
     Raises:
-        MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`.
+        MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`, or a value is no number.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -144,7 +144,17 @@ def _parse(text: bytes, file: Path, number: int) -> Line:
         raise MetricsError(f"{file}:{number}: no JSON ({error}); remove the line or restore the file") from None
     if not isinstance(line, dict) or not isinstance(line.get("rollout_step"), int):
         raise MetricsError(f"{file}:{number}: a metrics line is an object with an integer rollout_step")
+    for name, value in line.items():
+        if name != NON_FINITE and value is not None and not _is_number(value):
+            raise MetricsError(
+                f"{file}:{number}: {name} = {json.dumps(value)}: a metric is a finite number or null; mend or remove "
+                "the line"
+            )
     return line
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _cut_torn_line(file: Any) -> None:

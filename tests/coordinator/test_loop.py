@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.config.monitor import MonitorConfig
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.timeline import Timeline
 from megatron_dapo.coordinator.trainer import Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.coordinator.waits import Stalled, StopRequested, Waits
+from megatron_dapo.monitor.writer import MetricsWriter
 
 PROGRESS = SimpleNamespace(rollout_step=1)
 
@@ -57,6 +59,27 @@ def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(monkey
     with pytest.raises(raised):
         asyncio.run(loop.train(parts, PROGRESS))
     assert len(noted) == (raised is Stalled)
+
+
+@pytest.mark.parametrize(("gap", "alarms"), [(0.2, []), (0.4, ["alarm: mismatch:"]), (2.0, ["alarm: mismatch_stop:"])])
+def test_alarms_of_the_gap_follow_the_configs_bounds(monkeypatch, tmp_path, gap, alarms):
+    """As `status` and `report` read the run's config, so does the run itself."""
+    noted: list[str] = []
+    monkeypatch.setattr(
+        loop, "step_metrics", lambda *_: {"rollout_step": 1, "optimizer_step": 4, "mismatch/mean_abs": gap}
+    )
+    monkeypatch.setattr(loop, "write_samples", lambda *_: None)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    parts = SimpleNamespace(
+        config=SimpleNamespace(monitor=MonitorConfig(mismatch_warn=0.3, mismatch_stop=0.5)),
+        writer=writer,
+        run_dir=SimpleNamespace(path=tmp_path),
+        console=SimpleNamespace(note=noted.append),
+        inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
+    )
+    loop.write_records(parts, record=SimpleNamespace())
+    writer.close()
+    assert [" ".join(line.split()[:2]) for line in noted] == alarms
 
 
 def failing(monkeypatch, tmp_path, error, keep, turn) -> SimpleNamespace:

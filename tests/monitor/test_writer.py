@@ -89,6 +89,14 @@ def test_a_broken_line_is_named(tmp_path, text):
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"0.5"', "[1]"])
+def test_a_value_that_is_no_number_is_named(tmp_path, value):
+    """A run writes null for NaN; what another program put there would end `status` or a chart in a traceback."""
+    (tmp_path / "metrics.jsonl").write_text('{"rollout_step": 1}\n{"rollout_step": 2, "entropy": ' + value + "}\n")
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl:2: entropy = "):
+        read_metrics(tmp_path)
+
+
 def test_a_run_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
 
