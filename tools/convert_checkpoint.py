@@ -11,10 +11,12 @@ splits of the layers too; --tensor pads the vocabulary and cuts the tensors so t
 ranks reads only its own. `to-hf` takes the model part of a run's checkpoint (its `step_N` folder) or of a converted
 one, after comparing every file with the manifest.
 
-Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or partial, or an option is.
+Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or partial, an option is, or the disk is full;
+130: interrupted. Whatever fails leaves a target that was there as it was.
 """
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -22,11 +24,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.actor.messages import CheckpointError
-from megatron_dapo.actor.ranks import RankPool
+from megatron_dapo.actor.ranks import RankError, RankPool
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 
-EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+MARKS = {"to-megatron": ".metadata", "to-hf": "config.json"}
+"""A file of every folder that a command writes: --overwrite replaces no folder without it."""
+
+_ENVIRONMENT_ERRORS = ("OSError", "WeightsError", "FileNotFoundError", "PermissionError")
+"""Of a worker: their last line says all; of others the whole traceback is shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,10 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except VerifyError as error:
         print(error, file=sys.stderr)
         return EXIT_DIFFERENT
+    except RankError as error:
+        print(f"{options.target} was not written: {_reason(str(error))}", file=sys.stderr)
+        return EXIT_USAGE
     except (ConfigError, CheckpointError, WeightsError, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"interrupted: {options.target} was not written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return EXIT_OK
+
+
+def _reason(text: str) -> str:
+    last = text.strip().splitlines()[-1]
+    kind = last.split(":")[0].rpartition(".")[2]
+    return last.partition(": ")[2] if kind in _ENVIRONMENT_ERRORS else text
 
 
 def convert(options: argparse.Namespace, pool: RankPool) -> None:
@@ -109,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_folder_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--base", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
-    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, 1e9 bytes")
+    command.add_argument("--max-file-gb", type=_size, default=5.0, help="largest safetensors file, 1e9 bytes")
 
 
 def _positive(text: str) -> int:
@@ -119,13 +139,32 @@ def _positive(text: str) -> int:
     return number
 
 
+def _size(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number
+
+
 def _check_paths(options: argparse.Namespace) -> None:
-    if not options.source.is_dir():
+    """What is replaced is deleted: never the source, nor a folder that is something else."""
+    source, target = options.source.resolve(), options.target.resolve()
+    if not source.is_dir():
         raise ConfigError(f"{options.source}: no such folder")
-    if options.target.exists() and not options.overwrite:
-        raise ConfigError(f"{options.target} is there already; give --overwrite to replace it")
-    if options.target.resolve() == options.source.resolve():
+    if target == source:
         raise ConfigError(f"{options.target}: source and target are the same folder")
+    if source in target.parents or target in source.parents:
+        raise ConfigError(f"{options.target}: source and target lie in one another; name a target beside {source}")
+    if not options.target.exists():
+        return
+    if not options.overwrite:
+        raise ConfigError(f"{options.target} is there already; give --overwrite to replace it")
+    mark = MARKS[options.command]
+    if not target.is_dir() or (any(target.iterdir()) and not (target / mark).is_file()):
+        raise ConfigError(
+            f"{options.target}: is no folder that {options.command} wrote (it has no {mark}), so --overwrite does not "
+            "replace it; name another target or remove it yourself"
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.profile_throughput", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, nargs="*", help="one run directory, or two")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.html instead of printing")
-    parser.add_argument("--skip", type=_not_negative, default=1, help="rollout steps at the beginning that do not count")
+    parser.add_argument("--skip", type=_not_negative, default=1, help="rollout steps at first that do not count")
     parser.add_argument("--peak-flops", type=_positive, help="of a GPU; else the calibration's, for a run on CUDA")
     parser.add_argument("--tail-share", type=_share, default=0.5, help="below it of the most responses is the tail")
     parser.add_argument("--trace", type=Path, help="write the last recorded step in Chrome's trace form")

@@ -57,8 +57,8 @@ class HFModelConfig:
         """Read `folder/config.json`.
 
         Raises:
-            ConfigError: a field has a value that Megatron's model of ours does not represent, or is missing; or the file
-                cannot be read as an object in JSON.
+            ConfigError: a field has a value that Megatron's model of ours does not represent, or is missing; or the
+                file cannot be read as an object in JSON.
         """
         file = Path(folder) / "config.json"
         try:

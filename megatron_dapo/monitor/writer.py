@@ -107,7 +107,8 @@ def read_metrics(path: str | Path) -> list[Line]:
         path: the run directory, or the metrics file itself.
 
     Raises:
-        MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`, or a value is no number.
+        MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`, or holds a value that
+            is no number.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.exists():

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_dapo.actor.checkpoint_files import ALGORITHMS
 from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.actor.hf_files import FolderPlan, partial_folder
+from megatron_dapo.actor.hf_files import FolderPlan
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES
@@ -19,6 +19,7 @@ from megatron_dapo.config.base import ConfigError
 from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
 from tools.conversion.runs import copy_bytes, row_elements, runs_of
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
+from tools.conversion.target import aside
 from tools.conversion.to_megatron import COMPANIONS, common_dtype
 from tools.conversion.workers import Counter, run_parts
 from tools.install.progress import Progress
@@ -51,6 +52,7 @@ def to_hf(
     Raises:
         CheckpointError: a file of the checkpoint is missing or damaged.
         WeightsError: a tensor is missing, partial, or not that of the config.
+        ConfigError: config and tokenizer are not known, or the disk has no room.
     """
     source = actor_folder(source)
     base = base or base_of(source)
@@ -63,13 +65,13 @@ def to_hf(
         reader.check(stored)
     dtype = dtype or common_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source)
     plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
-    partial = partial_folder(target)
-    plan.create(partial)
-    shares = share(parameters, workers)
-    parts = [Part(source=source, partial=partial, parameters=own, plan=plan) for own in shares]
     total = sum(file.total_bytes for file in plan.files.values())
-    run_parts(pool, "write", write_part, parts, progress, total)
-    plan.finish(partial, target, base)
+    with aside(target, total) as partial:
+        plan.create(partial)
+        shares = share(parameters, workers)
+        parts = [Part(source=source, partial=partial, parameters=own, plan=plan) for own in shares]
+        run_parts(pool, "write", write_part, parts, progress, total)
+        plan.finish(partial, target, base)
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
 
@@ -146,12 +148,16 @@ def base_of(checkpoint: Path) -> Path:
     """Where config and tokenizer are: in a converted checkpoint, or where the config of its run says.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is there, or that config cannot be read.
     """
     if (checkpoint / COMPANIONS).is_dir():
         return checkpoint / COMPANIONS
     # <run>/checkpoints/step_N/actor
-    run_config = checkpoint.absolute().parents[2] / "config.yaml"
-    if run_config.is_file():
-        return Path(yaml.safe_load(run_config.read_text())["model"]["path"])
+    above = checkpoint.absolute().parents
+    run_config = above[2] / "config.yaml" if len(above) > 2 else None
+    if run_config is not None and run_config.is_file():
+        try:
+            return Path(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
+        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{run_config}: says no model.path ({error!r}); give --base") from None
     raise ConfigError(f"{checkpoint}: give --base, the model.path of the run (config and tokenizer are not in here)")

@@ -1,7 +1,6 @@
 """Hugging Face folder -> Megatron distributed checkpoint: every worker streams parameters into a file of its own."""
 
 import dataclasses
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint import CheckpointState
 from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
 from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, partial_folder, put_in_place
+from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, put_in_place
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.safetensors_file import WeightsError
 from megatron_dapo.actor.weights import hf_shapes, no_parameters
@@ -21,6 +20,7 @@ from megatron_dapo.config.actor import LayoutConfig
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
 from tools.conversion.runs import Run, runs_of
 from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters
+from tools.conversion.target import aside
 from tools.conversion.workers import Counter, run_parts
 from tools.install.progress import Progress
 
@@ -50,7 +50,8 @@ def to_megatron(
     Written aside and renamed. It loads at any layout; at that tensor-parallel size each rank reads only its own.
 
     Raises:
-        WeightsError, ConfigError: the source is not a whole model, with the tensor's or field's name.
+        WeightsError, ConfigError: the source is not a whole model, with the tensor's or field's name; or the disk has
+            no room.
     """
     hf = HFModelConfig.load(source)
     check_layout(hf, LayoutConfig(tensor=tensor))
@@ -58,28 +59,27 @@ def to_megatron(
     with SafetensorsReader(source) as reader:
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         dtype = dtype or common_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source)
-    partial = partial_folder(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     extra = extra_state_keys(hf)
-    parts = [
-        Part(
-            source=source,
-            file=partial / f"__{worker}_0.distcp",
-            parameters=share_of_worker,
-            extra=extra if worker == 0 else [],
-            ranks=tensor,
-            dtype=dtype,
-        )
-        for worker, share_of_worker in enumerate(share(parameters, workers))
-    ]
     total = sum(stored.elements for stored in parameters) * dtype.itemsize
     progress = Progress("convert", sys.stderr)
-    written = run_parts(pool, "write", write_part, parts, progress, total)
-    write_metadata(partial, parameters, extra, [results for results, _ in written], ranks=tensor, dtype=dtype)
-    digests = {part.file.name: digest for part, (_, digest) in zip(parts, written, strict=True)}
-    _write_small_files(partial, source, tensor, digests)
-    put_in_place(partial, target)
+    with aside(target, total) as partial:
+        partial.mkdir(parents=True)
+        parts = [
+            Part(
+                source=source,
+                file=partial / f"__{worker}_0.distcp",
+                parameters=share_of_worker,
+                extra=extra if worker == 0 else [],
+                ranks=tensor,
+                dtype=dtype,
+            )
+            for worker, share_of_worker in enumerate(share(parameters, workers))
+        ]
+        written = run_parts(pool, "write", write_part, parts, progress, total)
+        write_metadata(partial, parameters, extra, [results for results, _ in written], ranks=tensor, dtype=dtype)
+        digests = {part.file.name: digest for part, (_, digest) in zip(parts, written, strict=True)}
+        _write_small_files(partial, source, tensor, digests)
+        put_in_place(partial, target)
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
 
