@@ -50,7 +50,7 @@ def plan_command(
     if as_json:
         print(json.dumps(plan_tree(config, shape, plan, splits, ways), indent=2))
     else:
-        _print(config, shape, plan, splits, ways)
+        _print(config, shape, plan, assumed, splits, ways)
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
@@ -87,7 +87,14 @@ def _step_tree(step: StepPlan, gpu_hours: float) -> dict[str, Any]:
     return dataclasses.asdict(step) | derived
 
 
-def _print(config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split], ways: Sequence[Changes]) -> None:
+def _print(
+    config: Config,
+    shape: ModelShape,
+    plan: Plan,
+    assumed: Assumptions,
+    splits: Sequence[Split],
+    ways: Sequence[Changes],
+) -> None:
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     console.print(Text(f"Model: {model_parameters(shape.hf) / 1e9:.2f} billion parameters, {shape.source}"))
     console.print(Text(_gpus(config, plan)))
@@ -110,7 +117,7 @@ def _print(config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split
     if len(splits) > 1:
         console.print(Text("\nThe same GPUs, split otherwise (* as configured):"))
         console.print(_split_table(config, splits))
-    console.print(Text(_assumptions(plan)))
+    console.print(Text(_assumptions(config, plan, assumed)))
 
 
 def _gpus(config: Config, plan: Plan) -> str:
@@ -198,8 +205,13 @@ def _split_table(config: Config, splits: Sequence[Split]) -> Table:
     return table
 
 
-def _assumptions(plan: Plan) -> str:
+def _assumptions(config: Config, plan: Plan, assumed: Assumptions) -> str:
     work = plan.workload
+    sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
+    if not config.algorithm.dynamic_sampling.enabled:
+        sampling = "every group is trained: dynamic sampling is off"
+    elif assumed.pass_rate is not None and work.pass_rate < assumed.pass_rate:
+        sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
     lengths = ""
     if plan.step is not None:
         lengths = (
@@ -208,10 +220,10 @@ def _assumptions(plan: Plan) -> str:
         )
     return (
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
-        f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; dynamic sampling keeps "
-        f"{work.pass_rate:.0%} of the groups. Not counted: evaluation, checkpoints, the start, failures. Set your own "
-        "with --mean-length, --sigma, --pass-rate, --gpu-memory; constants of the hardware with --calibration FILE. "
-        "docs/plan.md holds the formulas, docs/measurements/plan.md how far the model is from published steps."
+        f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not "
+        "counted: evaluation, checkpoints, the start, failures. Set your own with --mean-length, --sigma, --pass-rate, "
+        "--gpu-memory; constants of the hardware with --calibration FILE. docs/plan.md holds the formulas, "
+        "docs/measurements/plan.md how far the model is from published steps."
     )
 
 

@@ -124,6 +124,20 @@ def test_a_cache_that_is_set_too_small_is_named_as_an_override_says_it():
     assert "would fit with: rollout.kv_cache_tokens=null" in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "dynamic sampling keeps 50% of the groups. Not"),
+        (["algorithm.dynamic_sampling.enabled=false"], "every group is trained: dynamic sampling is off"),
+        (["algorithm.group_size=2", "--pass-rate", "0.9"], "keeps 50% of the groups (groups of 2 have both right and"),
+    ],
+    ids=["usual", "off", "impossible"],
+)
+def test_what_was_assumed_of_dynamic_sampling_is_said(arguments, words):
+    shown = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), *arguments])
+    assert words in " ".join(shown.output.split())
+
+
 def test_it_needs_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from megatron_dapo.cli.main import app; "
