@@ -24,7 +24,7 @@ def status_command(folder: Path) -> ExitCode:
     """Print it. A dead run is no error of this command; a folder that holds no run, or that cannot be read, is."""
     beat = read_heartbeat(folder)
     try:
-        run = read_run(folder, needs_files=beat is None)
+        run = read_run(folder, needs_files=beat is None, needs_fates=False)
         checkpoint = newest_step(folder)
     except (ReportError, MetricsError, RunDirError) as error:
         print(error, file=sys.stderr)

@@ -78,19 +78,22 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     """All events as written, a torn last line left out.
 
     Raises:
-        LedgerError: a line in the middle that is no JSON.
+        LedgerError: a line in the middle that is no event in JSON.
     """
-    events = []
+    events: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError as error:
             if number == len(lines):
                 break
             raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+        if not isinstance(event, dict) or "event" not in event:
+            raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
+        events.append(event)
     return events
 
 

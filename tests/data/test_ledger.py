@@ -33,9 +33,11 @@ def test_a_torn_last_line_is_dropped_and_a_broken_one_in_the_middle_is_named(tmp
     assert len(read_ledger(path)) == 1
     Ledger(path).close()
     assert path.read_text().endswith("\n")
-    path.write_text("nonsense\n" + path.read_text())
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl:1"):
-        read_ledger(path)
+    whole = path.read_text()
+    for wrong in ("nonsense", "[]", '{"prompt": 1}', "5"):
+        path.write_text(f"{whole}{wrong}\n{whole}")
+        with pytest.raises(LedgerError, match=r"ledger\.jsonl:2: not an event"):
+            read_ledger(path)
 
 
 def test_a_resume_voids_what_came_after_its_checkpoint(tmp_path):

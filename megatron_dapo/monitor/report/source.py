@@ -70,11 +70,12 @@ class Run:
         return at
 
 
-def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
+def read_run(path: str | Path, *, needs_files: bool = True, needs_fates: bool = True) -> Run:
     """All that is readable in the run directory `path`.
 
     Args:
         needs_files: whether a folder without any of RUN_FILES is refused; a run that is starting has none yet.
+        needs_fates: whether the ledger is read: of a long run seconds, and a gigabyte for a million prompts' events.
 
     Raises:
         ReportError: no such folder, or none of a run's files is in it.
@@ -104,7 +105,7 @@ def read_run(path: str | Path, *, needs_files: bool = True) -> Run:
         before=summary.get("heldout") or before,
         manifest=_mapping(folder / "manifest.json", notes),
         samples=_samples(folder / "samples.jsonl", notes),
-        fates=count_fates(folder / "ledger.jsonl", notes),
+        fates=count_fates(folder / "ledger.jsonl", notes) if needs_fates else None,
         evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
         notes=notes,
     )

@@ -138,10 +138,12 @@ def _weighted(run: Run, name: str, weight: str) -> float | None:
 
 
 def wording_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """(wording, share of responses, accuracy of those, correlation with success inside a step)."""
+    """(wording, share of responses, accuracy of those, correlation with success inside a step); the first two over
+    all responses of the run, each step counting by the groups that it generated."""
     rows = []
     for name in ("reflection", "backtracking"):
-        lines = [line for line in run.lines if line.get(f"{name}_rate") is not None and line.get("accuracy/mean")]
+        needed = (f"{name}_rate", "accuracy/mean")
+        lines = [line for line in run.lines if all(line.get(key) is not None for key in needed)]
         measured = [line for line in lines if not line[f"{name}_rate"] or line.get(f"{name}_accuracy") is not None]
         rate = _weighted(run, f"{name}_rate", "sampling/generated")
         if rate is None:
@@ -152,8 +154,9 @@ def wording_rows(run: Run) -> list[tuple[str, str, str, str]]:
         rates = [line[f"{name}_rate"] for line in measured]
         among = [line.get(f"{name}_accuracy") or 0.0 for line in measured]
         found = correlation(rates, among, [line["accuracy/mean"] for line in measured])
-        hits = sum(rates)
-        right = sum(a * r for a, r in zip(among, rates, strict=True))
+        counts = [rate * (line.get("sampling/generated") or 0) for rate, line in zip(rates, measured, strict=True)]
+        hits = sum(counts)
+        right = sum(a * number for a, number in zip(among, counts, strict=True))
         rows.append(
             (
                 name,

@@ -97,6 +97,36 @@ def test_fates_count_every_prompt_and_token_once(tmp_path):
     assert fates.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
 
 
+def test_the_accuracy_of_a_wording_is_over_its_responses(tmp_path):
+    """By hand: of 10 groups 20% reflect, half of those right; of 90 groups 40%, none right, nor any other response."""
+    steps = [(10, 0.2, 0.5, 0.3), (90, 0.4, 0.0, 0.0)]
+    folder = write_run(tmp_path / "run")
+    lines = [
+        {
+            "rollout_step": at,
+            "optimizer_step": at,
+            "sampling/generated": groups,
+            "reflection_rate": rate,
+            "reflection_accuracy": among,
+            "accuracy/mean": accuracy,
+        }
+        for at, (groups, rate, among, accuracy) in enumerate(steps, start=1)
+    ]
+    write_lines(folder / "metrics.jsonl", lines)
+    [(name, share, right, _)] = tables.wording_rows(read_run(folder))
+    assert (name, share) == ("reflection", "38.0%")  # (10 x 0.2 + 90 x 0.4) / 100
+    assert right == "2.6%"  # 10 x 0.2 x 0.5 of those 38
+
+
+def test_status_does_not_read_the_ledger(tmp_path, capsys):
+    """A million prompts would cost it seconds and a gigabyte; the report counts them."""
+    folder = write_run(tmp_path / "run")
+    (folder / "ledger.jsonl").write_text("{]\n{}\n")
+    assert status_command(folder) == ExitCode.FINISHED
+    assert "ledger" not in capsys.readouterr().out
+    assert "ledger.jsonl:1: not an event" in " ".join(read_run(folder).notes)
+
+
 def test_the_papers_ranges_are_shown_for_32b_models_only(usual, tmp_path):
     assert "Shaded:" not in usual.text
     large = page_of(write_run(tmp_path / "large", parameters=32_763_876_352))
