@@ -91,7 +91,7 @@ def convert(options: argparse.Namespace, pool: RankPool) -> None:
     if options.verify:
         verify_tensors(folder, checkpoint, dtype=written, workers=options.processes, pool=pool)
         layout = LayoutConfig(tensor=options.tensor, pipeline=options.pipeline)
-        verify_logits(folder, checkpoint, layout=layout, pool=pool)
+        verify_logits(folder, checkpoint, layout=layout, pool=pool, dtype=written)
 
 
 def import_megatron() -> None:

@@ -92,6 +92,8 @@ class SafetensorsReader:
             holder = self._file(file)
         except FileNotFoundError as error:
             raise WeightsError(f"{self.folder / file} is missing; it holds tensor {name}") from error
+        except OSError as error:
+            raise WeightsError(f"{self.folder / file}: {error.strerror}; it holds tensor {name}") from error
         if name not in holder.places:
             raise WeightsError(f"{self.folder / file}: tensor {name} is missing, though {INDEX_FILE} says it is there")
         return holder
@@ -104,9 +106,13 @@ class SafetensorsReader:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{index} is damaged ({error!r})") from error
+    for name, file in file_of.items():
+        if not isinstance(file, str):
+            raise WeightsError(f"{index} is damaged: tensor {name} is said to be in {file!r}, which is no file's name")
+    return file_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,8 +174,11 @@ def _places(file: Path, descriptor: int) -> dict[str, TensorPlace]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{file}: its header is damaged ({error!r})") from error
-    places = {}
-    for name, (kind, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2]):
+    for name, (_, shape, *offsets) in entries.items():
+        if len(offsets) != 2 or not all(isinstance(size, int) and size >= 0 for size in (*shape, *offsets)):
+            raise WeightsError(f"{file}: its header is damaged: tensor {name} has shape {list(shape)} at {offsets}")
+    places, taken = {}, 0
+    for name, (kind, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if kind not in DTYPES:
             raise WeightsError(f"{file}: tensor {name} has type {kind}; known: {', '.join(DTYPES)}")
         place = TensorPlace(DTYPES[kind], shape, begin + start, begin + stop)
@@ -185,6 +188,9 @@ def _places(file: Path, descriptor: int) -> dict[str, TensorPlace]:
             )
         if stop - start != math.prod(shape) * place.dtype.itemsize:
             raise WeightsError(f"{file}: tensor {name} has {stop - start} bytes, its shape {list(shape)} needs others")
+        if start < taken:
+            raise WeightsError(f"{file}: its header is damaged: tensor {name} begins inside the one before it")
+        taken = stop
         places[name] = place
     return places
 

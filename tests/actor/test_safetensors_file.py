@@ -98,6 +98,31 @@ def test_a_type_that_nobody_knows_is_refused_with_the_tensors_name(tmp_path):
         SafetensorsFile(file)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"b": {"data_offsets": [-4, 4]}},
+        {"b": {"data_offsets": [4, 12]}},
+        {"b": {"data_offsets": ["8", "16"]}},
+        {"b": {"data_offsets": [8]}},
+        {"a": {"shape": [-2]}},
+        {"a": {"shape": [2.0]}},
+    ],
+    ids=str,
+)
+def test_a_header_whose_tensors_lie_outside_their_places_is_refused(tmp_path, changes):
+    """Bytes of the header, or of another tensor, would be read as weights."""
+    header = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [at, at + 8]} | changes.get(name, {})
+        for name, at in (("a", 0), ("b", 8))
+    }
+    text = json.dumps(header).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(WeightsError, match=rf"{file}: its header is damaged: tensor [ab] "):
+        SafetensorsFile(file)
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Two files and an index."""
@@ -125,6 +150,19 @@ def test_a_tensor_that_the_index_places_wrongly(folder):
     index.write_text(json.dumps(content))
     with SafetensorsReader(folder) as reader, pytest.raises(WeightsError, match=r"tensor c.weight is missing, though"):
         reader.check(SHAPES, ignored=set())
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), [(5, r"index.json is damaged: tensor c.weight"), (".", r": Is a dir.*c.wei")]
+)
+def test_an_index_that_places_a_tensor_in_no_file(folder, place, words):
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["c.weight"] = place
+    index.write_text(json.dumps(content))
+    with pytest.raises(WeightsError, match=words):  # noqa: SIM117
+        with SafetensorsReader(folder) as reader:
+            reader.check(SHAPES, ignored=set())
 
 
 def test_a_damaged_index_is_named(folder):

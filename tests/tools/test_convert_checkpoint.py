@@ -146,6 +146,42 @@ def test_another_type_is_written_where_it_is_asked_for(tool, model, tmp_path, wa
     assert_same(tmp_path / "back", model, torch.bfloat16)
 
 
+@pytest.mark.parametrize("source_type", [torch.float16, torch.float32], ids=str)
+def test_verify_holds_where_another_type_is_written(tmp_path, source_type, capfd):
+    """Both sides' weights are rounded to it before their logits are compared; both ways; without a tokenizer too."""
+    source = save_tiny(tmp_path / "source", "llama", tied=False)
+    tensors = {name: tensor.to(source_type) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors")
+    bare = ["--processes", "1", "--verify"]
+    there = ["to-megatron", str(source), str(tmp_path / "megatron"), *bare, "--dtype", "bfloat16"]
+    assert main(there) == 0
+    if source_type == torch.float32:
+        assert main(["to-megatron", str(source), str(tmp_path / "whole"), *bare]) == 0
+        back = ["to-hf", str(tmp_path / "whole"), str(tmp_path / "back"), *bare, "--dtype", "bfloat16"]
+        assert main(back) == 0
+        assert_same(tmp_path / "back", source, torch.bfloat16)
+    assert "logits of" in capfd.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_named(tool, model, checkpoint, tmp_path):
+    from tools.conversion.verify import VerifyError
+
+    source = copy_of(model, tmp_path / "source")
+    shutil.copy(BASE / "tokenizer.json", source)
+    shutil.copy(BASE / "tokenizer_config.json", source)
+    with pytest.raises(VerifyError, match=r"its tokenizer gives token \d+, the model has 101"):
+        tool.verify_logits(source, checkpoint)
+
+
+def test_quantized_weights_are_refused_whatever_type_is_asked_for(tool, model, tmp_path):
+    source = copy_of(model, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has type torch.int8, as quantized"):
+        tool.to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -20,7 +20,7 @@ from tools.conversion.megatron_files import CheckpointReader, Span, held_by, who
 from tools.conversion.runs import copy_bytes, row_elements, runs_of
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.target import aside
-from tools.conversion.to_megatron import COMPANIONS, common_dtype
+from tools.conversion.to_megatron import COMPANIONS, written_dtype
 from tools.conversion.workers import Counter, run_parts
 from tools.install.progress import Progress
 
@@ -63,7 +63,7 @@ def to_hf(
     reader = CheckpointReader(source)
     for stored in parameters:
         reader.check(stored)
-    dtype = dtype or common_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source)
+    dtype = written_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source, dtype)
     plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
     total = sum(file.total_bytes for file in plan.files.values())
     with aside(target, total) as partial:

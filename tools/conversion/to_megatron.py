@@ -28,6 +28,7 @@ COMPANIONS = "hf"
 """Folder in the checkpoint with the model's config and tokenizer, so that it converts back by itself."""
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+PLAIN_DTYPES = (*WEIGHT_DTYPES, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def to_megatron(
     parameters = stored_parameters(hf)
     with SafetensorsReader(source) as reader:
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
-        dtype = dtype or common_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source)
+        dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
     extra = extra_state_keys(hf)
     total = sum(stored.elements for stored in parameters) * dtype.itemsize
     progress = Progress("convert", sys.stderr)
@@ -118,21 +119,26 @@ def _plain_runs(stored: Stored, chunk: Chunk, source: SafetensorsReader, part: P
     return runs if whole and plain else None
 
 
-def common_dtype(dtypes: dict[str, torch.dtype], source: Path) -> torch.dtype:
-    """The type that all tensors have.
+def written_dtype(dtypes: dict[str, torch.dtype], source: Path, asked: torch.dtype | None) -> torch.dtype:
+    """The type asked for, or else the one that all tensors have.
 
     Raises:
-        WeightsError: they differ, or it is none that a model is trained in; with a tensor's name.
+        WeightsError: they differ, or it is none that a model is trained in, or one holds no plain numbers (quantized
+            weights mean nothing without their scales); with a tensor's name.
     """
     first = next(iter(dtypes.values()))
     for name, dtype in dtypes.items():
+        if dtype not in PLAIN_DTYPES:
+            raise WeightsError(f"{source}: tensor {name} has type {dtype}, as quantized weights have; give plain ones")
+        if asked is not None:
+            continue
         if dtype not in WEIGHT_DTYPES:
             raise WeightsError(f"{source}: tensor {name} has type {dtype}; give --dtype float32 or bfloat16")
         if dtype != first:
             raise WeightsError(
                 f"{source}: tensor {name} has type {dtype}, others {first}; give --dtype to make them one"
             )
-    return first
+    return asked or first
 
 
 def _write_small_files(partial: Path, source: Path, tensor: int, digests: dict[str, str]) -> None:

@@ -40,6 +40,9 @@ LOGIT_TOLERANCE = 1e-4
 """Largest difference in float32, as a share of the largest logit."""
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
 class VerifyError(RuntimeError):
     """The two sides are not the same model; the message says where."""
 
@@ -98,19 +101,34 @@ def _digest(tensor: Tensor) -> str:
     return str(digest.hexdigest())
 
 
-def verify_logits(folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool: RankPool) -> float:
+def verify_logits(
+    folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool: RankPool, dtype: torch.dtype = torch.float32
+) -> float:
     """Compare the logits of TEXTS in float32; the largest difference as a share of the largest logit.
 
     Each side needs the model in float32 in memory, one after the other.
 
+    Args:
+        dtype: of the weights that were written; both sides' are rounded to it.
+
     Raises:
-        VerifyError: they differ by more than LOGIT_TOLERANCE.
+        VerifyError: they differ by more than LOGIT_TOLERANCE, or the tokenizer is not the model's.
         ConfigError: the layout does not divide the model.
     """
-    check_layout(HFModelConfig.load(folder), layout)
+    hf = HFModelConfig.load(folder)
+    check_layout(hf, layout)
     progress = Progress("verify", sys.stderr)
-    [(sequences, expected)] = pool.run(1, hf_logits, folder, TEXTS, timeout_s=DEADLINE_S)
-    parts = pool.run(layout.world_size, megatron_logits, folder, checkpoint, layout, sequences, timeout_s=DEADLINE_S)
+    [sequences] = pool.run(1, token_ids, folder, TEXTS, timeout_s=DEADLINE_S)
+    largest = max(map(max, sequences))
+    if largest >= hf.vocab_size:
+        raise VerifyError(
+            f"{folder}: its tokenizer gives token {largest}, the model has {hf.vocab_size}: it is another model's; the "
+            "tensors' checksums are equal"
+        )
+    [expected] = pool.run(1, hf_logits, folder, sequences, dtype, timeout_s=DEADLINE_S)
+    parts = pool.run(
+        layout.world_size, megatron_logits, folder, checkpoint, layout, sequences, dtype, timeout_s=DEADLINE_S
+    )
     pieces = [part for part in parts if part]
     worst = 0.0
     for index, reference in enumerate(expected):
@@ -128,19 +146,41 @@ def verify_logits(folder: Path, checkpoint: Path, *, layout: LayoutConfig, pool:
     return worst
 
 
-def hf_logits(place: RankPlace, folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], list[Tensor]]:
-    """Token ids of the texts, and [tokens, vocabulary] logits, by transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def token_ids(place: RankPlace, folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Of the texts, by the folder's tokenizer; of their bytes where it has none, since any tokens will do."""
+    from transformers import AutoTokenizer
 
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        vocabulary = HFModelConfig.load(folder).vocab_size
+        return [[byte % vocabulary for byte in text.encode()] for text in texts]
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def hf_logits(place: RankPlace, folder: Path, sequences: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """[tokens, vocabulary] logits of each sequence, by transformers."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    sequences = [tokenizer(text)["input_ids"] for text in texts]
+    _round(model, dtype)
     with torch.no_grad():
-        return sequences, [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
+        return [model(torch.tensor([sequence])).logits[0] for sequence in sequences]
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give the weights, in float32, the values that they have in `dtype`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
 
 
 def megatron_logits(
-    place: RankPlace, folder: Path, checkpoint: Path, layout: LayoutConfig, sequences: list[list[int]]
+    place: RankPlace,
+    folder: Path,
+    checkpoint: Path,
+    layout: LayoutConfig,
+    sequences: list[list[int]],
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """[tokens, vocabulary / TP] logits of each sequence on the last pipeline stage, by Megatron; elsewhere nothing."""
     device = prepare("cpu")
@@ -155,6 +195,7 @@ def megatron_logits(
     )
     [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(layout=layout), "float32", device)
     load_model(chunk, checkpoint)
+    _round(chunk, dtype)
 
     def forward_step(batches: Iterator, model: torch.nn.Module) -> tuple:
         ids = next(batches)
