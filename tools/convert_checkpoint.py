@@ -120,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
             help="compare every tensor's checksum and the logits of sample texts; the latter need the model in float32 "
             "in memory, in TENSOR x PIPELINE processes",
         )
-        command.add_argument("--tensor", type=_positive, default=1, help="tensor-parallel size")
+        what = "tensor-parallel size" + (" of --verify" if name == "to-hf" else "")
+        command.add_argument("--tensor", type=_positive, default=1, help=what)
         command.add_argument("--pipeline", type=_positive, default=1, help="pipeline stages of --verify")
         if name == "to-hf":
             _add_folder_options(command)
@@ -149,6 +150,13 @@ def _size(text: str) -> float:
 def _check_paths(options: argparse.Namespace) -> None:
     """What is replaced is deleted: never the source, nor a folder that is something else."""
     source, target = options.source.resolve(), options.target.resolve()
+    unread = ["pipeline"] if options.command == "to-megatron" else ["tensor", "pipeline"]
+    for name in unread:
+        if getattr(options, name) > 1 and not options.verify:
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: is the layout that --verify loads; a checkpoint has none. Give "
+                "--verify too, or leave it out"
+            )
     if not source.is_dir():
         raise ConfigError(f"{options.source}: no such folder")
     if target == source:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.actor.messages import CheckpointError
-from megatron_dapo.actor.ranks import RankError, RankPlace, RankPool
+from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tests.actor.tiny import FAMILIES, save_tiny
@@ -298,35 +298,6 @@ def test_the_command(tool, tmp_path, capfd):
     assert main(["to-hf", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
 
 
-@pytest.fixture
-def refused(capfd):
-    """`refused(ARGUMENTS)`: what the command says; it ends with 2 before it starts anything."""
-
-    def refused(*arguments: object) -> str:
-        assert main([*map(str, arguments), "--processes", "1"]) == 2
-        return capfd.readouterr().err
-
-    return refused
-
-
-def test_what_overwrite_would_delete_beside_the_target_is_kept(refused, model, tmp_path):
-    """The folder that is replaced is deleted, with all that is in it."""
-    source = copy_of(model, tmp_path / "models" / "source")
-    assert "lie in one another" in refused("to-megatron", source, tmp_path / "models", "--overwrite")
-    assert "lie in one another" in refused("to-megatron", source, source / "megatron")
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "models")
-    assert "lie in one another" in refused("to-megatron", source, link, "--overwrite")
-    assert_same(source, model)
-    foreign = tmp_path / "thesis"
-    foreign.mkdir()
-    (foreign / "chapter.tex").write_text("years of work")
-    assert "no folder that to-megatron wrote" in refused("to-megatron", source, foreign, "--overwrite")
-    assert "no folder that to-megatron wrote" in refused("to-megatron", foreign, source, "--overwrite")
-    assert "no folder that to-hf wrote" in refused("to-hf", source, foreign / "chapter.tex", "--overwrite")
-    assert (foreign / "chapter.tex").read_text() == "years of work"
-
-
 def test_a_target_of_its_own_is_replaced_and_an_empty_folder_is_taken(tool, model, tmp_path):
     target = tmp_path / "megatron"
     target.mkdir()
@@ -357,33 +328,6 @@ def test_what_a_failed_conversion_wrote_does_not_stay(tool, model, checkpoint, t
     with pytest.raises(KeyboardInterrupt):
         getattr(tool, way)({"to_megatron": model, "to_hf": checkpoint}[way], tmp_path / "target")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "rank 1 raised:\nTraceback\n  x\nOSError: [Errno 28] No space left on device\n",
-            "[Errno 28] No space left on device",
-        ),
-        ("rank 1 raised:\nTraceback\n  x\na.b.WeightsError: t ends: cut\n", "t ends: cut"),
-        ("rank 1 raised:\nTraceback\n  x\nTypeError: odd\n", "rank 1 raised:\nTraceback\n  x\nTypeError: odd\n"),
-    ],
-    ids=["disk", "weights", "fault"],
-)
-def test_a_worker_that_fails_is_told_without_its_traceback(model, tmp_path, monkeypatch, capsys, text, reason):
-    def fail(*_):
-        raise RankError(text)
-
-    monkeypatch.setattr("tools.conversion.workers.start_workers", fail)
-    assert main(["to-megatron", str(model), str(tmp_path / "megatron")]) == 2
-    assert capsys.readouterr().err == f"{tmp_path / 'megatron'} was not written: {reason}\n"
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
-def test_an_impossible_size_of_files_is_refused(model, tmp_path, size):
-    with pytest.raises(SystemExit, match="2"):
-        main(["to-hf", str(model), str(tmp_path / "back"), "--max-file-gb", size])
 
 
 def test_a_config_without_a_model_asks_for_the_base(tool, checkpoint, tmp_path):

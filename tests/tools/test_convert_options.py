@@ -1,0 +1,76 @@
+"""What the conversion's command refuses before it starts, and what it says where a worker fails."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.actor.ranks import RankError
+from tests.actor.tiny import save_tiny
+from tools.convert_checkpoint import main
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return save_tiny(tmp_path / "models" / "source", "qwen2", tied=False)
+
+
+@pytest.fixture
+def refused(capfd):
+    """`refused(ARGUMENTS)`: what the command says; it ends with 2 before it starts anything."""
+
+    def refused(*arguments: object) -> str:
+        assert main([*map(str, arguments), "--processes", "1"]) == 2
+        return capfd.readouterr().err
+
+    return refused
+
+
+def test_what_overwrite_would_delete_beside_the_target_is_kept(refused, model, tmp_path):
+    """The folder that is replaced is deleted, with all that is in it."""
+    source, before = model, {file.name: file.read_bytes() for file in model.iterdir()}
+    assert "lie in one another" in refused("to-megatron", source, tmp_path / "models", "--overwrite")
+    assert "lie in one another" in refused("to-megatron", source, source / "megatron")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "models")
+    assert "lie in one another" in refused("to-megatron", source, link, "--overwrite")
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.tex").write_text("years of work")
+    assert "no folder that to-megatron wrote" in refused("to-megatron", source, foreign, "--overwrite")
+    assert "no folder that to-megatron wrote" in refused("to-megatron", foreign, source, "--overwrite")
+    assert "no folder that to-hf wrote" in refused("to-hf", source, foreign / "chapter.tex", "--overwrite")
+    assert (foreign / "chapter.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "rank 1 raised:\nTraceback\n  x\nOSError: [Errno 28] No space left on device\n",
+            "[Errno 28] No space left on device",
+        ),
+        ("rank 1 raised:\nTraceback\n  x\na.b.WeightsError: t ends: cut\n", "t ends: cut"),
+        ("rank 1 raised:\nTraceback\n  x\nTypeError: odd\n", "rank 1 raised:\nTraceback\n  x\nTypeError: odd\n"),
+    ],
+    ids=["disk", "weights", "fault"],
+)
+def test_a_worker_that_fails_is_told_without_its_traceback(model, tmp_path, monkeypatch, capsys, text, reason):
+    def fail(*_):
+        raise RankError(text)
+
+    monkeypatch.setattr("tools.conversion.workers.start_workers", fail)
+    assert main(["to-megatron", str(model), str(tmp_path / "megatron")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'megatron'} was not written: {reason}\n"
+
+
+@pytest.mark.parametrize("option", [("to-megatron", "--pipeline"), ("to-hf", "--tensor"), ("to-hf", "--pipeline")])
+def test_an_option_that_nothing_would_read_is_refused(refused, model, tmp_path, option):
+    command, name = option
+    assert f"{name} 2: is the layout that --verify loads" in refused(command, model, tmp_path / "x", name, 2)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_an_impossible_size_of_files_is_refused(model, tmp_path, size):
+    with pytest.raises(SystemExit, match="2"):
+        main(["to-hf", str(model), str(tmp_path / "back"), "--max-file-gb", size])
