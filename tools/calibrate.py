@@ -18,7 +18,9 @@ from megatron_dapo.actor.hf_config import HFModelConfig
 from megatron_dapo.monitor.report.source import ReportError, Run
 from megatron_dapo.monitor.spans import Span
 from megatron_dapo.plan.calibration import Calibration, load_calibration
+from megatron_dapo.plan.memory import kv_bytes_per_token
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.sync import readers_of_a_node
 from megatron_dapo.plan.train import attention_flops, forward_flops
 from tools.timeline_figures import RecordedStep, pass_seconds, tensor_seconds
 
@@ -76,7 +78,7 @@ def _measured(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, consta
     found = _lengths(steps)
     found |= _trainer(run, steps, hf, constants, found)
     found |= _decode(run, steps, hf, constants)
-    return found | _sync(run, steps, hf)
+    return found | _sync(run, steps, hf, constants)
 
 
 def _lengths(steps: Sequence[RecordedStep]) -> dict[str, Found]:
@@ -120,7 +122,7 @@ def _trainer(
     again = {"none": 0.0, "selective": attention, "full": flops}.get(str(run.setting("actor.recompute")), 0.0)
     ranks = [rank for step in steps for rank in step.ranks]
     found = {}
-    tensor = tensor_seconds(ranks, hidden_size=hf.hidden_size, layers=hf.num_layers) or 0.0
+    tensor = tensor_seconds(ranks, layers=hf.num_layers) or 0.0
     busy = pass_seconds(steps, "update") - tensor
     if flops and busy > 0:
         share = (3 * flops + again) / (busy * constants.peak_flops)
@@ -150,11 +152,11 @@ def _decode(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constant
     size = DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     parallel = run.setting("rollout.tensor_parallel") or 1
     weights = model_parameters(hf) * size / parallel
-    cached = 2 * hf.num_layers * hf.num_query_groups * hf.head_dim * size / parallel
+    cached = kv_bytes_per_token(hf, parallel, size)
     seconds, tokens, context = _responses(steps)
     if len(seconds) < 3 or np.ptp(tokens) == 0:
         return {}
-    how, bandwidth = f"{len(seconds)} responses of the rollout", constants.memory_bandwidth
+    how, bandwidth = f"{len(seconds)} responses, evaluations' too", constants.memory_bandwidth
     columns = np.stack([np.ones_like(tokens), tokens, tokens * context], axis=1)
     _, fixed, slope = np.linalg.lstsq(columns, seconds, rcond=None)[0]
     if slope > 0 and fixed > 0:
@@ -194,9 +196,10 @@ def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, n
     return seconds, tokens, context
 
 
-def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[str, Found]:
+def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
     """Where weights go through a disk: the trainer gathers, writes and hashes, then the servers read. Of gathering and
-    writing only the sum is known, so both get the same bandwidth."""
+    writing only the sum is known: each gets half of it, gathering less where the servers of a node, which the planner
+    lets read at its bandwidth one after the other, were faster than that."""
     model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
     export, rest = [], []
     for step in steps:
@@ -208,13 +211,16 @@ def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig) -> dict[st
             rest.append(phase.seconds - export[-1])
     if not export or min(*export, *rest) <= 0:
         return {}
-    write, read = 2 * model / float(np.mean(export)), model / float(np.mean(rest))
-    both = "half of the export's time each, by assumption"
+    exported, after = float(np.mean(export)), float(np.mean(rest))
+    servers = len(run.setting("rollout.urls") or ()) or run.setting("rollout.servers") or 1
+    gpus = servers * (run.setting("rollout.tensor_parallel") or 1)
+    gathered = min(exported / 2, after / readers_of_a_node(servers, gpus, constants))
+    write, share = model / (exported - gathered), f"{gathered / exported:.0%} of the export's time"
     return {
-        "gather_bandwidth": Found(value=write, how=f"weight sync, {both}"),
-        "disk_write": Found(value=write, how=f"weight sync, {both}"),
+        "gather_bandwidth": Found(value=model / gathered, how=f"weight sync, {share}, by assumption"),
+        "disk_write": Found(value=write, how="weight sync, the rest of the export's time"),
         "checksum_bandwidth": Found(value=write, how="weight sync, hidden by the writing"),
-        "disk_read": Found(value=read, how="weight sync after the export"),
+        "disk_read": Found(value=model / after, how="weight sync after the export"),
     }
 
 

@@ -117,8 +117,7 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
     what = f"{together} GPUs, {apart}" if on_gpu else "on CPUs: no figures a GPU, no MFU"
     parameters = f", {run.parameters / 1e6:,.1f} million parameters" if run.parameters else ""
     recorded = recorded_steps(read_spans(run.path), skip=run.lines[skip - 1]["rollout_step"] if skip else 0)
-    hidden, layers = (hf.hidden_size, hf.num_layers) if hf else (0, 0)
-    figures |= timeline_figures(recorded, hidden_size=hidden, layers=layers, tail_share=tail_share)
+    figures |= timeline_figures(recorded, layers=hf.num_layers if hf else None, tail_share=tail_share)
     described = f"{count} rollout steps after the first {skip}{parameters}; {what}"
     return Profile(
         name=run.name,

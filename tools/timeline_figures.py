@@ -58,10 +58,11 @@ def recorded_steps(found: Mapping[int, Sequence[ProcessStep]], *, skip: int) -> 
     return steps
 
 
-def timeline_figures(steps: Sequence[RecordedStep], *, hidden_size: int, layers: int, tail_share: float) -> Figures:
+def timeline_figures(steps: Sequence[RecordedStep], *, layers: int | None, tail_share: float) -> Figures:
     """All of them, None where the layout has no such thing or nothing was recorded.
 
     Args:
+        layers: of the model; None where it is not known.
         tail_share: a moment of the rollout belongs to its tail when fewer than this share of the responses run that ran
             at its fullest moment.
     """
@@ -76,7 +77,7 @@ def timeline_figures(steps: Sequence[RecordedStep], *, hidden_size: int, layers:
     schedule = sum(_seconds(rank, UPDATE, {SCHEDULE}) for rank in ranks)
     compute = sum(_seconds(rank, UPDATE, set(PASSES)) for rank in ranks)
     sync = sum(span.seconds for rank in ranks for span in rank.spans if span.track == UPDATE and "grads" in span.name)
-    tensor = tensor_seconds(ranks, hidden_size=hidden_size, layers=layers)
+    tensor = None if layers is None else tensor_seconds(ranks, layers=layers)
     stages = max(rank.about["pipeline"] for rank in ranks) + 1
     return {
         "bubble": _over(schedule - sync - compute, schedule - sync) if stages > 1 else None,
@@ -118,7 +119,7 @@ def _seconds(rank: ProcessStep, track: str, names: set[str]) -> float:
     return sum(span.seconds for span in rank.spans if span.track == track and span.name in names)
 
 
-def tensor_seconds(ranks: Sequence[ProcessStep], *, hidden_size: int, layers: int) -> float | None:
+def tensor_seconds(ranks: Sequence[ProcessStep], *, layers: int) -> float | None:
     """Estimated: the measured all-reduce, scaled by bytes to all that the passes make: two in forward and two in
     backward of each of the rank's layers. Recomputation is not counted."""
     total = 0.0

@@ -187,15 +187,19 @@ def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu
     rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
     parallel = rollout.tensor_parallel
     weights = model_parameters(hf) * size / parallel
-    # A tensor-parallel size above the key/value heads stores some of them twice.
-    heads = max(1, hf.num_query_groups / parallel)
-    token = 2.0 * hf.num_layers * heads * hf.head_dim * size
+    token = kv_bytes_per_token(hf, parallel, size)
     cache = rollout.memory_fraction * gpu_memory - weights
     if rollout.kv_cache_tokens is not None:
         cache = min(cache, rollout.kv_cache_tokens * token)
     return ServerMemory(
         weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=(1 - rollout.memory_fraction) * gpu_memory
     )
+
+
+def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
+    """On each of a server's `parallel` GPUs; `size`: bytes of a number. More GPUs than key/value heads hold some of
+    them twice."""
+    return 2.0 * hf.num_layers * max(1.0, hf.num_query_groups / parallel) * hf.head_dim * size
 
 
 def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_tokens: float) -> dict[str, float]:

@@ -30,14 +30,19 @@ def sync_seconds(config: Config, hf: HFModelConfig, constants: Calibration, *, s
 
 def _disk_seconds(model: float, constants: Calibration, *, servers: float, gpus: int) -> float:
     """Rank 0 gathers, and writes while it hashes; then the servers of every node read."""
-    readers = servers / -(-gpus // constants.gpus_per_node)
     # The first on a node fills its page cache; all wait for the same disk.
+    readers = readers_of_a_node(servers, gpus, constants)
     read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
     return (
         model / constants.gather_bandwidth
         + max(model / constants.disk_write, model / constants.checksum_bandwidth)
         + read
     )
+
+
+def readers_of_a_node(servers: float, gpus: int, constants: Calibration) -> float:
+    """Servers that read on the same node."""
+    return max(1.0, servers / -(-gpus // constants.gpus_per_node))
 
 
 def largest_parameter(config: Config, hf: HFModelConfig) -> float:

@@ -7,11 +7,16 @@ import pytest
 import yaml
 
 from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.config import load_config
 from megatron_dapo.monitor.spans import SpanFile
+from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.train import forward_flops
+from tests.plan.conftest import RECIPES
 from tests.tools.test_profile_throughput import MODEL, write_run
 from tests.tools.timelines import ZERO, write_timeline
+from tools import calibrate as calibrate_module
 from tools.profile_throughput import main
 
 HF = HFModelConfig.of(MODEL, shown="test")
@@ -92,6 +97,24 @@ def test_decoding_is_recovered_from_servers_that_follow_the_planners_formula(tmp
     entries = yaml.safe_load(out.read_text())
     assert entries["decode_efficiency"]["value"] == pytest.approx(efficiency, rel=1e-3)
     assert entries["decode_overhead"]["value"] == pytest.approx(overhead, rel=1e-3)
+
+
+@pytest.mark.parametrize(("servers", "parallel"), [(2, 2), (8, 1), (16, 1)])
+def test_the_planner_gives_the_weight_sync_that_was_measured(tmp_path, servers, parallel):
+    """Also where many servers read on one node: the planner lets them share the bandwidth of gathering."""
+    run = write_run(tmp_path / "run", servers=servers, tensor_parallel=parallel)
+    _, constants = calibrate(tmp_path, run=run)
+    config = load_config(RECIPES / "qwen2.5_7b_8gpu.yaml", ["rollout.weight_sync=disk"])
+    config = changed(config, {"rollout.servers": servers, "rollout.tensor_parallel": parallel})
+    assert sync_seconds(config, HF, constants, server_gpus=servers * parallel) == pytest.approx(4 + 6, rel=1e-4)
+
+
+def test_a_servers_cache_is_the_planners_where_heads_are_stored_twice(tmp_path, monkeypatch):
+    """Two key/value heads on four GPUs: each holds one of them, not half a one."""
+    seen = []
+    monkeypatch.setattr(calibrate_module, "kv_bytes_per_token", lambda *args: seen.append(args) or 1.0)
+    calibrate(tmp_path, run=write_run(tmp_path / "run", tensor_parallel=4))
+    assert seen == [(HF, 4, 2)]
 
 
 def test_weight_sync_gives_what_it_took(tmp_path):

@@ -18,8 +18,8 @@ def steps_of(tmp_path, *, skip=0, **layout):
     return recorded_steps(read_spans(tmp_path), skip=skip)
 
 
-def figures(steps, tail=0.5):
-    return timeline_figures(steps, hidden_size=64, layers=2, tail_share=tail)
+def figures(steps, tail=0.5, layers=2):
+    return timeline_figures(steps, layers=layers, tail_share=tail)
 
 
 def test_shares_of_the_update(tmp_path):
@@ -39,6 +39,11 @@ def test_tensor_parallel_is_the_measured_all_reduce_times_how_often_it_is_made(t
     reduced = 4 * 300 / 300 * 4 * 2 * 0.01  # four micro-batches, four reductions in each of two layers
     assert found["tensor_parallel"] == pytest.approx(reduced / 40)
     assert found["communication"] == pytest.approx((2 + reduced) / 40)
+
+
+def test_without_the_models_layers_tensor_parallel_is_not_known(tmp_path):
+    """0 would say that it cost nothing."""
+    assert figures(steps_of(tmp_path, tensor=2), layers=None)["tensor_parallel"] is None
 
 
 def test_imbalance_is_the_slowest_data_parallel_rank_over_the_mean(tmp_path):
