@@ -149,10 +149,12 @@ def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> Non
         console.print(
             Text(f"  {misfit.part}, {misfit.what}: needs {_gb(misfit.needed)}, there are {_gb(misfit.there)}")
         )
-    for way in ways:
-        console.print(Text(f"  would fit with: {_overrides(way)}"))
-    if not ways:
-        console.print(Text("  no single change of recompute, micro-batch, layout or server size is known to help"))
+    if ways:
+        console.print(Text(f"  would fit with: {' '.join(map(_overrides, ways))}"), soft_wrap=True)
+    parts = {misfit.part for misfit in plan.misfits}
+    if len(ways) < len(parts):
+        rest = "the other of trainer and server" if ways else " and ".join(sorted(parts, reverse=True))
+        console.print(Text(f"  no change of recompute, micro-batch, layout or server size is known to help {rest}"))
 
 
 def _time_table(step: StepPlan, weight_sync: str) -> Table:

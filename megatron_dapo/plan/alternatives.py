@@ -40,7 +40,8 @@ def changed(config: Any, changes: Changes) -> Any:
 def remedies(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> list[Changes]:
     """The least that makes it fit: what costs time only, else more GPUs. Nothing: no such change is known.
 
-    Trainer and servers are looked at apart, so two ways may be meant together.
+    First the trainer's, then the servers' way with the trainer's taken: two are meant together, since both may share
+    GPUs. Of one that would not help without breaking the other nothing is said.
     """
 
     def misfits(other: Config) -> set[str]:
@@ -51,7 +52,9 @@ def remedies(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memo
     for part, ways in (("trainer", _trainer_ways(config, hf)), ("server", _server_ways(config))):
         if part in now:
             way = next((way for way in ways if misfits(changed(config, way)) <= now - {part}), None)
-            found += [] if way is None else [way]
+            if way is not None:
+                found.append(way)
+                config, now = changed(config, way), now - {part}
     return found
 
 

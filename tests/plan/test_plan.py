@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.alternatives import changed, other_splits, remedies
-from megatron_dapo.plan.plan import Assumptions, make_plan
+from megatron_dapo.plan.plan import Assumptions, find_misfits, make_plan
 from megatron_dapo.plan.shapes import BUILT_IN, model_shape
 from tests.plan.conftest import RECIPES
 
@@ -63,6 +63,21 @@ def test_what_costs_time_only_is_named_before_more_gpus(constants):
     hf = BUILT_IN["Qwen2.5-7B"]
     [way] = remedies(config, hf, constants, 60e9)
     assert not any(key.startswith("actor.layout") for key in way)
+
+
+def test_ways_for_trainer_and_servers_fit_together(constants):
+    """They share the GPUs: a larger share for the server alone would leave the trainer none."""
+    overrides = ["actor.layout.pipeline=4", "actor.recompute=none", "rollout.memory_fraction=0.3"]
+    config = load_config(RECIPES / "h100_32_colocated.yaml", overrides)
+    hf = BUILT_IN["Qwen2.5-32B"]
+    together = config
+    ways = remedies(config, hf, constants, 24e9)
+    for way in ways:
+        together = changed(together, way)
+    assert {one.part for one in find_misfits(config, hf, constants, 24e9)} == {"trainer", "server"}
+    left = {one.part for one in find_misfits(together, hf, constants, 24e9)}
+    assert len(left) == 2 - len(ways)
+    assert "trainer" not in left
 
 
 def test_longer_responses_and_a_lower_pass_rate_cost_time(constants):
