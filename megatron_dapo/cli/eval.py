@@ -165,16 +165,23 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
     """Which weights are meant: --model, else the servers that `rollout.urls` names, else the run's newest.
 
     Raises:
-        ConfigError: neither a config nor a run; or a run that has no weights yet.
+        ConfigError: neither a config nor a run; a run that has no weights yet; options of which one would not be read.
     """
     from megatron_dapo.coordinator.eval_session import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
+    named = any(word.startswith("rollout.urls=") for word in overrides)
+    if options.every > 1:
+        raise ConfigError(f"--every {options.every}: says which versions --watch takes; give --watch, or leave it out")
+    if options.model is not None and named:
+        raise ConfigError(
+            f"--model {options.model} and rollout.urls: those servers hold weights of their own; give one of both"
+        )
     is_run = target.is_dir()
     if is_run and not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: no config.yaml there; give a config file, or the directory of a run")
     config = load_config(target / "config.yaml" if is_run else target, overrides)
-    asks_servers = config.rollout.urls and (not is_run or any(word.startswith("rollout.urls=") for word in overrides))
+    asks_servers = config.rollout.urls and (not is_run or named)
     if options.model is not None:
         out = options.out or Path("evaluations") / options.model.resolve().name
         return Subject(config=with_own_servers(config, options.model), weights=options.model, out=out)
