@@ -52,12 +52,20 @@ class Data(BaseModel, strict=True):
     heldout: Source
 
 
+class Trainer(BaseModel, strict=True):
+    """What the trainer was."""
+
+    device: str | None = None
+    layout: dict[str, int | bool | None] | None = None
+    parameters: int | None = None
+
+
 class Manifest(BaseModel, strict=True):
     """manifest.json."""
 
     versions: dict[str, Any] | None = None
     host: dict[str, Any] | None = None
-    trainer: dict[str, Any] | None = None
+    trainer: Trainer | None = None
     model: dict[str, Any] | None = None
     data: Data | None = None
     command: list[Any] | None = None

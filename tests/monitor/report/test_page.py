@@ -244,6 +244,7 @@ def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_sa
         ("summary.json", {"rollout_steps": "12", "heldout": {}}, "rollout_steps"),
         ("heldout_before.json", {"before": {"sampled": {}}}, "before.sampled.figures: field required"),
         ("manifest.json", {"data": {"train": 1}}, "data.train"),
+        ("manifest.json", {"trainer": {"layout": {"tensor": "2"}}}, "trainer.layout.tensor"),
     ],
 )
 def test_a_file_of_another_shape_is_named_with_the_place_in_it(tmp_path, name, content, where, capsys):
