@@ -16,7 +16,7 @@ from megatron_dapo.data.rows import DataError
 from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.memory import host_memory
+from megatron_dapo.plan.memory import CHECKPOINT_COPY, host_memory
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
 
 _OPTIMIZER_BYTES = 12
@@ -74,6 +74,8 @@ def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, pr
     if not on_gpu:
         each += model_parameters(hf) * 20  # weights, gradients, master weights, moments, and the server's
     needed = processes * each
+    if on_gpu:  # the first data-parallel ranks write for the others
+        needed += min(processes, config.actor.layout.tensor * config.actor.layout.pipeline) * parts[CHECKPOINT_COPY]
     needed += sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
     shown = f"{available / GB:.1f} GB available, about {needed / GB:.1f} GB planned for {processes} processes"
     if needed > available:

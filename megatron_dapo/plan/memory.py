@@ -34,6 +34,8 @@ _TOKEN_BYTES = 28
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
 
+CHECKPOINT_COPY = "a trainer process more, while it writes a checkpoint"
+
 PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
 """`update` is forward and backward of a mini-batch, after which the `optimizer step` comes."""
 
@@ -217,7 +219,7 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
         "a trainer process": constants.process_memory + reference + offloaded,
-        "a trainer process with a checkpoint to write": _checkpoint_copy(config, state.parameters / size, size),
+        CHECKPOINT_COPY: _checkpoint_copy(config, state.parameters / size, size),
         "a server process": constants.process_memory,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
     } | host_bytes(config, hf)

@@ -146,6 +146,16 @@ def test_disk_and_memory_are_those_of_the_model():
     assert check_host_memory(config, hf, 20e9, processes=8, on_gpu=True).status is Status.WARNING
 
 
+def test_memory_counts_a_checkpoint_of_the_ranks_that_write_it():
+    """Eight ranks of 4.1e9 parameters each: 53 GB a rank with the optimizer's state on the host, and 14 bytes a
+    parameter more for a checkpoint."""
+    config, hf = load_config(RECIPES / "h100_16.yaml"), BUILT_IN["Qwen2.5-32B"]
+    finding = check_host_memory(config, hf, 512e9, processes=8, on_gpu=True)
+    assert finding.status is Status.WARNING
+    assert "about 902.4 GB" in finding.found, "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
+    assert check_host_memory(config, hf, 950e9, processes=8, on_gpu=True).status is Status.PASS
+
+
 @pytest.mark.slow
 def test_a_dry_run_makes_a_step_and_leaves_nothing(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "--dry-run")

@@ -9,7 +9,7 @@ from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import log_prob_stream
 from megatron_dapo.plan import memory, step, sync
 from megatron_dapo.plan.alternatives import changed
-from megatron_dapo.plan.memory import activation_bytes, host_memory, server_memory, trainer_memory
+from megatron_dapo.plan.memory import CHECKPOINT_COPY, activation_bytes, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.shapes import BUILT_IN
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
@@ -123,7 +123,7 @@ def test_more_ranks_than_key_heads_store_them_twice(constants):
 def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     """The first of four data-parallel ranks, for all of them."""
     config = load_config(RECIPES / "h100_128.yaml")
-    name = "a trainer process with a checkpoint to write"
+    name = CHECKPOINT_COPY
     layout = config.actor.layout
     beside = host_memory(config, HF, constants, 5000.0)[name]
     waiting = host_memory(changed(config, {"run.checkpoint_in_background": False}), HF, constants, 5000.0)[name]
