@@ -18,15 +18,21 @@ Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or par
 import argparse
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.ranks import RankError, RankPool
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 EXIT_OK, EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -40,27 +46,33 @@ _ENVIRONMENT_ERRORS = ("OSError", "WeightsError", "FileNotFoundError", "Permissi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert as the arguments say; the exit code."""
     options = _parser().parse_args(arguments)
+    # Like an interrupt from the keyboard: workers are ended and what was written is removed on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     import_megatron()
     from megatron_dapo.actor.safetensors_file import WeightsError
     from tools.conversion.verify import VerifyError
     from tools.conversion.workers import start_workers
 
+    done = "not written"
     try:
         _check_paths(options)
         with RankPool() as pool:
             start_workers(pool, options.processes)
-            convert(options, pool)
+            written = convert(options, pool)
+            done = "written, but not verified"
+            if options.verify:
+                verify(options, pool, written)
     except VerifyError as error:
         print(error, file=sys.stderr)
         return EXIT_DIFFERENT
     except RankError as error:
-        print(f"{options.target} was not written: {_reason(str(error))}", file=sys.stderr)
+        print(f"{options.target} was {done}: {_reason(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except (ConfigError, CheckpointError, WeightsError, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print(f"interrupted: {options.target} was not written", file=sys.stderr)
+        print(f"interrupted: {options.target} was {done}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
 
@@ -71,27 +83,39 @@ def _reason(text: str) -> str:
     return last.partition(": ")[2] if kind in _ENVIRONMENT_ERRORS else text
 
 
-def convert(options: argparse.Namespace, pool: RankPool) -> None:
-    """The conversion, and with --verify the comparison."""
+def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
+    """The conversion; the type of the weights written."""
     import torch
 
-    from tools.conversion.to_hf import actor_folder, to_hf
+    from tools.conversion.to_hf import actor_folder, base_of, to_hf
     from tools.conversion.to_megatron import to_megatron
-    from tools.conversion.verify import verify_logits, verify_tensors
 
+    there = options.command == "to-megatron"
+    if options.verify:  # before the hours of a conversion
+        config = options.source if there else options.base or base_of(actor_folder(options.source))
+        check_layout(HFModelConfig.load(config), _layout(options))
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
     common = {"dtype": dtype, "workers": options.processes, "pool": pool}
-    if options.command == "to-megatron":
-        written = to_megatron(options.source, options.target, tensor=options.tensor, **common)
-        folder, checkpoint = options.source, options.target
-    else:
-        max_bytes = int(options.max_file_gb * 1e9)
-        written = to_hf(options.source, options.target, base=options.base, max_file_bytes=max_bytes, **common)
+    if there:
+        return to_megatron(options.source, options.target, tensor=options.tensor, **common)
+    max_bytes = int(options.max_file_gb * 1e9)
+    return to_hf(options.source, options.target, base=options.base, max_file_bytes=max_bytes, **common)
+
+
+def verify(options: argparse.Namespace, pool: RankPool, written: "torch.dtype") -> None:
+    """The comparison of --verify."""
+    from tools.conversion.to_hf import actor_folder
+    from tools.conversion.verify import verify_logits, verify_tensors
+
+    folder, checkpoint = options.source, options.target
+    if options.command == "to-hf":
         folder, checkpoint = options.target, actor_folder(options.source)
-    if options.verify:
-        verify_tensors(folder, checkpoint, dtype=written, workers=options.processes, pool=pool)
-        layout = LayoutConfig(tensor=options.tensor, pipeline=options.pipeline)
-        verify_logits(folder, checkpoint, layout=layout, pool=pool, dtype=written)
+    verify_tensors(folder, checkpoint, dtype=written, workers=options.processes, pool=pool)
+    verify_logits(folder, checkpoint, layout=_layout(options), pool=pool, dtype=written)
+
+
+def _layout(options: argparse.Namespace) -> LayoutConfig:
+    return LayoutConfig(tensor=options.tensor, pipeline=options.pipeline)
 
 
 def import_megatron() -> None:

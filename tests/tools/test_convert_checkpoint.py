@@ -254,6 +254,14 @@ def test_a_checkpoint_without_config_asks_for_it(tool, checkpoint, model, tmp_pa
         tool.to_hf(bare, tmp_path / "back")
 
 
+@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
+def test_a_layout_that_verify_cannot_load_is_refused_before_the_conversion(model, checkpoint, tmp_path, capfd, command):
+    source, target = {"to-megatron": model, "to-hf": checkpoint}[command], tmp_path / "target"
+    assert main([command, str(source), str(target), "--processes", "1", "--verify", "--pipeline", "3"]) == 2
+    assert "must divide the model's num_hidden_layers = 4" in capfd.readouterr().err
+    assert not target.exists()
+
+
 def test_verify_names_a_tensor_that_differs(tool, checkpoint, model, tmp_path):
     from tools.conversion.verify import VerifyError
 

@@ -1,5 +1,7 @@
 """What the conversion's command refuses before it starts, and what it says where a worker fails."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,28 @@ def test_an_option_that_nothing_would_read_is_refused(refused, model, tmp_path, 
 def test_an_impossible_size_of_files_is_refused(model, tmp_path, size):
     with pytest.raises(SystemExit, match="2"):
         main(["to-hf", str(model), str(tmp_path / "back"), "--max-file-gb", size])
+
+
+def test_the_end_of_a_batch_job_is_an_interrupt(model, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("tools.conversion.workers.start_workers", lambda *_: None)
+    monkeypatch.setattr("tools.convert_checkpoint.convert", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        assert main(["to-megatron", str(model), str(tmp_path / "x")]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_says_whether_the_target_was_written(model, tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.conversion.workers.start_workers", lambda *_: None)
+    monkeypatch.setattr("tools.convert_checkpoint.convert", stop)
+    assert main(["to-megatron", str(model), str(tmp_path / "x"), "--verify"]) == 130
+    monkeypatch.setattr("tools.convert_checkpoint.convert", lambda *_: None)
+    monkeypatch.setattr("tools.convert_checkpoint.verify", stop)
+    assert main(["to-megatron", str(model), str(tmp_path / "x"), "--verify"]) == 130
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert first == f"interrupted: {tmp_path / 'x'} was not written"
+    assert second == f"interrupted: {tmp_path / 'x'} was written, but not verified"
