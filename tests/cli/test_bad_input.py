@@ -90,8 +90,9 @@ def test_a_port_in_use(run):
         expect(run(f"rollout.port={port}"), ExitCode.FLEET, "rollout.port", str(port))
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_start(run):
-    expect(run("rollout.extra_args=[--no-such-option]"), ExitCode.FLEET, "no-such-option", within_s=60)
+    expect(run("rollout.extra_args=[--no-such-option]", timeout_s=180), ExitCode.FLEET, "no-such-option", within_s=180)
 
 
 def test_a_run_directory_that_holds_a_run(run, tmp_path):

@@ -48,6 +48,7 @@ def test_the_result_has_figures_with_intervals(whole):
     assert {len(problem["correct"]) for problem in problems} == {12}
 
 
+@pytest.mark.slow
 def test_after_a_kill_only_what_is_missing_is_asked_for(whole, tmp_path):
     out = tmp_path / "killed"
     first = evaluate(tmp_path, "evaluation.samples=6", "--out", str(out))

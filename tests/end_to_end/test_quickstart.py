@@ -231,6 +231,7 @@ def fates(folder: Path) -> list[tuple]:
     return [(e["event"], e["prompt"], e["rollout_step"]) for e in events if e["event"] in ("trained", "filtered")]
 
 
+@pytest.mark.slow
 def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whole, tmp_path):
     """Each side leaves its memory while the other works; what it computes is the same."""
     run_dir = tmp_path / "run"

@@ -64,6 +64,7 @@ def start(run_dir, *overrides):
     return Running(*arguments, log=run_dir.parent / "out.txt")
 
 
+@pytest.mark.slow
 def test_trainer_and_server_stand_on_different_nodes_and_a_lost_server_host_comes_back(address, tmp_path):
     running = start(tmp_path / "run")
     running.wait_for("held-out problems before training", 200)

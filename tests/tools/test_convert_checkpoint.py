@@ -286,6 +286,7 @@ def test_no_run_goes_on_from_a_model_without_an_optimizer(pool, checkpoint, mode
     assert "holds a model without optimizer state" in pool.run(1, resuming, model, checkpoint)[0]
 
 
+@pytest.mark.slow
 def test_the_command(tool, tmp_path, capfd):
     """Both ways with --verify; a target that is there; a difference gives exit code 1."""
     there = ["to-megatron", str(BASE), str(tmp_path / "megatron"), "--processes", "2", "--verify"]
