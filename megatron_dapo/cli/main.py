@@ -1,5 +1,6 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
+import errno
 import sys
 import warnings
 from pathlib import Path
@@ -255,7 +256,13 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 def main() -> None:
     """Entry point of `megatron-dapo`."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        # What is printed goes to a file on that disk; a file that a command writes itself has a name.
+        sys.exit(f"no space left where the output of this command goes ({error})")
 
 
 if __name__ == "__main__":
