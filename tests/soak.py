@@ -117,7 +117,8 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
         seen.left_behind += finished.left_behind
         expected = (-signal.SIGKILL,) if killed else (ExitCode.CONTINUE,)
         if finished.code not in expected:
-            raise AssertionError(f"exit code {finished.code} instead of {expected}:\n{finished.output[-4000:]}")
+            words = finished.output if len(finished.output) < 20_000 else f"...{finished.output[-20_000:]}"
+            raise AssertionError(f"exit code {finished.code} instead of {expected}:\n{words}")
     return seen
 
 
