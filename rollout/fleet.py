@@ -15,7 +15,7 @@ from rollout.balancer import Balancer, Member, State
 from rollout.checksums import Checksums
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
-from rollout.errors import RolloutError, ServerEnded, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
 from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
@@ -124,16 +124,7 @@ class RolloutFleet:
         supervisor.start()
 
     async def _start_member(self, supervisor: Supervisor, member: Member, deadline_s: float) -> None:
-        """A server that ends meanwhile has a second attempt: whoever killed it, the run need not end by it."""
-        began = time.monotonic()
-        await member.engine.start()
-        try:
-            await supervisor.wait_ready(member, deadline_s)
-        except ServerEnded as error:
-            self.report(f"server {str(error).splitlines()[0]}; starting it once more")
-            await member.forget_client()
-            await member.engine.restart()
-            await supervisor.wait_ready(member, deadline_s - (time.monotonic() - began))
+        await supervisor.start_member(member, deadline_s)
         if self.config.deterministic and member.info is not None and not member.info.deterministic:
             raise ServerStartError(
                 f"{member.url}: rollout.deterministic is set, but this server runs without "

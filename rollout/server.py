@@ -43,6 +43,9 @@ class Engine(Protocol):
     def alive(self) -> bool:
         """False when the process is known to have ended."""
 
+    def killed(self) -> bool:
+        """Whether it ended by a signal: somebody's, or the kernel's for want of memory."""
+
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
 
@@ -97,6 +100,9 @@ class LocalServer:
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def killed(self) -> bool:
+        return self.process is not None and (self.process.poll() or 0) < 0
 
     def log_tail(self) -> str:
         return tail(self.spec.log_path)
@@ -166,6 +172,9 @@ class RemoteServer:
 
     def alive(self) -> bool:
         return True
+
+    def killed(self) -> bool:
+        return False
 
     def log_tail(self) -> str:
         return f"{self._url} was started by somebody else; see its log there"

@@ -51,6 +51,27 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def start_member(self, member: Member, deadline_s: float) -> None:
+        """Starts a server and returns when it is ready. One that ends meanwhile is started once more; one that is
+        killed, until the deadline.
+
+        Raises:
+            ServerStartError: as `wait_ready`.
+        """
+        deadline, ended = time.monotonic() + deadline_s, 0
+        await member.engine.start()
+        while True:
+            try:
+                return await self.wait_ready(member, deadline - time.monotonic())
+            except ServerEnded as error:
+                ended += not member.engine.killed()
+                if ended > 1 or time.monotonic() > deadline:
+                    raise
+                self.report(f"server {str(error).splitlines()[0]}; starting it again")
+            await asyncio.sleep(self.timing.first_backoff_s)
+            await member.forget_client()
+            await member.engine.restart()
+
     async def wait_ready(self, member: Member, deadline_s: float) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
 

@@ -41,6 +41,9 @@ class ServerHost:
     async def alive(self) -> bool:
         return self._server.alive()
 
+    async def killed(self) -> bool:
+        return self._server.killed()
+
     async def close(self) -> None:
         await self._server.close()
 
@@ -66,6 +69,7 @@ class RayServer:
         self._host: Any = None
         self._url = f"http://server{spec.index}.not-started"
         self._alive = False
+        self._killed = False
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -88,6 +92,9 @@ class RayServer:
 
     def alive(self) -> bool:
         return self._alive
+
+    def killed(self) -> bool:
+        return self._killed
 
     def log_tail(self) -> str:
         """The run directory is on a file system that all nodes see."""
@@ -125,9 +132,11 @@ class RayServer:
     async def _look(self) -> None:
         while self._alive:
             try:
-                self._alive = await self._host.alive.remote()
-            except ray.exceptions.RayError:
-                self._alive = False
+                alive = await self._host.alive.remote()
+                self._killed = not alive and await self._host.killed.remote()
+                self._alive = alive
+            except ray.exceptions.RayError:  # with its actor or its node
+                self._killed, self._alive = True, False
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     def _stop_looking(self) -> None:
