@@ -1,13 +1,15 @@
 """`python -m tests.killer VICTIM EVENT COUNT ARGUMENTS ...`: megatron-dapo with a murder in it.
 
 When the ledger records its COUNT-th EVENT, one process of the run is killed by SIGKILL: `coordinator` (this process),
-`trainer`, `server` or `reward`. EVENT `after` counts seconds since the first event instead.
+`trainer`, `server` or `reward`. EVENT `after` counts seconds since the first event instead, `born` those since there is
+a process of that kind.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -22,18 +24,38 @@ def kill(victim: str) -> None:
     """One process of that kind; none if there is none at this moment."""
     if victim == "coordinator":
         os.kill(os.getpid(), signal.SIGKILL)
+    process = find(victim)
+    if process is not None:
+        process.kill()
+        print(f"killed {victim} {process.pid}", flush=True)
+
+
+def find(victim: str) -> psutil.Process | None:
+    """One process of that kind."""
+    if victim == "coordinator":
+        return psutil.Process()
     for process in psutil.Process().children(recursive=True):
         try:
             if MARKS[victim] in " ".join(process.cmdline()):
-                process.kill()
-                print(f"killed {victim} {process.pid}", flush=True)
-                return
+                return process
         except psutil.NoSuchProcess:
             continue
+    return None
+
+
+def kill_young(victim: str, age_s: float) -> None:
+    """The first process of that kind, so many seconds after it was seen."""
+    while find(victim) is None:
+        time.sleep(0.1)
+    time.sleep(age_s)
+    kill(victim)
 
 
 def arm(victim: str, event: str, count: float) -> None:
     """Watch the ledger of this process."""
+    if event == "born":
+        threading.Thread(target=kill_young, args=(victim, count), daemon=True).start()
+        return
     seen: Counter[str] = Counter()
     record = Ledger.record
 

@@ -12,6 +12,8 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 MARK = "DAPO_TEST_MARK"
+GRACE_S = 30.0
+"""For what ends by itself: Ray's agents look every few seconds whether their raylet lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class Finished:
     output: str
     seconds: float
     left_behind: tuple[str, ...]
-    """Command lines of processes that still ran when the command had ended (and a few seconds of grace had passed)."""
+    """Command lines of processes that still ran when the command had ended and `GRACE_S` had passed."""
 
 
 class Running:
@@ -72,7 +74,7 @@ class Running:
             self.kill_all()
             raise AssertionError(f"still running after {timeout_s} s:\n{self._log.read_text()}") from None
         seconds = time.monotonic() - self._began
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + GRACE_S
         while (left := self.marked()) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = tuple(f"{process.pid} {' '.join(_command(process))[:200]}" for process in left)

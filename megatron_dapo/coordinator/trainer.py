@@ -45,7 +45,7 @@ class TrainerError(RuntimeError):
 
 
 class TrainerLost(TrainerError):
-    """The process of a rank that had been started is gone; its work can be done again from the last checkpoint."""
+    """The process of a rank is gone; its work can be done again from the last checkpoint."""
 
 
 class Diverged(TrainerError):
@@ -155,7 +155,7 @@ class Trainer:
         """Build all ranks in their places. Returns rank 0's description.
 
         Raises:
-            TrainerError: a rank failed to build.
+            TrainerError: a rank failed to build; `TrainerLost`: its process ended meanwhile.
         """
         deadline = self._config.run.start_deadline_s
         remote = ray.remote(TrainerRank)
@@ -294,7 +294,7 @@ class Trainer:
             kind = Diverged
         elif any(isinstance(cause, CheckpointDamagedError) for cause in causes.values()):
             kind = DamageFound
-        elif self._watch is not None and any(isinstance(e, ray.exceptions.RayActorError) for e in reasons.values()):
+        elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
 

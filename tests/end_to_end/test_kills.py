@@ -95,3 +95,12 @@ def test_a_kill_at_a_random_moment_changes_nothing(undisturbed, tmp_path, number
     victim, moment = VICTIMS[number % len(VICTIMS)], draw.uniform(0.0, 12.0)
     output = live_through(tmp_path / "run", victim, "after", moment)
     check_equal(tmp_path / "run", undisturbed, f"{victim} after {moment:.2f} s\n{output}")
+
+
+@pytest.mark.parametrize("age_s", [0.0, 3.0, 7.0])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_kill_while_the_run_starts_changes_nothing(undisturbed, tmp_path, victim, age_s):
+    output = live_through(tmp_path / "run", victim, "born", age_s)
+    check_equal(tmp_path / "run", undisturbed, output)
+    if victim != "coordinator":  # its second start may find nothing to resume
+        check_killed(victim, output)
