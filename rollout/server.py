@@ -22,6 +22,9 @@ TAIL_LINES = 40
 GRACE_S = 8.0
 """Seconds that a GPU server has after SIGTERM to release its devices. On a CPU there is nothing to release."""
 
+STOP_SHOWS_S = 5.0
+"""Between two looks whether a process of a server is stopped."""
+
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
 _PORT_ATTEMPTS = 50
@@ -41,10 +44,10 @@ class Engine(Protocol):
         """Begins the start; the fleet waits for readiness."""
 
     def alive(self) -> bool:
-        """False when the process is known to have ended."""
+        """False when the process is known to have ended, or to be stopped for seconds (SIGSTOP)."""
 
     def killed(self) -> bool:
-        """Whether it ended by a signal: somebody's, or the kernel's for want of memory."""
+        """Whether that was by a signal: somebody's, or the kernel's for want of memory."""
 
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
@@ -72,6 +75,7 @@ class LocalServer:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
+        self._next_look, self._stopped_looks = 0.0, 0
 
     @property
     def url(self) -> str:
@@ -84,6 +88,7 @@ class LocalServer:
             ServerStartError: the configured port is taken; nothing was started.
         """
         self._port = self._choose_port()
+        self._next_look, self._stopped_looks = time.monotonic() + STOP_SHOWS_S, 0
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
@@ -99,10 +104,10 @@ class LocalServer:
             )
 
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.poll() is None and not self._is_stopped()
 
     def killed(self) -> bool:
-        return self.process is not None and (self.process.poll() or 0) < 0
+        return self.process is not None and ((self.process.poll() or 0) < 0 or self._is_stopped())
 
     def log_tail(self) -> str:
         return tail(self.spec.log_path)
@@ -133,6 +138,15 @@ class LocalServer:
             while self.alive() and time.monotonic() < deadline:
                 await asyncio.sleep(0.1)
         await asyncio.to_thread(self.kill)
+
+    def _is_stopped(self) -> bool:
+        """Whether a process of the server was found stopped by two looks in a row: one by itself may fall into the
+        moment in which a batch system stops or continues all processes of a job."""
+        assert self.process is not None
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + STOP_SHOWS_S
+            self._stopped_looks = self._stopped_looks + 1 if any(map(_stopped, _family(self.process.pid))) else 0
+        return self._stopped_looks > 1
 
     def _choose_port(self) -> int:
         if not self.config.port:
@@ -219,6 +233,22 @@ def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - size))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _group_members(group: int) -> list[psutil.Process]:

@@ -82,7 +82,9 @@ class Supervisor:
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
-                raise ServerEnded(f"{member.url}: the server ended while it started\n{member.engine.log_tail()}")
+                raise ServerEnded(
+                    f"{member.url}: the server ended while it started, or was stopped\n{member.engine.log_tail()}"
+                )
             try:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
@@ -122,7 +124,7 @@ class Supervisor:
                 if member.state is State.DOWN:
                     return member.reason
                 if not member.engine.alive():
-                    return "its process ended"
+                    return "its process ended or was stopped"
                 if scheduler.done():
                     return scheduler.result()
                 asked = time.monotonic()

@@ -124,7 +124,7 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
 
 def one_life(running: Running, seen: Soak, run_dir: Path, draw: random.Random, until_s: float) -> bool:
     """From a start to the coordinator's death (True) or to the end of the soak, when it is asked to stop (False)."""
-    next_kill, began = seen.seconds + draw.expovariate(1 / BETWEEN_KILLS_S), steps_done(run_dir)
+    next_kill = seen.seconds + draw.expovariate(1 / BETWEEN_KILLS_S)
     while running.process.poll() is None:
         if seen.seconds > until_s:
             running.signal(signal.SIGTERM)
@@ -134,8 +134,6 @@ def one_life(running: Running, seen: Soak, run_dir: Path, draw: random.Random, u
         if seen.seconds > next_kill:
             next_kill = seen.seconds + draw.expovariate(1 / BETWEEN_KILLS_S)
             victim = draw.choice(VICTIMS)
-            if victim == "stopped server" and steps_done(run_dir) == began:
-                victim = "server"  # while the run starts, a stopped one is waited for until the deadline of the start
             if strike(running, victim):
                 seen.kills[victim] += 1
                 if victim == "coordinator":
