@@ -102,7 +102,20 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
     if "attribute" in request:
         return _described(getattr(target, request["attribute"]), values)
     arguments, keywords = values.decode(request["arguments"], resolve)
-    return _result(target(*arguments, **keywords), objects, values)
+    result = target(*arguments, **keywords)
+    if result is not None:
+        return _result(result, objects, values)
+    return {"value": None, "left": [_left(argument, values) for argument in (*arguments, *keywords.values())]}
+
+
+def _left(argument: Any, values: Any) -> Any:
+    """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
+    if not isinstance(argument, values.CHANGEABLE):
+        return None
+    try:
+        return {"value": values.encode(argument)}
+    except values.NotPlain:
+        return None
 
 
 def _kind(error: BaseException) -> str:

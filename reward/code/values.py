@@ -46,6 +46,10 @@ _SEQUENCES: tuple[tuple[str, type[Iterable[Any]]], ...] = (
 )
 
 
+CHANGEABLE = (list, dict, set, bytearray, deque)
+"""What a function may change in place."""
+
+
 class NotPlain(TypeError):
     """A value that cannot pass; the message names its type."""
 
@@ -86,6 +90,17 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     if refer is not None:
         return {"o": refer(value)}
     raise NotPlain(f"{type(value).__name__} cannot be passed; only plain values can")
+
+
+def become(value: Any, other: Any) -> None:
+    """Makes one of CHANGEABLE equal to another one of its kind, in place; of another kind: nothing is done."""
+    if not any(isinstance(value, kind) and isinstance(other, kind) for kind in CHANGEABLE):
+        return
+    value.clear()
+    if isinstance(value, dict | set):
+        value.update(other)
+    else:
+        value.extend(other)
 
 
 def _some(items: Any) -> Iterator[Any]:

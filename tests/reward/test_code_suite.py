@@ -124,3 +124,39 @@ def test_the_standard_library_can_be_imported_behind_the_first_lock():
         http.client ssl socket ctypes array struct cmath zoneinfo"""
     source = "".join(f"import {name}\n" for name in names.split()) + "def f(): return uuid.uuid4().version"
     assert right(source, tests="assert f() == 4", cpu_s=20)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("def f(x): x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
+        ("def f(m):\n  for row in m: row.reverse()", "m = [[1, 2], [3, 4]]\nf(m)\nassert m == [[2, 1], [4, 3]]"),
+        ("def f(d, *, key): d[key] = 1; key_gone = d.pop('a')", "d = {'a': 0}\nf(d, key='b')\nassert d == {'b': 1}"),
+        ("def f(a, s):\n  s.add(4)\n  a.append(5)", "a, s = [], {1}\nf(a, s)\nassert (a, s) == ([5], {1, 4})"),
+        (
+            "def f(d): d['x'] += 1",
+            "from collections import defaultdict\nd = defaultdict(int)\nd['x'] = 2\nf(d)\nassert d['x'] == 3",
+        ),
+        ("def f(q): q.rotate(1)", "from collections import deque\nq = deque([1, 2])\nf(q)\nassert list(q) == [2, 1]"),
+        ("class S:\n  def go(self, x): x[:] = [1]", "x = [0]\nS().go(x)\nassert x == [1]"),
+    ],
+)
+def test_what_is_changed_in_place_is_seen(code, tests):
+    assert right(code, tests=tests)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("def f(x): x.sort(reverse=True)", "x = [3, 1, 4]\nf(x)\nassert x == [1, 3, 4]"),
+        ("def f(x):\n  x.clear()\n  return []", "x = [3, 1]\nassert f(x) == sorted(x)"),
+        ("def f(x):\n  x.append(1)\n  return 0", "x = [3]\nf(x)\nassert x == [3, 1]"),
+        (
+            "def f(x):\n  class L(list):\n    __eq__ = lambda *_: True\n  x[:] = [L()]",
+            "x = [3]\nf(x)\nassert x == [[1]]",
+        ),
+        ("def f(x): x.append(object())", "x = [3]\nf(x)\nassert len(x) == 2"),
+    ],
+)
+def test_nothing_else_is(code, tests):
+    assert not right(code, tests=tests)
