@@ -33,6 +33,8 @@ WARM_UP_STEPS = 15
 connections of the first batches, memory that the trainer keeps for batches of any shape (flat after about 12 steps)."""
 SHORTEST_S = 120.0
 """Lives that go on for less after that say nothing of growth."""
+PEAK_OF = 24
+"""Samples, two minutes, of whose open files the most is taken."""
 GROWTH_MB_PER_HOUR = 60.0
 GROWTH_FILES_PER_HOUR = 20.0
 VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *["reward"] * 9)
@@ -171,6 +173,8 @@ def growth(lives: Sequence[Life], values: str) -> tuple[float, int]:
             continue
         hours = (seconds[late] - seconds[late].mean()) / 3600
         level = np.asarray(getattr(life, values), dtype=float)[late]
+        if values == "files":  # connections come and go with each rollout: what counts is how many there are at most
+            level = np.array([level[seconds[late] <= at][-PEAK_OF:].max() for at in seconds[late]])
         above += float(hours @ (level - level.mean()))
         below += float(hours @ hours)
         counted += 1
