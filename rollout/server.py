@@ -145,7 +145,7 @@ class LocalServer:
         assert self.process is not None
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + STOP_SHOWS_S
-            self._stopped_looks = self._stopped_looks + 1 if any(map(_stopped, _family(self.process.pid))) else 0
+            self._stopped_looks = self._stopped_looks + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
         return self._stopped_looks > 1
 
     def _choose_port(self) -> int:
@@ -233,15 +233,6 @@ def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - size))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """A process and all below it."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _stopped(process: psutil.Process) -> bool:

@@ -58,27 +58,30 @@ class Supervisor:
         Raises:
             ServerStartError: as `wait_ready`.
         """
-        deadline, ended = time.monotonic() + deadline_s, 0
+        began, ended = time.monotonic(), 0
         await member.engine.start()
         while True:
             try:
-                return await self.wait_ready(member, deadline - time.monotonic())
+                return await self.wait_ready(member, deadline_s, began)
             except ServerEnded as error:
                 ended += not member.engine.killed()
-                if ended > 1 or time.monotonic() > deadline:
+                if ended > 1 or time.monotonic() - began > deadline_s:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
             await asyncio.sleep(self.timing.first_backoff_s)
             await member.forget_client()
             await member.engine.restart()
 
-    async def wait_ready(self, member: Member, deadline_s: float) -> None:
+    async def wait_ready(self, member: Member, deadline_s: float, began: float | None = None) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
+
+        Args:
+            began: when the `deadline_s` began (time.monotonic); None: now.
 
         Raises:
             ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
         """
-        deadline = time.monotonic() + deadline_s
+        deadline = (time.monotonic() if began is None else began) + deadline_s
         problem = "no answer yet"
         while True:
             if not member.engine.alive():

@@ -16,7 +16,6 @@ Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or par
 """
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.ranks import RankError, RankPool
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+from tools.arguments import positive, positive_count
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=f"{source} -> {target}")
         command.add_argument("source", type=Path, metavar=source)
         command.add_argument("target", type=Path, metavar=target)
-        command.add_argument("--processes", type=_positive, default=min(16, os.cpu_count() or 1), help="how many copy")
+        command.add_argument(
+            "--processes", type=positive_count, default=min(16, os.cpu_count() or 1), help="how many copy"
+        )
         command.add_argument("--dtype", choices=("float32", "bfloat16"), help="type written (default: the source's)")
         command.add_argument("--overwrite", action="store_true", help="replace a target that is there")
         command.add_argument(
@@ -145,8 +147,8 @@ def _parser() -> argparse.ArgumentParser:
             "in memory, in TENSOR x PIPELINE processes",
         )
         what = "tensor-parallel size" + (" of --verify" if name == "to-hf" else "")
-        command.add_argument("--tensor", type=_positive, default=1, help=what)
-        command.add_argument("--pipeline", type=_positive, default=1, help="pipeline stages of --verify")
+        command.add_argument("--tensor", type=positive_count, default=1, help=what)
+        command.add_argument("--pipeline", type=positive_count, default=1, help="pipeline stages of --verify")
         if name == "to-hf":
             _add_folder_options(command)
     return parser
@@ -154,21 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_folder_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--base", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
-    command.add_argument("--max-file-gb", type=_size, default=5.0, help="largest safetensors file, 1e9 bytes")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _size(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return number
+    command.add_argument("--max-file-gb", type=positive, default=5.0, help="largest safetensors file, 1e9 bytes")
 
 
 def _check_paths(options: argparse.Namespace) -> None:

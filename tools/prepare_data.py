@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -30,6 +29,7 @@ from reward.config import RewardConfig
 from reward.messages import VerifierError
 from reward.pool import RewardPool
 from reward.registry import VERIFIERS
+from tools.arguments import count, positive, positive_count
 from tools.chat_endpoint import ChatEndpoint, EndpointError
 from tools.data_report import report
 from tools.integer_answers import SetAside, integer_of, transform_all
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("convert", help="to {prompt, answer, source}, each problem once, split in two")
-    first.add_argument("--heldout", type=_count, default=0, help="problems that go to heldout.jsonl")
+    first.add_argument("--heldout", type=count, default=0, help="problems that go to heldout.jsonl")
     first.add_argument("--seed", type=int, default=0, help="of the split")
     first.add_argument(
         "--exclude", type=Path, nargs="*", default=[], help="files whose problems shall not be trained on"
@@ -90,11 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     second.add_argument("--model", required=True)
     second.add_argument("--key-env", default="OPENAI_API_KEY", help="environment variable that holds the API key")
-    second.add_argument("--concurrency", type=_positive, default=16, help="questions under way at the same time")
+    second.add_argument("--concurrency", type=positive_count, default=16, help="questions under way at the same time")
     second.add_argument(
-        "--deadline", type=_seconds, default=1800.0, help="seconds until a question without reply ends it"
+        "--deadline", type=positive, default=1800.0, help="seconds until a question without reply ends it"
     )
-    second.add_argument("--max-tokens", type=_positive, default=8192, help="of one reply")
+    second.add_argument("--max-tokens", type=positive_count, default=8192, help="of one reply")
     for command in (first, second):
         command.add_argument("files", type=Path, nargs="+", help=".jsonl or .parquet")
         command.add_argument("--out", type=Path, required=True, help="folder")
@@ -104,24 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--verifier", choices=list(VERIFIERS), default="robust", help="must accept the answers")
         command.add_argument("--broken-rows", choices=["stop", "skip"], default="stop")
     return parser
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number} must be 0 or more")
-    return number
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{number} must be above 0")
-    return number
-
-
-def _seconds(text: str) -> float:
-    if not 0 < (number := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{number} must be above 0 and finite")
-    return number
 
 
 def _address(text: str) -> str:

@@ -12,7 +12,6 @@ compiles kernels and begins with an empty buffer (`--skip`).
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron_dapo.monitor.report.source import ReportError, Run, read_run
 from megatron_dapo.monitor.spans import SpanError
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.plan.calibration import load_calibration
+from tools.arguments import count, positive, share
 from tools.calibrate import calibration_file
 from tools.chrome_trace import chrome_trace
 from tools.throughput import Profile, model_shape_of, profile_run
@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.profile_throughput", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, nargs="*", help="one run directory, or two")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.html instead of printing")
-    parser.add_argument("--skip", type=_not_negative, default=1, help="rollout steps at first that do not count")
-    parser.add_argument("--peak-flops", type=_positive, help="of a GPU; else the calibration's, for a run on CUDA")
-    parser.add_argument("--tail-share", type=_share, default=0.5, help="below it of the most responses is the tail")
+    parser.add_argument("--skip", type=count, default=1, help="rollout steps at first that do not count")
+    parser.add_argument("--peak-flops", type=positive, help="of a GPU; else the calibration's, for a run on CUDA")
+    parser.add_argument("--tail-share", type=share, default=0.5, help="below it of the most responses is the tail")
     parser.add_argument("--trace", type=Path, help="write the last recorded step in Chrome's trace form")
     parser.add_argument("--calibration", type=Path, help="write the planner's constants, those measured replaced")
     parser.add_argument("--base", type=Path, help="with --calibration: the constants that were not measured")
-    parser.add_argument("--memory-bandwidth", type=_positive, help="with --calibration: of a GPU, bytes/s")
+    parser.add_argument("--memory-bandwidth", type=positive, help="with --calibration: of a GPU, bytes/s")
     actor = parser.add_argument_group(
         "the actor's update", "measured here, without a run: against a plain Hugging Face loop, and on two ranks"
     )
@@ -78,27 +78,6 @@ def _write_pages(profiles: Sequence[Profile], out: Path | None) -> None:
         return
     for ending, text in pages.items():
         Path(f"{out}{ending}").write_text(text, encoding="utf-8")
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return value
 
 
 def _print_actor(given: argparse.Namespace) -> int:
