@@ -4,6 +4,11 @@ python -m tools.compare_modes examples/quickstart/dapo.yaml --runs runs/modes --
 
 The order is sync, async, sync, async, ...: whatever else the machine does falls on both. Async runs with truncated
 importance weights, since most of its tokens are a version old.
+
+Where trainer and servers share cores, async gains what sync leaves idle, which is little: around a small model SGLang's
+processes and the coordinator keep a second core busy. `--deeper N` gives the config's model N layers that change
+nothing at first, so that most of the time goes into calculation, as it does on GPUs. The page says how many cores were
+busy.
 """
 
 import argparse
@@ -18,9 +23,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatron_dapo.config import load_config
+from tools.arguments import count
 from tools.measure_run import processor
 
 MODES = {"sync": ("run.mode=sync",), "async": ("run.mode=async", "algorithm.importance.mode=truncated")}
+BUSY = "busy.json"
+POLL_S = 0.1
 PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint")
 
 
@@ -32,6 +45,8 @@ class Measured:
     seed: int
     summary: dict[str, Any]
     steps: Sequence[dict[str, Any]]
+    busy: float
+    """Cores of the machine that were busy during the steps after the first."""
 
     @property
     def training(self) -> float:
@@ -49,15 +64,36 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--runs", type=Path, required=True, help="folder that gets a run directory for each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="run.seed of the repetitions")
+    parser.add_argument("--deeper", type=count, default=0, metavar="N", help="layers to add to the model")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides for both modes")
     arguments = parser.parse_args()
+    overrides = list(arguments.set)
+    if arguments.deeper:
+        base = load_config(Path(arguments.config), overrides).model.path
+        overrides.append(f"model.path={deepened(base, arguments.runs / 'model', arguments.deeper)}")
     done = [
-        measured(arguments.config, mode, seed, arguments.runs, arguments.set)
-        for seed in arguments.seeds
-        for mode in MODES
+        measured(arguments.config, mode, seed, arguments.runs, overrides) for seed in arguments.seeds for mode in MODES
     ]
     command = " ".join(["python -m tools.compare_modes", *sys.argv[1:]])
     print(page(done, command))
+
+
+def deepened(base: str | Path, folder: Path, layers: int) -> Path:
+    """`folder`, with the model of `base` and `layers` more, whose output projections are zero: the same logits until it
+    is trained."""
+    old = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers += layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0]] * config.num_hidden_layers
+    new = AutoModelForCausalLM.from_config(config, dtype=old.dtype)
+    new.load_state_dict(old.state_dict(), strict=False)
+    for layer in new.model.layers[len(old.model.layers) :]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    new.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
 
 
 def measured(config: str, mode: str, seed: int, runs: Path, overrides: Sequence[str]) -> Measured:
@@ -65,14 +101,44 @@ def measured(config: str, mode: str, seed: int, runs: Path, overrides: Sequence[
     run_dir = runs / f"{mode}-{seed}"
     if not (run_dir / "summary.json").exists():
         command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", config, *overrides, *MODES[mode]]
-        subprocess.run([*command, f"run.seed={seed}", f"run.dir={run_dir}"], check=True, stdout=sys.stderr)
+        busy = watched([*command, f"run.seed={seed}", f"run.dir={run_dir}"], run_dir / "metrics.jsonl")
+        (run_dir / BUSY).write_text(json.dumps(busy))
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return Measured(
         mode=mode,
         seed=seed,
         summary=json.loads((run_dir / "summary.json").read_text()),
         steps=[json.loads(line) for line in lines],
+        busy=json.loads((run_dir / BUSY).read_text()),
     )
+
+
+def watched(command: Sequence[str], metrics: Path) -> float:
+    """Run it; cores of this machine that were busy, whatever with, between the first and the last line of `metrics`."""
+    looks: dict[int, tuple[float, float]] = {}
+    """By lines: wall-clock and busy seconds when that many were first seen."""
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    try:
+        while process.poll() is None:
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            looks.setdefault(lines, (time.monotonic(), busy_seconds()))
+            time.sleep(POLL_S)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise SystemExit(f"exit {process.returncode}: {' '.join(command)}")
+    if max(looks) < 2:
+        raise SystemExit("busy cores are counted from the first step's end to the last one's: run two steps or more")
+    (began, before), (ended, after) = looks[min(set(looks) - {0})], looks[max(looks)]
+    return (after - before) / (ended - began)
+
+
+def busy_seconds() -> float:
+    """Of all cores since the machine started."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 def page(done: Sequence[Measured], command: str) -> str:
@@ -84,8 +150,8 @@ def page(done: Sequence[Measured], command: str) -> str:
         "other in the order of the table.",
         "",
         "| mode | seed | training, s | greedy after, % | sampled after, % | tokens generated | trained "
-        "| expired groups | tokens' age, versions |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| expired groups | tokens' age, versions | cores busy |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in done:
         tokens = run.summary["tokens"]
@@ -94,7 +160,7 @@ def page(done: Sequence[Measured], command: str) -> str:
         lines.append(
             f"| {run.mode} | {run.seed} | {run.training:.1f} | {100 * run.accuracy('greedy'):.1f} | "
             f"{100 * run.accuracy('sampled'):.1f} | {tokens['generated']} | {tokens['trained']} | {expired:.0f} | "
-            f"{age:.2f} |"
+            f"{age:.2f} | {run.busy:.2f} |"
         )
     lines += ["", "| seconds in all steps, mean of the runs | " + " | ".join(MODES) + " |", "|---|---|---|"]
     for phase in (*PHASES, "step"):

@@ -15,8 +15,8 @@ ROWS = 16
 of a row did not depend on the number of rows, in float32 with one thread, up to the 4096 rows that were tried."""
 
 
-def no_gpu_kernels(*args: object, **kwargs: object) -> None:
-    """In place of `enable_batch_invariant_mode`, which replaces PyTorch's operators on a GPU by Triton kernels."""
+def nothing_to_do(*args: object, **kwargs: object) -> None:
+    """In place of what is for GPUs alone, as `enable_batch_invariant_mode`, which installs Triton kernels."""
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:

@@ -15,9 +15,13 @@ DECODE_BACKEND = "batched_decode"
 """Two names for one class: of two equal names SGLang takes the backend for one of Triton's and calls its kernels."""
 
 _LAYERS = "sglang.srt.layers"
-FAST_HOOKS = {"torch.cuda.synchronize": ("no_gpu_kernels", "replace")}  # called by SGLang's weight checker
+FAST_HOOKS = {
+    "torch.cuda.synchronize": ("nothing_to_do", "replace"),  # called by SGLang's weight checker
+    # A garbage collection of the whole heap at each publish: PyTorch counts references, nothing of it is freed there.
+    "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": ("nothing_to_do", "replace"),
+}
 DETERMINISTIC_HOOKS = {
-    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": ("no_gpu_kernels", "replace"),
+    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": ("nothing_to_do", "replace"),
     f"{_LAYERS}.sampler.murmur_hash32": ("murmur_hash32", "replace"),
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": ("linear_in_full_rows", "around"),
     f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": ("head_in_full_rows", "around"),
