@@ -46,7 +46,7 @@ from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.host_memory import available_bytes
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
-from megatron_dapo.actor.optimizer_state import FORMAT, sharded_optimizer_state
+from megatron_dapo.actor.optimizer_state import loaded_optimizer_state, sharded_optimizer_state
 from megatron_dapo.actor.shard_writer import ShardWriter, Written
 from megatron_dapo.durable import sync_file
 
@@ -181,7 +181,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         chunk.load_state_dict(loaded[name])
-    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
+    optimizer.load_state(loaded_optimizer_state(optimizer.megatron, loaded["optimizer"]), state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
     return state
@@ -223,7 +223,6 @@ def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
 def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any]:
     """Model and optimizer as Megatron's shards that fit any layout."""
     metadata = {
-        "distrib_optim_sharding_type": FORMAT,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }

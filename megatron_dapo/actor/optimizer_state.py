@@ -1,12 +1,15 @@
 """Moments, master weights and step counts of Megatron's optimizers as shards that fit any layout.
 
 The plain optimizer's state has the shape of the weights, and Megatron shards it like them. The distributed optimizer's
-lies in flat buffers cut over the data-parallel ranks; it is gathered and cut into the weights' shapes again (Megatron's
-`fully_reshardable` format). Megatron's own version of that step takes offsets that count the padding at the end of each
-bucket into a gathered buffer that does not have it: behind the first padded bucket the moments are a neighbour's (0.16
-and 0.19; at most a warning in the log). So that step is written here; loading and everything else is Megatron's.
+lies in flat buffers cut over the data-parallel ranks, wherever the cut falls in a weight. Megatron's way to make that
+fit any layout (`fully_reshardable`) gathers the state of a model-parallel group on its first data-parallel rank, which
+copies and writes for all; in 0.16 and 0.19 it also takes a neighbour's moments behind the first padded bucket. Here a
+rank gathers nothing: its part of a weight, a range of flat numbers, is at most three rectangles of that weight (rest of
+a row, whole rows, begin of a row), each a shard of its own. What is stored is the same tensors under the same names.
 """
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,59 +20,127 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-FORMAT = "fully_reshardable"
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+"""Master weight, first and second moment."""
+
+_MEGATRONS_FORMAT = "fully_sharded_model_space"
+"""How Megatron calls state given by each rank's own range of each of its weights."""
 
 
 def sharded_optimizer_state(
     optimizer: ChainedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """What `dist_checkpointing` saves, or with `loading` what it fills; for `optimizer.load_state_dict`.
-
-    Collective. On saving the gathered state of a model-parallel group is on the CPU of its first data-parallel rank.
+    """What `dist_checkpointing` saves, or with `loading` what it fills; then `loaded_optimizer_state` takes it.
 
     Args:
         model_state: the model's sharded state dict, of the same parameters.
         metadata: the one that made `model_state`.
     """
-    (inner,) = optimizer.chained_optimizers
+    inner = _inner(optimizer)
     # Zeros before the first step: a checkpoint holds the same entries at any time.
     inner.init_state_fn(inner.optimizer, inner.config)
     if not isinstance(inner, DistributedOptimizer):
         return inner.sharded_state_dict(model_state, loading, metadata)
-    state = inner.state_dict()
-    state["param_state"] = _shards(inner, model_state, loading=loading)
-    state["param_state_sharding_type"] = FORMAT
-    return state
+    places, _ = extract_sharded_tensors_and_factories(model_state)
+    place_of = {place.data: place for place in nested_values(places)}
+    return inner.state_dict() | {
+        "param_state": {
+            number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
+            for number, (parameter, begin, own) in enumerate(_own_ranges(inner))
+        }
+    }
 
 
-def _shards(
-    optimizer: DistributedOptimizer, model_state: dict[str, Any], *, loading: bool
-) -> dict[int, dict[str, ShardedTensor | ShardedTensorFactory]] | None:
-    """By number of the parameter, as Megatron counts: shards of `param`, `exp_avg` and `exp_avg_sq` in its shape.
-    None on ranks that have nothing to save."""
-    gathered = optimizer.get_parameter_state_dp_zero(empty_data=loading, return_on_all_ranks=loading)
-    if gathered is None:
-        return None
-    sharded, _ = extract_sharded_tensors_and_factories(model_state)
-    shard_of = {shard.data: shard for shard in nested_values(sharded)}
-    shards: dict[int, dict[str, ShardedTensor | ShardedTensorFactory]] = {}
-    for index, buffer in enumerate(optimizer.buffers):
-        (flat,) = gathered[index].values()
-        for parameter, (start, end, bucket) in buffer.param_index_map.items():
-            padding = buffer.buckets[bucket].offset - sum(b.numel_unpadded for b in buffer.buckets[:bucket])
-            shards[len(shards)] = {
-                name: _like(shard_of[parameter], name, values[start - padding : end - padding])
-                for name, values in flat.items()
-                if isinstance(values, torch.Tensor)
-            }
-    return shards
+def loaded_optimizer_state(optimizer: ChainedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """For `optimizer.load_state_dict`, from what was filled."""
+    if not isinstance(_inner(optimizer), DistributedOptimizer):
+        return state
+    by_name = {
+        number: {name: torch.cat([piece.flatten() for piece in pieces.values()]) for name, pieces in of.items()}
+        for number, of in state["param_state"].items()
+    }
+    return state | {
+        "param_state": {
+            number: {"fp32_param" if name == "param" else name: values for name, values in of.items()}
+            for number, of in by_name.items()
+        },
+        "param_state_sharding_type": _MEGATRONS_FORMAT,
+    }
 
 
-def _like(
-    shard: ShardedTensor | ShardedTensorFactory, name: str, values: torch.Tensor
-) -> ShardedTensor | ShardedTensorFactory:
-    """The place of a weight in the whole model, with other numbers and another key."""
-    fields: dict[str, Any] = {"key": f"optimizer.state.{name}.{shard.key}", "data": values.view(shard.data.shape)}
-    if isinstance(shard, ShardedTensor):
-        fields["dtype"] = values.dtype
-    return replace(shard, **fields)
+def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the fewest blocks that hold the numbers `begin` .. `end` of a row-major array, in their order.
+
+    (4, 10), 7 .. 32 is ((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2)).
+    """
+    if begin == end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(begin, row), divmod(end, row)
+    if skipped:
+        for offset, size in rectangles(shape[1:], skipped, row if first < last else rest):
+            yield (first, *offset), (1, *size)
+        first += 1
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if rest and first <= last:
+        for offset, size in rectangles(shape[1:], 0, rest):
+            yield (last, *offset), (1, *size)
+
+
+def _own_ranges(
+    optimizer: DistributedOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+    """In Megatron's order: a weight, where this rank's part of it begins, and the flat state of that part."""
+    for by_dtype in optimizer.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    own = optimizer._get_main_param_and_optimizer_states(parameter)
+                    yield parameter, ranges["param"].start, {name: own[name] for name in NAMES}
+
+
+def _pieces(
+    shard: ShardedTensor | ShardedTensorFactory, name: str, begin: int, values: torch.Tensor
+) -> Iterator[ShardedTensor]:
+    """`values`, flat, of a weight from its number `begin` on, as blocks of the whole model's tensor.
+
+    Args:
+        shard: the weight's place; a factory, where Megatron cuts the weight (gate and up projection) into several.
+    """
+    key, end, done = f"optimizer.state.{name}.{shard.key}", begin + values.numel(), 0
+    # Without numbers: only where each part begins in the weight is asked for.
+    whole = torch.empty_like(shard.data, device="meta")
+    for part in _parts(replace(shard, key=key, data=whole)):
+        assert part.data is not None
+        assert part.data.is_contiguous(), f"{key}: not cut along its first axis"
+        start, prepended = part.data.storage_offset(), part.prepend_axis_num
+        inside = (min(max(at - start, 0), part.data.numel()) for at in (begin, end))
+        for offset, size in rectangles(part.local_shape, *inside):
+            block = values[done : done + math.prod(size)].detach()
+            done += block.numel()
+            local_shape = (*[1] * prepended, *size)
+            global_offset = [at + more for at, more in zip(part.global_offset[prepended:], offset, strict=True)]
+            yield replace(
+                part,
+                data=block.view(local_shape),
+                dtype=values.dtype,
+                local_shape=local_shape,
+                global_offset=(*part.global_offset[:prepended], *global_offset),
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+                replica_id=(*part.replica_id[:2], 0),  # among data-parallel ranks nobody else has this block
+            )
+    assert done == values.numel(), f"{key}: the parts hold {done} of {values.numel()} numbers"
+
+
+def _parts(shard: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    return [shard] if isinstance(shard, ShardedTensor) else list(nested_values(shard.build()))
+
+
+def _inner(optimizer: ChainedOptimizer) -> Any:
+    (inner,) = optimizer.chained_optimizers
+    return inner

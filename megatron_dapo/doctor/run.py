@@ -74,8 +74,8 @@ def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, pr
     if not on_gpu:
         each += model_parameters(hf) * 20  # weights, gradients, master weights, moments, and the server's
     needed = processes * each
-    if on_gpu:  # the first data-parallel ranks write for the others
-        needed += min(processes, config.actor.layout.tensor * config.actor.layout.pipeline) * parts[CHECKPOINT_COPY]
+    if on_gpu:  # the ranks of a node have mostly the same place in data parallelism: all first, or none
+        needed += min(processes, config.actor.layout.world_size) * parts[CHECKPOINT_COPY]
     needed += sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
     shown = f"{available / GB:.1f} GB available, about {needed / GB:.1f} GB planned for {processes} processes"
     if needed > available:

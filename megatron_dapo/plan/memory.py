@@ -34,6 +34,9 @@ _TOKEN_BYTES = 28
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
 
+_MOMENT_BYTES = 8
+"""Of a parameter: the two moments."""
+
 CHECKPOINT_COPY = "a trainer process more, while it writes a checkpoint"
 
 PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
@@ -176,12 +179,12 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
     return piece + tokens * columns * size * (2 if backward else 1)
 
 
-def _checkpoint_copy(config: Config, parameters: float, size: int) -> float:
-    """Of a first data-parallel rank, which writes for the others: optimizer state gathered to the host, and a copy of
-    what training goes on changing."""
-    beside = config.run.checkpoint_in_background
-    state = beside or config.actor.optimizer.distributed
-    return parameters * ((_CHECKPOINT_STATE_BYTES if state else 0) + (size if beside else 0))
+def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> float:
+    """Of a first data-parallel rank: the state that it holds, and the weights, which it writes for the others."""
+    if not config.run.checkpoint_in_background:
+        return 0
+    own = moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
+    return own * _CHECKPOINT_STATE_BYTES + parameters * size
 
 
 def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> ServerMemory:
@@ -219,7 +222,7 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
         "a trainer process": constants.process_memory + reference + offloaded,
-        CHECKPOINT_COPY: _checkpoint_copy(config, state.parameters / size, size),
+        CHECKPOINT_COPY: _checkpoint_copy(config, state.parameters / size, state.moments, size),
         "a server process": constants.process_memory,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
     } | host_bytes(config, hf)

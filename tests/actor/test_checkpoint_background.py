@@ -190,12 +190,12 @@ def copying(place, folder, layout, data, options, target, available):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_the_copy_is_bounded_by_what_the_rank_writes(gloo, distributed, model, data, tmp_path):
-    """Not even that where the distributed optimizer's state was gathered to the host for this checkpoint alone."""
+    """With either optimizer: nothing is gathered from other ranks."""
     target, options = tmp_path / "step", {"optimizer": {"distributed": distributed}}
     [(beside, (copied,))] = gloo(1, copying, model, {}, data, options, target, 2**34)
     written = sum(file.stat().st_size for file in target.glob("*.distcp"))
     assert beside
-    assert 0 < copied <= (0.3 if distributed else 1) * written
+    assert 0 < copied <= written
 
 
 def test_a_host_without_room_for_the_copies_writes_at_once(gloo, model, data, tmp_path):
