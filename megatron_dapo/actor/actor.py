@@ -302,7 +302,7 @@ class MegatronActor:
 
         self.finish_checkpoint()
         layout = dataclasses.asdict(self.config.layout)
-        with self.memory.resident(*self.memory.parts):
+        with self.memory.resident("parameters", "optimizer"):
             self._pending = checkpoint.begin(folder, self.optimizer, layout=layout, extra=extra, background=background)
         return self._pending.in_background
 
@@ -330,11 +330,12 @@ class MegatronActor:
         """Go on from a checkpoint, also of another layout; the `extra` it was saved with.
 
         Raises:
-            CheckpointError: on every rank, with the file's name; the actor is unchanged.
+            CheckpointError: on every rank, with the file's name; the actor is unchanged. After any other exception it
+                is of no use.
         """
         from megatron_dapo.actor import checkpoint
 
-        with self.memory.resident(*self.memory.parts):
+        with self.memory.resident("parameters", "optimizer"):
             return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
 
     def offload(self) -> None:

@@ -46,7 +46,7 @@ from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.host_memory import available_bytes
 from megatron_dapo.actor.messages import CheckpointError
 from megatron_dapo.actor.optimizer import ActorOptimizer
-from megatron_dapo.actor.optimizer_state import loaded_optimizer_state, sharded_optimizer_state
+from megatron_dapo.actor.optimizer_state import sharded_optimizer_state
 from megatron_dapo.actor.shard_writer import ShardWriter, Written
 from megatron_dapo.durable import sync_file
 
@@ -103,9 +103,11 @@ def begin(
     # Before any rank waits for another: what JSON cannot hold is refused on all of them.
     text = state.text()
     _on_rank_0(folder, lambda: make_empty(aside))
+    sharded = _sharded_state(optimizer, loading=False)
+    # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(
-        _sharded_state(optimizer, loading=False) | {"rng": _all_random_states()},
+        sharded | {"rng": _all_random_states()},
         str(aside),
         sharded_strategy=_PlanOnly(writer),
     )
@@ -163,6 +165,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
 
     Raises:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
+            Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
     folder = Path(folder)
     _check(folder)
@@ -181,7 +184,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         chunk.load_state_dict(loaded[name])
-    optimizer.load_state(loaded_optimizer_state(optimizer.megatron, loaded["optimizer"]), state.optimizer_steps)
+    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
     return state

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_dapo.actor.learning_rate import LearningRate
 from megatron_dapo.actor.messages import NonFiniteUpdateError
 from megatron_dapo.actor.offload import DeviceMemory
+from megatron_dapo.actor.optimizer_state import load_optimizer_state
 from megatron_dapo.config.actor import OptimizerConfig
 
 
@@ -123,7 +124,7 @@ class ActorOptimizer:
         self.megatron.reload_model_params()
 
     def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
-        """Take over what `optimizer_state` gave when it was saved, after `optimizer_steps` steps.
+        """Take over what `sharded_optimizer_state` gave when it was saved, after `optimizer_steps` steps.
 
         Rates, betas and epsilon stay those of the config: a checkpoint must not undo what the config says.
         """
@@ -135,7 +136,7 @@ class ActorOptimizer:
         }
         for group in state.get("optimizer", state)["param_groups"]:
             group.update(configured)
-        self.megatron.load_state_dict(state)
+        load_optimizer_state(self.megatron, state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)
 
 

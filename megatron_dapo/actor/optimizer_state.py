@@ -9,7 +9,7 @@ a row, whole rows, begin of a row), each a shard of its own. What is stored is t
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
-
-_MEGATRONS_FORMAT = "fully_sharded_model_space"
-"""How Megatron calls state given by each rank's own range of each of its weights."""
 
 
 def sharded_optimizer_state(
     optimizer: ChainedOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """What `dist_checkpointing` saves, or with `loading` what it fills; then `loaded_optimizer_state` takes it.
+    """What `dist_checkpointing` saves, or with `loading` what it fills; then `load_optimizer_state` takes it.
 
     Args:
         model_state: the model's sharded state dict, of the same parameters.
@@ -51,21 +49,20 @@ def sharded_optimizer_state(
     }
 
 
-def loaded_optimizer_state(optimizer: ChainedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """For `optimizer.load_state_dict`, from what was filled."""
-    if not isinstance(_inner(optimizer), DistributedOptimizer):
-        return state
-    by_name = {
-        number: {name: torch.cat([piece.flatten() for piece in pieces.values()]) for name, pieces in of.items()}
-        for number, of in state["param_state"].items()
-    }
-    return state | {
-        "param_state": {
-            number: {"fp32_param" if name == "param" else name: values for name, values in of.items()}
-            for number, of in by_name.items()
-        },
-        "param_state_sharding_type": _MEGATRONS_FORMAT,
-    }
+def load_optimizer_state(optimizer: ChainedOptimizer, state: dict[str, Any]) -> None:
+    """Take over what was filled.
+
+    The distributed optimizer's tensors are filled where they lie, so only the values of its parameter groups are left,
+    the step count among them. Its own `load_state_dict` would hold all of them twice, with TransformerEngine's
+    FusedAdam three times.
+    """
+    inner = _inner(optimizer)
+    if not isinstance(inner, DistributedOptimizer):
+        optimizer.load_state_dict(state)
+        return
+    stored = {_identity(group): group for group in state["optimizer"]["param_groups"]}
+    for group in inner.optimizer.param_groups:
+        group.update({name: value for name, value in stored[_identity(group)].items() if name != "params"})
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -139,6 +136,11 @@ def _pieces(
 
 def _parts(shard: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     return [shard] if isinstance(shard, ShardedTensor) else list(nested_values(shard.build()))
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells Megatron's parameter groups apart, in whatever order they come."""
+    return tuple(group[name] for name in param_group_identifier_keys)
 
 
 def _inner(optimizer: ChainedOptimizer) -> Any:

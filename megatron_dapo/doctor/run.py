@@ -16,7 +16,7 @@ from megatron_dapo.data.rows import DataError
 from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.memory import CHECKPOINT_COPY, host_memory
+from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
 
 _OPTIMIZER_BYTES = 12
@@ -74,8 +74,11 @@ def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, pr
     if not on_gpu:
         each += model_parameters(hf) * 20  # weights, gradients, master weights, moments, and the server's
     needed = processes * each
-    if on_gpu:  # the ranks of a node have mostly the same place in data parallelism: all first, or none
-        needed += min(processes, config.actor.layout.world_size) * parts[CHECKPOINT_COPY]
+    if on_gpu:
+        layout = config.actor.layout
+        first = min(processes, layout.tensor * layout.pipeline)  # data-parallel ranks; they write what all hold
+        writing = min(processes, layout.world_size) if config.actor.optimizer.distributed else first
+        needed += writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
     needed += sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
     shown = f"{available / GB:.1f} GB available, about {needed / GB:.1f} GB planned for {processes} processes"
     if needed > available:

@@ -37,7 +37,8 @@ _CHECKPOINT_STATE_BYTES = 12
 _MOMENT_BYTES = 8
 """Of a parameter: the two moments."""
 
-CHECKPOINT_COPY = "a trainer process more, while it writes a checkpoint"
+CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
+CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
 
 PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
 """`update` is forward and backward of a mini-batch, after which the `optimizer step` comes."""
@@ -179,12 +180,13 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
     return piece + tokens * columns * size * (2 if backward else 1)
 
 
-def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> float:
-    """Of a first data-parallel rank: the state that it holds, and the weights, which it writes for the others."""
+def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> dict[str, float]:
+    """Of the ranks that write: the optimizer's state that a rank holds, which with the plain one only the first
+    data-parallel ranks write; and of these also the weights."""
     if not config.run.checkpoint_in_background:
-        return 0
+        return {CHECKPOINT_STATE: 0, CHECKPOINT_WEIGHTS: 0}
     own = moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
-    return own * _CHECKPOINT_STATE_BYTES + parameters * size
+    return {CHECKPOINT_STATE: own * _CHECKPOINT_STATE_BYTES, CHECKPOINT_WEIGHTS: parameters * size}
 
 
 def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> ServerMemory:
@@ -222,7 +224,7 @@ def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
         "a trainer process": constants.process_memory + reference + offloaded,
-        CHECKPOINT_COPY: _checkpoint_copy(config, state.parameters / size, state.moments, size),
+        **_checkpoint_copy(config, state.parameters / size, state.moments, size),
         "a server process": constants.process_memory,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
     } | host_bytes(config, hf)

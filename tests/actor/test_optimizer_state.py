@@ -11,9 +11,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dapo.actor.optimizer_state import rectangles
+from megatron_dapo.config.actor import OffloadConfig
 from tests.actor.mini_batches import Columns, columns
 from tests.actor.test_checkpoint import loading, saving, size
-from tests.actor.test_checkpoint_background import Trained
+from tests.actor.test_checkpoint_background import Held, Trained
 from tests.actor.tiny import save_tiny
 
 
@@ -68,9 +69,7 @@ def plain(gloo, model, data, tmp_path_factory) -> dict[str, torch.Tensor]:
     return stored(target)
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"data": 4}, {"tensor": 2, "data": 2}, {"pipeline": 2, "context": 2}], ids=str
-)
+@pytest.mark.parametrize("layout", [{}, {"data": 4}, {"tensor": 2, "data": 2}, {"pipeline": 2, "context": 2}], ids=str)
 def test_what_ranks_write_together_is_the_plain_optimizers_state(gloo, layout, plain, model, data, tmp_path):
     """Cuts fall within rows, within fused weights and between the ranks of a padded vocabulary."""
     gloo(size(layout), saving, model, layout, data, {}, tmp_path / "step")
@@ -120,3 +119,42 @@ def test_low_precision_weights_go_on_from_their_master_weights(gloo, read, model
     _, without_break = gloo(2, saving, model, {"data": 2}, data, options, tmp_path / "step")[0]
     _, resumed = gloo(size(read), loading, model, read, data, options, tmp_path / "step")[0]
     np.testing.assert_allclose(resumed, without_break[2:], rtol=0.03)
+
+
+def addresses_around_a_load(place, folder, layout, data, options, source):
+    """Where weights, moments and master weights lie, before and after."""
+    trained = Trained(place, folder, layout, data, options)
+    trained.update()
+    actor = trained.actor
+    actor.save_checkpoint(source)
+    before = actor.memory.storages()
+    actor.load_checkpoint(source)
+    return before, actor.memory.storages()
+
+
+@pytest.mark.parametrize("offload", [OffloadConfig(), OffloadConfig(between_phases="all")], ids=["stays", "offloaded"])
+def test_a_load_fills_the_optimizer_where_it_lies(gloo, offload, model, data, tmp_path):
+    """A second copy of 49 GB would not fit beside the first."""
+    options = {"dtype": "bfloat16", "actor": {"offload": offload}}
+    for before, after in gloo(2, addresses_around_a_load, model, {"data": 2}, data, options, tmp_path / "step"):
+        assert before == after
+        assert len(before) > 20
+
+
+def saving_early(place, folder, layout, data, options, target):
+    """A checkpoint before the first step, written when two more are done."""
+    trained = Trained(place, folder, layout, data, options)
+    with Held() as held:
+        assert trained.actor.begin_checkpoint(target)
+        trained.update()
+        held.let_go()
+        trained.actor.finish_checkpoint()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_first_steps_moments_are_not_in_a_checkpoint_before_it(gloo, distributed, model, data, tmp_path):
+    gloo(1, saving_early, model, {}, data, {"optimizer": {"distributed": distributed}}, tmp_path / "step")
+    found = stored(tmp_path / "step")
+    moments = [value for key, value in found.items() if key.startswith("optimizer.state.exp_avg")]
+    assert len(moments) > 20
+    assert all(value.abs().sum() == 0 for value in moments)

@@ -9,7 +9,14 @@ from megatron_dapo.config.actor import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import log_prob_stream
 from megatron_dapo.plan import memory, step, sync
 from megatron_dapo.plan.alternatives import changed
-from megatron_dapo.plan.memory import CHECKPOINT_COPY, activation_bytes, host_memory, server_memory, trainer_memory
+from megatron_dapo.plan.memory import (
+    CHECKPOINT_STATE,
+    CHECKPOINT_WEIGHTS,
+    activation_bytes,
+    host_memory,
+    server_memory,
+    trainer_memory,
+)
 from megatron_dapo.plan.shapes import BUILT_IN
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
@@ -129,8 +136,9 @@ def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     average = 32.76e9 / (layout.tensor * layout.pipeline)
 
     def copied(changes):
-        return host_memory(changed(config, changes), HF, constants, 5000.0)[CHECKPOINT_COPY]
+        parts = host_memory(changed(config, changes), HF, constants, 5000.0)
+        return [parts[CHECKPOINT_STATE] / average, parts[CHECKPOINT_WEIGHTS] / average]
 
-    assert copied({}) == pytest.approx((12 / ranks + 2) * average, rel=0.1)
-    assert copied({"actor.optimizer.distributed": False}) == pytest.approx(14 * average, rel=0.1)
-    assert copied({"run.checkpoint_in_background": False}) == 0
+    assert copied({}) == pytest.approx([12 / ranks, 2], rel=0.1)
+    assert copied({"actor.optimizer.distributed": False}) == pytest.approx([12, 2], rel=0.1)
+    assert copied({"run.checkpoint_in_background": False}) == [0, 0]
