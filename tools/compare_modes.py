@@ -13,6 +13,7 @@ busy.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Measured:
     summary: dict[str, Any]
     steps: Sequence[dict[str, Any]]
     busy: float
-    """Cores of the machine that were busy during the steps after the first."""
+    """Cores of the machine that were busy during the steps after the first; NaN: nobody looked."""
 
     @property
     def training(self) -> float:
@@ -86,6 +87,7 @@ def deepened(base: str | Path, folder: Path, layers: int) -> Path:
     config.num_hidden_layers += layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[0]] * config.num_hidden_layers
+    torch.manual_seed(0)  # the same model in every comparison
     new = AutoModelForCausalLM.from_config(config, dtype=old.dtype)
     new.load_state_dict(old.state_dict(), strict=False)
     for layer in new.model.layers[len(old.model.layers) :]:
@@ -109,7 +111,7 @@ def measured(config: str, mode: str, seed: int, runs: Path, overrides: Sequence[
         seed=seed,
         summary=json.loads((run_dir / "summary.json").read_text()),
         steps=[json.loads(line) for line in lines],
-        busy=json.loads((run_dir / BUSY).read_text()),
+        busy=json.loads((run_dir / BUSY).read_text()) if (run_dir / BUSY).exists() else math.nan,
     )
 
 

@@ -49,6 +49,8 @@ def test_a_deeper_model_has_the_same_logits(tmp_path):
     deep = AutoModelForCausalLM.from_pretrained(deepened("examples/quickstart/base", tmp_path / "deep", 3))
     tokens = torch.arange(40).reshape(2, 20)
     assert deep.config.num_hidden_layers == len(deep.model.layers) == len(base.model.layers) + 3
+    again = AutoModelForCausalLM.from_pretrained(deepened("examples/quickstart/base", tmp_path / "again", 3))
+    assert all(torch.equal(one, other) for one, other in zip(deep.parameters(), again.parameters(), strict=True))
     torch.testing.assert_close(deep(tokens).logits, base(tokens).logits, rtol=0, atol=1e-5)
     assert all(layer.mlp.up_proj.weight.abs().max() > 0.01 for layer in deep.model.layers)
 
@@ -70,3 +72,12 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path):
     """With its exit code and command."""
     with pytest.raises(SystemExit, match="exit 3: "):
         watched([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "metrics.jsonl")
+
+
+def test_a_run_that_was_not_watched_is_still_on_the_page(tmp_path):
+    finished(tmp_path / "sync-0", 60.0, 0.5, 0.0)
+    finished(tmp_path / "async-0", 50.0, 0.5, 0.0)
+    (tmp_path / "sync-0" / "busy.json").unlink()
+    text = page([measured("c.yaml", mode, 0, tmp_path, ()) for mode in ("sync", "async")], "COMMAND")
+    assert "| 0.00 | nan |" in text
+    assert "| 0.00 | 1.50 |" in text
