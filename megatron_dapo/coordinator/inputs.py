@@ -31,7 +31,6 @@ def read_inputs(config: Config) -> Inputs:
     check_wandb(config.monitor.wandb)
     for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
         check_file(file.path, file.setting)  # before anything that takes seconds to import
-    text = load_text_tools(config.model.path, config.model.stop_token_ids)
     model = HFModelConfig.load(Path(config.model.path))
     check_layout(model, config.actor.layout)
     if config.model.context_length > model.max_position_embeddings:
@@ -39,6 +38,7 @@ def read_inputs(config: Config) -> Inputs:
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
             f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
         )
+    text = load_text_tools(config.model.path, config.model.stop_token_ids)
     prompts, heldout = read_problems(config, text)
     return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
 

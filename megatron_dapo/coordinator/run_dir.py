@@ -17,6 +17,8 @@ from megatron_dapo.os_errors import naming
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory: nothing of that may be somebody else's."""
 
+LEDGER = "ledger.jsonl"
+
 
 class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""
@@ -48,6 +50,24 @@ class Checkpoint:
     folder: Path
 
 
+def refuse_second_run(path: Path) -> None:
+    """Only a look, without the lock: for a new run, before seconds are spent on what it would read.
+
+    Raises:
+        RunDirError: `path` holds a run, which a new one would not go on with.
+    """
+    if _has_run(path):
+        raise RunDirError(f"run.dir = {path}: holds a run already; set run.resume=true or choose another directory")
+
+
+def _has_run(path: Path) -> bool:
+    """A start that failed leaves an empty ledger, which is no run."""
+    try:
+        return (path / LEDGER).stat().st_size > 0
+    except OSError:  # none, or a path that cannot be used, of which `RunDir` says why
+        return False
+
+
 class RunDir:
     """Files of one run. Holds the directory's lock until `close`."""
 
@@ -73,26 +93,23 @@ class RunDir:
             self._lock.release()
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         self._identity = _identity(self.path / ".lock")
-        if not resume and not self._has_run() and not (self.path / "manifest.json").exists():
+        if not resume and not _has_run(self.path) and not (self.path / "manifest.json").exists():
             taken = [name for name in OWN_NAMES if (self.path / name).exists()]
             if taken:
                 self.close()
                 raise RunDirError(
                     f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory"
                 )
-        if self._has_run() and not resume:
-            self.close()
-            raise RunDirError(
-                f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
-            )
-
-    def _has_run(self) -> bool:
-        """A start that failed leaves an empty ledger, which is no run."""
-        return self.ledger.exists() and self.ledger.stat().st_size > 0
+        if not resume:
+            try:
+                refuse_second_run(self.path)
+            except RunDirError:
+                self.close()
+                raise
 
     @property
     def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
+        return self.path / LEDGER
 
     @property
     def logs(self) -> Path:

@@ -138,6 +138,7 @@ def test_numbers_become_plain_digits_exactly(tmp_path):
         (b"PAR1", "is parquet"),
         (b'[{"prompt": "a",\n"answer": "1"}]', "each line must be one JSON object"),
     ],
+    ids=["gzip", "utf-16", "parquet", "json list"],
 )
 def test_a_file_of_another_kind_says_which(tmp_path, content, said):
     file = tmp_path / "p.jsonl"
