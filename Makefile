@@ -3,7 +3,7 @@
 #   VENV         where the environment goes (.venv)
 #   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
 #                https://download.pytorch.org/whl/cpu
-#   ARGS         added to the command: ARGS="-k overlong -x" make test
+#   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 -s" without the second process
 #   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
 
@@ -21,6 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED = 1
 
 TESTS := $(BIN)/python -m pytest
+# Two files of tests at a time, in the order of their names: the long ones stand in the middle.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-slurm test-gpu check format base-model ladder data docs clean clean-venv
@@ -40,7 +42,7 @@ demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run
 	$(BIN)/megatron-dapo train examples/quickstart/dapo.yaml run.dir=$(DEMO_DIR) $(ARGS)
 
 test: install ## run the default tests (CPU)
-	OMP_NUM_THREADS=1 $(TESTS) --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(TESTS) $(TWO_AT_ONCE) --durations=10 $(ARGS)
 
 test-slow: install ## run the tests that take minutes each
 	OMP_NUM_THREADS=1 $(TESTS) -m "slow and not gpu and not slurm" --durations=10 $(ARGS)
