@@ -19,10 +19,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
+
+GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart. Megatron's `param_group_identifier_keys` also hold in 0.19 what a resumed run may
+set anew, such as the learning rate's bounds, and keys that a group may lack."""
 
 
 def sharded_optimizer_state(
@@ -61,6 +64,7 @@ def load_optimizer_state(optimizer: ChainedOptimizer, state: dict[str, Any]) -> 
         optimizer.load_state_dict(state)
         return
     stored = {_identity(group): group for group in state["optimizer"]["param_groups"]}
+    assert len(stored) == len(inner.optimizer.param_groups), "two parameter groups that GROUP_KEYS do not tell apart"
     for group in inner.optimizer.param_groups:
         group.update({name: value for name, value in stored[_identity(group)].items() if name != "params"})
 
@@ -140,7 +144,7 @@ def _parts(shard: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells Megatron's parameter groups apart, in whatever order they come."""
-    return tuple(group[name] for name in param_group_identifier_keys)
+    return tuple(group.get(name) for name in GROUP_KEYS)
 
 
 def _inner(optimizer: ChainedOptimizer) -> Any:
