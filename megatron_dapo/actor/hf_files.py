@@ -75,9 +75,9 @@ class SafetensorsReader:
         """Rows (dim 0) or columns (dim 1) start to stop of one tensor, on the CPU."""
         return self._holder(name).read(name, dim, start, stop)
 
-    def pieces(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    def pieces(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[memoryview]:
         """See SafetensorsFile.pieces."""
-        return self._holder(name).pieces(name, start, stop)
+        return self._holder(name).pieces(name, start, stop, columns)
 
     def dtype(self, name: str) -> torch.dtype:
         return self._holder(name).places[name].dtype

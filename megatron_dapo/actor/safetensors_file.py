@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 PIECE_BYTES = 2**20
 """Written at a time: Linux takes a few of these faster than one large write."""
+WHOLE_ROW_BYTES = 2**15
+"""Rows up to this size are read whole where only some columns are wanted: a read for each row costs more."""
 
 
 class WeightsError(ValueError):
@@ -79,17 +82,20 @@ class SafetensorsFile:
             first = start * width if dim == 0 else 0
             self._fill(bytes_of(tensor), place.start + first, name)
             return tensor
-        step = width // place.shape[1]
-        part = (stop - start) * step
-        target = bytes_of(tensor)
-        for row in range(rows):
-            self._fill(target[row * part : (row + 1) * part], place.start + row * width + start * step, name)
+        target, done = bytes_of(tensor), 0
+        for piece in self._packed_columns(place, name, (0, rows), (start, stop)):
+            target[done : done + len(piece)] = piece
+            done += len(piece)
         return tensor
 
-    def pieces(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes of rows [start, stop), PIECE_BYTES at a time, in memory that the next piece takes again: what is
-        done with a piece finds it in the processor's cache."""
+    def pieces(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[memoryview]:
+        """The bytes of rows [start, stop), of them only the columns [begin, end) where `columns` says so; PIECE_BYTES
+        at a time, in memory that the next piece takes again: what is done with a piece finds it in the processor's
+        cache."""
         place = self.places[name]
+        if columns is not None and columns != (0, place.shape[1]):
+            yield from self._packed_columns(place, name, (start, stop), columns)
+            return
         width = math.prod(place.shape[1:]) * place.dtype.itemsize
         offset, end = place.start + start * width, place.start + stop * width
         memory = memoryview(bytearray(min(PIECE_BYTES, end - offset)))
@@ -98,6 +104,28 @@ class SafetensorsFile:
             self._fill(piece, offset, name)
             yield piece
             offset += len(piece)
+
+    def _packed_columns(
+        self, place: TensorPlace, name: str, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[memoryview]:
+        """Part of a matrix row by row, without gaps; the memory is taken again as in `pieces`."""
+        step = place.dtype.itemsize
+        width, begin, part = place.shape[1] * step, columns[0] * step, (columns[1] - columns[0]) * step
+        if part == 0:
+            return
+        at_once = max(1, PIECE_BYTES // width)
+        packed: Any = np.empty((at_once, part), np.uint8)
+        whole: Any = np.empty((at_once, width), np.uint8) if width <= WHOLE_ROW_BYTES else None
+        for row in range(rows[0], rows[1], at_once):
+            count = min(at_once, rows[1] - row)
+            offset = place.start + row * width
+            if whole is not None:
+                self._fill(memoryview(whole[:count]).cast("B"), offset, name)
+                packed[:count] = whole[:count, begin : begin + part]
+            else:
+                for number in range(count):
+                    self._fill(memoryview(packed[number]), offset + number * width + begin, name)
+            yield memoryview(packed[:count]).cast("B")
 
     def _fill(self, target: memoryview, offset: int, name: str) -> None:
         while target:

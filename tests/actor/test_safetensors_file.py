@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.actor import safetensors_file
 from megatron_dapo.actor.hf_files import FolderPlan, SafetensorsReader
 from megatron_dapo.actor.safetensors_file import FilePlan, SafetensorsFile, WeightsError
 
@@ -54,6 +55,22 @@ def test_any_slice_is_the_librarys(written, name, dim, data):
         opened.close()
     assert torch.equal(got, load_file(written)[name].narrow(dim, start, stop - start))
     assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("whole_row_bytes", [0, 2**15], ids=["a read for each row", "whole rows"])
+@pytest.mark.parametrize("piece_bytes", [1, 25, 2**20])
+def test_columns_of_some_rows_come_packed_in_pieces(written, monkeypatch, whole_row_bytes, piece_bytes):
+    monkeypatch.setattr(safetensors_file, "WHOLE_ROW_BYTES", whole_row_bytes)
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", piece_bytes)
+    whole = load_file(written)["c.weight"]
+    opened = SafetensorsFile(written)
+    try:
+        for columns in [(0, 6), (0, 2), (2, 5), (5, 6), (3, 3)]:
+            got = b"".join(bytes(piece) for piece in opened.pieces("c.weight", 1, 4, columns))
+            assert got == bytes(safetensors_file.bytes_of(whole[1:4, slice(*columns)].contiguous()))
+            assert torch.equal(opened.read("c.weight", 1, *columns), whole[:, slice(*columns)])
+    finally:
+        opened.close()
 
 
 def test_a_tensor_that_was_not_planned_so_is_refused(tmp_path):

@@ -1,12 +1,14 @@
 """Bytes that go from file to file: they are the rows that the tensors' own way would put there."""
 
 import os
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from megatron_dapo.actor.safetensors_file import bytes_of
 from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Split
+from tools.conversion import runs
 from tools.conversion.runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron
 
@@ -29,8 +31,8 @@ def test_runs_are_the_rows_of_the_parameter(kind):
     tensors = shards.full([parameter])
     for start in range(shape[0]):
         for stop in range(start, shape[0] + 1):
-            runs = list(runs_of(shards, start, stop))
-            rows = [tensors[run.name][run.start : run.start + run.rows] for run in runs]
+            found = list(runs_of(shards, start, stop))
+            rows = [tensors[run.name][run.start : run.start + run.rows] for run in found]
             assert torch.equal(torch.cat(rows) if rows else parameter[:0], parameter[start:stop])
 
 
@@ -47,6 +49,26 @@ def test_bytes_are_copied_to_their_place_and_a_short_source_is_found(tmp_path):
         with pytest.raises(OSError, match="10 of them lie behind"):
             list(copy_bytes(source.fileno(), 95, target.fileno(), 0, 15))
         assert os.pread(target.fileno(), 40, 40) == bytes(10) + bytes(range(10, 30)) + bytes(10)
+
+
+@pytest.mark.parametrize("cuts", [(8,), (3, 5), (2, 4, 2)])
+@pytest.mark.parametrize("piece_bytes", [1, 20, 2**20])
+def test_strips_side_by_side_become_whole_rows(tmp_path, monkeypatch, cuts, piece_bytes):
+    monkeypatch.setattr(runs, "PIECE_BYTES", piece_bytes)
+    matrix = torch.arange(6 * 8, dtype=torch.uint8).view(6, 8)
+    (tmp_path / "target").write_bytes(bytes(100))
+    with (tmp_path / "target").open("r+b") as target, ExitStack() as stack:
+        strips, begin = [], 0
+        for number, cut in enumerate(cuts):
+            source = stack.enter_context((tmp_path / str(number)).open("w+b"))
+            source.write(b"head" + bytes(bytes_of(matrix[:, begin : begin + cut].contiguous())))
+            source.flush()
+            strips.append(runs.Strip(file=source.fileno(), offset=4, begin=begin, width=cut))
+            begin += cut
+        assert sum(runs.copy_rows(strips, 1, 4, target.fileno(), 50)) == 32
+        assert os.pread(target.fileno(), 34, 49) == bytes(1) + bytes(bytes_of(matrix[1:5])) + bytes(1)
+        with pytest.raises(OSError, match="behind the file's end"):
+            list(runs.copy_rows(strips, 5, 2, target.fileno(), 0))
 
 
 def test_a_streamed_tensor_is_the_same_file_as_a_saved_one(tmp_path):

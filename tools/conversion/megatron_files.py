@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -35,12 +36,16 @@ from tools.conversion.stored import Stored
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows [row, row + rows) of a parameter, which lie in `file` from byte `offset` on."""
+    """Rows [row, row + rows) of a parameter, whole or their columns [column, column + columns), one row after the
+    other in `file` from byte `offset` on."""
 
     file: Path
     offset: int
     row: int
     rows: int
+    column: int
+    columns: int
+    """1 of a vector."""
 
 
 class CheckpointReader:
@@ -89,26 +94,33 @@ class CheckpointReader:
                 torch.load(part, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths
             )
 
-    def spans(self, stored: Stored) -> list[Span] | None:
-        """Where the rows of the parameter lie as bytes; None where a chunk has no whole rows, or is not stored plainly.
+    def spans(self, stored: Stored) -> list[list[Span]] | None:
+        """Where the parameter's bytes lie: of each range of rows, the spans side by side from left to right.
 
-        The chunks' own headers are read, not their numbers.
+        None where a chunk is not stored plainly, or where the chunks are cut otherwise. The chunks' own headers are
+        read, not their numbers.
         """
         shape, itemsize = self._shape(stored), self.dtype(stored).itemsize
-        width = row_elements(shape) * itemsize
-        spans = []
+        by_rows: dict[tuple[int, int], list[Span]] = {}
         for item in self._items(stored):
-            lengths, begins = list(item.lengths), list(item.storage_offsets)
+            lengths, begins, places = list(item.lengths), list(item.storage_offsets), list(item.dest_offsets)
             lead = len(lengths) - len(shape)
-            rows = lengths[lead]
-            if lengths[lead + 1 :] != list(shape[1:]) or any(begins[lead:]) or self._transformed(item):
+            if any(begins[lead:]) or self._transformed(item):
                 return None
             data = self._data_offset(item)
             if data is None:
                 return None
-            offset = data + (begins[0] * rows * width if lead else 0)
-            spans.append(Span(self._file(item), offset, item.dest_offsets[0], rows))
-        return spans
+            rows, columns = lengths[lead], math.prod(lengths[lead + 1 :])
+            offset = data + (begins[0] * rows * columns * itemsize if lead else 0)
+            first = places[1] if len(shape) > 1 else 0
+            span = Span(self._file(item), offset, places[0], rows, first, columns)
+            by_rows.setdefault((span.row, span.rows), []).append(span)
+        for side_by_side in by_rows.values():
+            side_by_side.sort(key=lambda span: span.column)
+            ends = [0, *accumulate(span.columns for span in side_by_side)]
+            if [span.column for span in side_by_side] != ends[:-1] or ends[-1] != row_elements(shape):
+                return None
+        return list(by_rows.values())
 
     def _file(self, item: ReadItem) -> Path:
         return self.folder / self._places[item.storage_index].relative_path

@@ -6,8 +6,11 @@ key/value head its queries, key and value.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from megatron_dapo.actor.safetensors_file import PIECE_BYTES
 from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
@@ -54,6 +57,54 @@ def copy_bytes(source: int, source_offset: int, target: int, target_offset: int,
             raise OSError(f"{count} bytes were asked for, {end - source_offset} of them lie behind the file's end")
         source_offset += done
         yield done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """Columns of a parameter's rows, one row after the other in an open file. All in bytes."""
+
+    file: int
+    offset: int
+    """Of the first row in the file."""
+
+    begin: int
+    """Of the strip in a whole row."""
+
+    width: int
+
+
+def copy_rows(strips: Sequence[Strip], row: int, rows: int, target: int, target_offset: int) -> Iterator[int]:
+    """Rows [row, row + rows) of strips that lie side by side, whole, to the file `target`; yields the bytes of each
+    piece that is done.
+
+    Raises:
+        OSError: also where a source ends before.
+    """
+    width = sum(strip.width for strip in strips)
+    if len(strips) == 1:
+        yield from copy_bytes(strips[0].file, strips[0].offset + row * width, target, target_offset, rows * width)
+        return
+    at_once = max(1, PIECE_BYTES // width)
+    whole: Any = np.empty((at_once, width), np.uint8)
+    parts: list[Any] = [np.empty((at_once, strip.width), np.uint8) for strip in strips]
+    for first in range(row, row + rows, at_once):
+        count = min(at_once, row + rows - first)
+        for strip, part in zip(strips, parts, strict=True):
+            _fill(memoryview(part[:count]).cast("B"), strip.file, strip.offset + first * strip.width)
+            whole[:count, strip.begin : strip.begin + strip.width] = part[:count]
+        piece = memoryview(whole[:count]).cast("B")
+        while piece:
+            written = os.pwrite(target, piece, target_offset)
+            yield written
+            piece, target_offset = piece[written:], target_offset + written
+
+
+def _fill(memory: memoryview, file: int, offset: int) -> None:
+    while memory:
+        count = os.preadv(file, [memory], offset)
+        if count == 0:
+            raise OSError(f"{len(memory)} of the bytes that were asked for lie behind the file's end")
+        memory, offset = memory[count:], offset + count
 
 
 def _all_runs(shards: Shards) -> Iterator[Run]:

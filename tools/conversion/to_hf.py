@@ -1,7 +1,7 @@
 """Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
 
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_dapo.actor.safetensors_file import PIECE_BYTES
 from megatron_dapo.actor.weights import hf_shapes
 from megatron_dapo.config.base import ConfigError
 from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
-from tools.conversion.runs import copy_bytes, row_elements, runs_of
+from tools.conversion.runs import Strip, copy_rows, row_elements, runs_of
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.target import aside
 from tools.conversion.to_megatron import COMPANIONS, written_dtype
@@ -88,20 +88,30 @@ def write_part(place: RankPlace, part: Part, counter: Counter) -> None:
             counter.add(place, tensor.numel() * part.plan.dtype.itemsize)
 
 
-def _copy(place: RankPlace, part: Part, stored: Stored, spans: Sequence[Span], counter: Counter) -> None:
-    """Rows from file to file, nothing of them in memory."""
-    width = row_elements(stored.shape(1)) * part.plan.dtype.itemsize
-    for span in spans:
-        offset = span.offset
-        with span.file.open("rb") as source:
-            for run in runs_of(stored.shards, span.row, span.row + span.rows):
+def _copy(place: RankPlace, part: Part, stored: Stored, spans: list[list[Span]], counter: Counter) -> None:
+    """Rows from file to file: nothing of them in memory where they are whole, else a few at a time."""
+    itemsize = part.plan.dtype.itemsize
+    width = row_elements(stored.shape(1)) * itemsize
+    for side_by_side in spans:
+        first = side_by_side[0]
+        with ExitStack() as files:
+            strips = [
+                Strip(
+                    file=files.enter_context(span.file.open("rb")).fileno(),
+                    offset=span.offset,
+                    begin=span.column * itemsize,
+                    width=span.columns * itemsize,
+                )
+                for span in side_by_side
+            ]
+            row = 0
+            for run in runs_of(stored.shards, first.row, first.row + first.rows):
                 file = part.plan.file_of[run.name]
                 begin = part.plan.files[file].starts[run.name] + run.start * width
                 with (part.partial / file).open("r+b", buffering=0) as target:
-                    count = run.rows * width
-                    for done in copy_bytes(source.fileno(), offset, target.fileno(), begin, count):
+                    for done in copy_rows(strips, row, run.rows, target.fileno(), begin):
                         counter.add(place, done)
-                offset += count
+                row += run.rows
 
 
 def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megatron_dapo.actor.safetensors_file import WeightsError
 from megatron_dapo.actor.weights import hf_shapes, no_parameters
 from megatron_dapo.config.actor import LayoutConfig
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
-from tools.conversion.runs import Run, runs_of
+from tools.conversion.runs import Run, row_elements, runs_of
 from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.target import aside
 from tools.conversion.workers import Counter, run_parts
@@ -96,27 +97,39 @@ def write_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[Wri
             for chunk in stored.chunks(part.ranks):
                 shape, offset = (1,) * len(lead) + chunk.shape, lead + chunk.offset
                 like = torch.empty(shape, dtype=part.dtype)
-                runs = _plain_runs(stored, chunk, source, part)
-                if runs is None:
-                    writer.add(
-                        stored.key, offset, in_dtype(stored.read(chunk, source, part.ranks), part.dtype).view(shape)
-                    )
+                pieces = _plain_pieces(stored, chunk, source, part)
+                if pieces is None:
+                    read = in_dtype(stored.read(chunk, source, part.ranks), part.dtype)
+                    writer.add(stored.key, offset, read.view(shape))
                 else:
-                    pieces = (
-                        piece for run in runs for piece in source.pieces(run.name, run.start, run.start + run.rows)
-                    )
                     writer.add_streamed(stored.key, offset, like, pieces)
                 counter.add(place, like.nbytes)
     return writer.close()
 
 
-def _plain_runs(stored: Stored, chunk: Chunk, source: SafetensorsReader, part: Part) -> list[Run] | None:
-    """The rows that are the chunk, byte for byte; None where it has parts of rows, padding or another type."""
+def _plain_pieces(stored: Stored, chunk: Chunk, source: SafetensorsReader, part: Part) -> Iterator[memoryview] | None:
+    """The chunk's bytes, which are those of the source; None where that has another type."""
     start, rows = chunk.offset[0], chunk.shape[0]
     runs = list(runs_of(stored.shards, start, start + rows))
-    whole = chunk.shape[1:] == stored.shape(part.ranks)[1:] and sum(run.rows for run in runs) == rows
-    plain = all(source.dtype(run.name) == part.dtype for run in runs)
-    return runs if whole and plain else None
+    if any(source.dtype(run.name) != part.dtype for run in runs):
+        return None
+    columns = None if len(chunk.shape) == 1 else (chunk.offset[1], chunk.offset[1] + chunk.shape[1])
+    return _pieces(
+        source,
+        runs,
+        columns,
+        padding=row_elements(chunk.shape) * part.dtype.itemsize * (rows - sum(run.rows for run in runs)),
+    )
+
+
+def _pieces(
+    source: SafetensorsReader, runs: Sequence[Run], columns: tuple[int, int] | None, *, padding: int
+) -> Iterator[memoryview]:
+    """The rows of the runs, and zeros in as many bytes behind the vocabulary's."""
+    for run in runs:
+        yield from source.pieces(run.name, run.start, run.start + run.rows, columns)
+    if padding:
+        yield memoryview(bytes(padding))
 
 
 def written_dtype(dtypes: dict[str, torch.dtype], source: Path, asked: torch.dtype | None) -> torch.dtype:
