@@ -3,7 +3,7 @@
 #   VENV         where the environment goes (.venv)
 #   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
 #                https://download.pytorch.org/whl/cpu
-#   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 -s" without the second process
+#   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 --pdb" one test after the other
 #   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
 

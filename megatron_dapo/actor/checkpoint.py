@@ -15,12 +15,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -181,7 +183,16 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
             f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
             "the two kinds of optimizer state do not interchange, so set it to that"
         )
-    loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
+    try:
+        loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
+    except Exception as error:
+        if (folder / COMMON_STATE_FNAME).exists():
+            raise
+        raise CheckpointError(
+            f"{folder}: has no {COMMON_STATE_FNAME}, which Megatron-Core {version('megatron-core')} asks for and newer "
+            "versions do not write; resume with the version that wrote it (on Python 3.12), or start from its weights: "
+            "convert it to a Hugging Face folder and give that as model.path"
+        ) from error
     for name, chunk in _named_chunks(optimizer).items():
         chunk.load_state_dict(loaded[name])
     optimizer.load_state(loaded["optimizer"], state.optimizer_steps)

@@ -50,22 +50,18 @@ class Checkpoint:
     folder: Path
 
 
-def refuse_second_run(path: Path) -> None:
-    """Only a look, without the lock: for a new run, before seconds are spent on what it would read.
+def has_run(path: Path) -> bool:
+    """Whether a run began in this directory. A start that failed leaves an empty ledger, which is no run.
 
     Raises:
-        RunDirError: `path` holds a run, which a new one would not go on with.
+        RunDirError: that cannot be seen.
     """
-    if _has_run(path):
-        raise RunDirError(f"run.dir = {path}: holds a run already; set run.resume=true or choose another directory")
-
-
-def _has_run(path: Path) -> bool:
-    """A start that failed leaves an empty ledger, which is no run."""
     try:
         return (path / LEDGER).stat().st_size > 0
-    except OSError:  # none, or a path that cannot be used, of which `RunDir` says why
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
 
 
 class RunDir:
@@ -93,19 +89,23 @@ class RunDir:
             self._lock.release()
             raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         self._identity = _identity(self.path / ".lock")
-        if not resume and not _has_run(self.path) and not (self.path / "manifest.json").exists():
-            taken = [name for name in OWN_NAMES if (self.path / name).exists()]
-            if taken:
-                self.close()
-                raise RunDirError(
-                    f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory"
-                )
-        if not resume:
-            try:
-                refuse_second_run(self.path)
-            except RunDirError:
-                self.close()
-                raise
+        if resume:
+            return
+        try:
+            self._refuse_what_is_there()
+        except RunDirError:
+            self.close()
+            raise
+
+    def _refuse_what_is_there(self) -> None:
+        """For a new run."""
+        if has_run(self.path):
+            raise RunDirError(
+                f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
+            )
+        taken = [name for name in OWN_NAMES if (self.path / name).exists()]
+        if taken and not (self.path / "manifest.json").exists():
+            raise RunDirError(f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory")
 
     @property
     def ledger(self) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.folder_lock import lock_folder
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -50,7 +51,7 @@ def test_a_prompt_that_is_longer_than_allowed(run, tmp_path):
 
 def test_a_context_too_short_for_prompt_and_response(run):
     expect(
-        run("model.context_length=70"), ExitCode.CONFIG, "model.context_length = 70", "raise it or lower", within_s=10
+        run("model.context_length=70"), ExitCode.CONFIG, "model.context_length = 70", "raise it or lower", within_s=30
     )
 
 
@@ -73,7 +74,7 @@ def test_a_verifier_that_cannot_be_imported(run):
 
 
 def test_an_unknown_key(run):
-    expect(run("actor.layout.tensr=2"), ExitCode.CONFIG, "did you mean actor.layout.tensor?", within_s=10)
+    expect(run("actor.layout.tensr=2"), ExitCode.CONFIG, "did you mean actor.layout.tensor?", within_s=30)
 
 
 def test_a_model_folder_that_is_none(run, tmp_path):
@@ -81,7 +82,7 @@ def test_a_model_folder_that_is_none(run, tmp_path):
 
 
 def test_a_layout_that_the_model_cannot_be_split_by(run):
-    expect(run("actor.layout.tensor=3"), ExitCode.CONFIG, "actor.layout.tensor", "3", within_s=10)
+    expect(run("actor.layout.tensor=3"), ExitCode.CONFIG, "actor.layout.tensor", "3", within_s=30)
 
 
 def test_a_port_in_use(run):
@@ -100,7 +101,16 @@ def test_a_server_that_dies_at_start(run):
 def test_a_run_directory_that_holds_a_run(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
-    expect(run(), ExitCode.CONFIG, "holds a run already", "run.resume=true", within_s=10)
+    expect(run(), ExitCode.CONFIG, "holds a run already", "run.resume=true", within_s=30)
+
+
+def test_a_run_directory_that_a_live_run_holds(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
+    held = lock_folder(tmp_path / "run")
+    (tmp_path / "run" / ".holder").write_text("process 4711 on another")
+    expect(run(), ExitCode.CONFIG, "a live run holds it (process 4711 on another)", "wait for it", within_s=30)
+    held.release()
 
 
 def test_a_run_directory_that_cannot_be_written(run, tmp_path):
@@ -112,11 +122,11 @@ def test_a_run_directory_that_cannot_be_written(run, tmp_path):
 
 
 def test_a_server_address_without_its_scheme(run):
-    expect(run("rollout.urls=[10.0.0.1:30000]"), ExitCode.CONFIG, "rollout.urls", within_s=10)
+    expect(run("rollout.urls=[10.0.0.1:30000]"), ExitCode.CONFIG, "rollout.urls", within_s=30)
 
 
 def test_a_step_to_resume_from_without_a_resume(run):
-    expect(run("run.resume_step=2"), ExitCode.CONFIG, "run.resume=true", within_s=10)
+    expect(run("run.resume_step=2"), ExitCode.CONFIG, "run.resume=true", within_s=30)
 
 
 def test_a_model_config_that_is_no_json(run, tmp_path):

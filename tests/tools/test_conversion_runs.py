@@ -2,11 +2,12 @@
 
 import os
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_dapo.actor.safetensors_file import bytes_of
+from megatron_dapo.actor.safetensors_file import WeightsError, bytes_of
 from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Split
 from tools.conversion import runs
 from tools.conversion.runs import copy_bytes, runs_of
@@ -91,5 +92,35 @@ def test_a_streamed_tensor_is_the_same_file_as_a_saved_one(tmp_path):
     assert written[0] == written[1]
     assert (tmp_path / "saved").read_bytes() == (tmp_path / "streamed").read_bytes()
     short = PartWriter(tmp_path / "short")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="5999 bytes of a tensor that has 6000"):
         short.add_streamed("weight", (0, 0, 0), torch.empty_like(tensor), iter([whole[1:]]))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_disk_that_is_full_is_the_reason_that_is_given(tmp_path, streamed):
+    """`torch.save` fails a second time while it closes what it has begun."""
+    import_megatron()
+    from tools.conversion.megatron_files import PartWriter
+
+    (tmp_path / "full").symlink_to("/dev/full")
+    writer, tensor = PartWriter(tmp_path / "full"), torch.zeros(1, 2**20)
+    arguments = ("key", (0, 0), tensor)
+    add = (
+        partial(writer.add_streamed, *arguments, iter([bytes_of(tensor)]))
+        if streamed
+        else partial(writer.add, *arguments)
+    )
+    with pytest.raises(OSError, match="No space left"):
+        add()
+
+
+def test_a_source_that_ends_early_is_the_reason_that_is_given(tmp_path):
+    import_megatron()
+    from tools.conversion.megatron_files import PartWriter
+
+    def pieces():
+        yield memoryview(bytes(10))
+        raise WeightsError("tensor x ends with the file")
+
+    with pytest.raises(WeightsError, match="tensor x ends"):
+        PartWriter(tmp_path / "part").add_streamed("key", (0, 0), torch.zeros(1, 20), pieces())

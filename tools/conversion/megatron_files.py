@@ -5,6 +5,7 @@ import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -217,6 +218,7 @@ class PartWriter:
         self._stream = file.open("wb")
         self._hash = ALGORITHMS[ALGORITHM]()
         self._pieces: Iterator[memoryview] = iter(())
+        self._reason: Exception | None = None
         self.results: list[WriteResult] = []
 
     def add_streamed(self, key: str, offset: tuple[int, ...], like: Tensor, pieces: Iterator[memoryview]) -> None:
@@ -233,6 +235,11 @@ class PartWriter:
         torch.serialization.set_crc32_options(False)
         try:
             torch.save(content, cast(IO[bytes], self))
+        except RuntimeError:
+            # `torch.save` closes what it has begun and fails once more, over the reason.
+            if self._reason is not None:
+                raise self._reason from None
+            raise
         finally:
             torch.serialization.set_crc32_options(before)
         place = _StorageInfo(self._name, begin, self._stream.tell() - begin)
@@ -246,15 +253,25 @@ class PartWriter:
         for start in range(0, len(whole), PIECE_BYTES):
             part = whole[start : start + PIECE_BYTES]
             self._hash.update(part)
-            self._stream.write(part)
+            with self._keeping_the_reason():
+                self._stream.write(part)
         return len(whole)
 
     def seek(self, count: int, whence: int) -> int:
         """What `torch.save` calls where a tensor's bytes belong that it skips."""
-        written = sum(self.write(piece) for piece in self._pieces)
-        if (written, whence) != (count, os.SEEK_CUR):
-            raise ValueError(f"{self._stream.name}: {written} bytes of a tensor that has {count} (whence {whence})")
+        with self._keeping_the_reason():
+            written = sum(self.write(piece) for piece in self._pieces)
+            if (written, whence) != (count, os.SEEK_CUR):
+                raise ValueError(f"{self._stream.name}: {written} bytes of a tensor that has {count} (whence {whence})")
         return self._stream.tell()
+
+    @contextmanager
+    def _keeping_the_reason(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._reason = self._reason or error
+            raise
 
     def flush(self) -> None:
         self._stream.flush()

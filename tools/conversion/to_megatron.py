@@ -1,6 +1,7 @@
 """Hugging Face folder -> Megatron distributed checkpoint: every worker streams parameters into a file of its own."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def to_megatron(
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
     extra = extra_state_keys(hf)
-    total = sum(stored.elements for stored in parameters) * dtype.itemsize
+    total = sum(math.prod(stored.shape(tensor)) for stored in parameters) * dtype.itemsize
     progress = Progress("convert", sys.stderr)
     with aside(target, total) as partial:
         partial.mkdir(parents=True)
