@@ -24,7 +24,7 @@ class Finished:
     output: str
     seconds: float
     left_behind: tuple[str, ...]
-    """Command lines of processes that still ran when the command had ended and `GRACE_S` had passed."""
+    """Number, state and command line of each process that still ran `GRACE_S` after the command had ended."""
 
 
 class Running:
@@ -77,7 +77,7 @@ class Running:
         deadline = time.monotonic() + GRACE_S
         while (left := self.marked()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        lines = tuple(f"{process.pid} {' '.join(_command(process))[:200]}" for process in left)
+        lines = tuple(f"{process.pid} {_status(process)} {' '.join(_command(process))[:200]}" for process in left)
         self.kill_all()
         return Finished(code=code, output=self._log.read_text(), seconds=seconds, left_behind=lines)
 
@@ -103,3 +103,11 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return ["gone"]
+
+
+def _status(process: psutil.Process) -> str:
+    """Which of them ran, slept, or waited for the disk."""
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return "gone"

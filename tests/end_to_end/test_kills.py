@@ -43,7 +43,7 @@ def live_through(run_dir: Path, victim: str, event: str, count: float, *more: st
     command = (victim, event, f"{count:g}", *arguments(run_dir, *more))
     first = Running(*command, log=log, module="tests.killer").finish(600)
     output = first.output
-    assert first.left_behind == (), output
+    assert first.left_behind == (), f"{first.left_behind}\n{output}"
     code = first.code
     for _ in range(LIVES):
         if code == ExitCode.FINISHED:
