@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -183,22 +184,28 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
             f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
             "the two kinds of optimizer state do not interchange, so set it to that"
         )
-    try:
-        loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
-    except Exception as error:
-        if (folder / COMMON_STATE_FNAME).exists():
-            raise
-        raise CheckpointError(
-            f"{folder}: has no {COMMON_STATE_FNAME}, which Megatron-Core {version('megatron-core')} asks for and newer "
-            "versions do not write; resume with the version that wrote it (on Python 3.12), or start from its weights: "
-            "convert it to a Hugging Face folder and give that as model.path"
-        ) from error
+    _check_common_state(folder)
+    loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         chunk.load_state_dict(loaded[name])
     optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
     return state
+
+
+def _check_common_state(folder: Path) -> None:
+    """Megatron-Core 0.16 keeps it in a file of its own, 0.19 in the shards, and reads both."""
+    if (folder / COMMON_STATE_FNAME).exists():
+        return
+    try:
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
+        raise CheckpointError(
+            f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
+            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or convert it to a Hugging Face folder and "
+            "give that as model.path, to start from its weights"
+        ) from error
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):

@@ -176,8 +176,9 @@ def test_a_checkpoint_of_a_newer_megatron_is_refused_with_what_to_do(gloo, saved
     del manifest["files"]["common.pt"]
     (newer / "manifest.json").write_text(json.dumps(manifest))
     message = gloo(1, error_of, model, {}, data, {}, newer)[0]
-    assert message.startswith(f"{newer}: has no common.pt")
-    assert "resume with the version that wrote it" in message
+    assert message.startswith(f"{newer}: Megatron-Core ")
+    assert "has no common.pt" in message
+    assert "Resume with the version that wrote it" in message
 
 
 def test_a_damaged_manifest_is_named(gloo, saved, model, data, tmp_path):

@@ -47,6 +47,14 @@ def test_an_empty_ledger_is_no_run_and_a_filled_one_is(tmp_path):
     RunDir(tmp_path, resume=True).close()
 
 
+def test_a_ledger_that_cannot_be_seen_is_not_taken_for_none(tmp_path):
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "ledger.jsonl")
+    with pytest.raises(RunDirError, match="symbolic links; choose a directory"):
+        RunDir(tmp_path, resume=False)
+    (tmp_path / "ledger.jsonl").unlink()
+    RunDir(tmp_path, resume=False).close()  # the lock was given back
+
+
 @pytest.mark.parametrize("name", ["model", "weights", "checkpoints"])
 def test_a_directory_with_somebody_elses_files_is_refused(tmp_path, name):
     (tmp_path / name).mkdir()
