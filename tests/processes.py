@@ -1,5 +1,6 @@
 """Runs the command line as a user does, and finds what it left behind."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import psutil
 ROOT = Path(__file__).parents[1]
 MARK = "DAPO_TEST_MARK"
 GRACE_S = 30.0
-"""For what ends by itself: Ray's agents look every few seconds whether their raylet lives."""
+"""For what ends by itself: Ray's workers look every second whether their raylet lives."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Running:
         self._mark = uuid.uuid4().hex
         self._log = log
         self._began = time.monotonic()
+        self._began_at = time.time()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what is orphaned becomes a child of this process
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -86,11 +90,18 @@ class Running:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() != psutil.STATUS_ZOMBIE and self._ours(process):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+    def _ours(self, process: psutil.Process) -> bool:
+        """By the mark. The titles of Ray's processes may overwrite it: then as an orphan not older than the command."""
+        if (mark := process.environ().get(MARK)) is not None:
+            return mark == self._mark
+        orphan = process.ppid() == os.getpid() and process.create_time() >= self._began_at - 1
+        return orphan and " ".join(_command(process)).startswith("ray::")
 
     def kill_all(self) -> None:
         """SIGKILL to all that descends from the command."""

@@ -12,6 +12,7 @@ import torch
 
 from megatron_dapo.coordinator.placement import PlacementError
 from megatron_dapo.coordinator.ray_folder import RayFolder
+from megatron_dapo.coordinator.ray_sweeper import RaySweeper
 from megatron_dapo.coordinator.waits import Stalled, StopRequested
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
@@ -49,6 +50,7 @@ class Cluster:
             StopRequested: SIGTERM came meanwhile.
         """
         self._folder: RayFolder | None = None
+        self._sweeper: RaySweeper | None = None
         self._gcs: psutil.Process | None = None
         # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
         handler = signal.getsignal(signal.SIGTERM)
@@ -84,6 +86,7 @@ class Cluster:
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
         self._folder = RayFolder()
+        self._sweeper = RaySweeper(str(self._folder.path))
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
@@ -106,6 +109,8 @@ class Cluster:
 
     def close(self) -> None:
         ray.shutdown()
+        if self._sweeper is not None:
+            self._sweeper.close()
         if self._folder is not None:
             self._folder.remove()
 

@@ -5,7 +5,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from megatron_dapo.coordinator.cluster import Cluster, ClusterError, check_memory
@@ -57,6 +59,49 @@ print("lost", lost)
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert "lost True" in finished.stdout, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("moment", ["starting", "up"])
+def test_nothing_of_ray_outlives_a_killed_coordinator(moment):
+    # By process id: Ray's titles overwrite the environment, and its agents tried for a minute to reach a dead GCS.
+    program = """
+import time
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+from megatron_dapo.coordinator.cluster import Cluster
+print("starting", flush=True)
+cluster = Cluster(processes=1, device="cpu")
+print("up", flush=True)
+time.sleep(1000)
+"""
+    coordinator = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert coordinator.stdout is not None
+    while coordinator.stdout.readline() != f"{moment}\n":
+        assert coordinator.poll() is None
+    wanted = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} if moment == "up" else {"raylet"}
+    deadline = time.monotonic() + 60
+    while not wanted <= set(titles(below := children(coordinator.pid))):
+        assert time.monotonic() < deadline, titles(below)
+        time.sleep(0.05)
+    coordinator.kill()
+    coordinator.wait()
+    _, left = psutil.wait_procs(below, 10)
+    assert not left, titles(left)
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def titles(processes: list[psutil.Process]) -> list[str]:
+    """Of Ray's Python processes what they call themselves, of others the name."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            command = process.cmdline()
+            own = command[0].strip() if command else ""
+            found.append(own if own.startswith("ray::") else process.name())
+    return found
 
 
 def test_nobody_outside_this_machine_reaches_the_runs_own_ray():
