@@ -42,10 +42,11 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         searched = max(len(buffer) - len(_END) + 1, 0)
         buffer += chunk
         while (end := buffer.find(_END, searched)) >= 0:
-            event = bytes(buffer[:end])
+            begin = len(_MARK) if buffer.startswith(_MARK) else 0
+            with memoryview(buffer) as view:
+                data = bytes(view[begin:end])  # of the ten kilobytes of a segment the only copy
             del buffer[: end + len(_END)]
             searched = 0
-            data = event.removeprefix(_MARK)
             if data != _DONE:
                 yield data
 

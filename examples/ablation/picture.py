@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 from examples.ablation.curves import CHARTS, Series, series
 from examples.ablation.results import Outcome
@@ -31,7 +32,7 @@ def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: 
         if chart.unit is Unit.SHARE:
             panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         panel.set_ylim(bottom=0)
-        if number == 0:
+        if number == 0 and panel.lines:
             panel.legend(fontsize=8, frameon=False, labelcolor=INK)
     _gains(below.subplots(), ladder)
     figure.savefig(out_png)
@@ -67,6 +68,7 @@ def _style(panel: Axes, title: str, x_label: str) -> None:
     panel.set_xlabel(x_label, color=FAINT, fontsize=8)
     panel.grid(axis="y", color=PALE, linewidth=0.8)
     panel.set_axisbelow(True)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.tick_params(colors=INK, length=0, labelsize=8)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)

@@ -161,6 +161,6 @@ SECONDS_OF_TRAINING = Measure(
     label="training, s",
     percent=False,
     digits=0,
-    of=lambda outcome: outcome.summary["seconds"]["training"],
+    of=lambda outcome: outcome.summary["seconds"]["step"],
 )
 MEASURES = (SAMPLED, GREEDY, ROLLOUTS, ENTROPY, LENGTH, TRUNCATED, USELESS_SHARE, TOKENS, SECONDS_OF_TRAINING)

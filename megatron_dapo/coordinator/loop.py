@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
+from megatron_dapo.coordinator import garbage
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
 from megatron_dapo.coordinator.batch_file import save_batch
 from megatron_dapo.coordinator.evaluation import Answers
@@ -49,6 +50,8 @@ async def train(parts: Parts, progress: Progress) -> Progress:
             save_batch(parts.run_dir, progress.rollout_step + 1, filled.admission.kept, filled.arrays.advantages)
         progress, record = await learn(parts, progress, filled, phases)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
+        del filled, record
+        garbage.end_step()
     return progress
 
 

@@ -1,7 +1,6 @@
 """A whole run: start the parts, measure, train, measure again, export, sum up."""
 
 import asyncio
-import gc
 import shlex
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from megatron_dapo.config import Config
+from megatron_dapo.coordinator import garbage
 from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.coordinator.inputs import Inputs
@@ -67,7 +67,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
         parts = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
-        gc.freeze()  # what the imports made stays: no need to look it over again in every full collection
+        garbage.begin_training()
         await publish_weights(parts, parts.progress.weight_version)
         summary = await _measure_and_train(parts, began)
         run_dir.write_json("summary.json", summary)

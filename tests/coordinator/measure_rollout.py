@@ -8,7 +8,6 @@ the CPU seconds and the peak resident memory of this process alone. `--profile` 
 import argparse
 import asyncio
 import cProfile
-import gc
 import pstats
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
+from megatron_dapo.coordinator import garbage
 from megatron_dapo.coordinator.generator import GroupGenerator
 from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
@@ -80,7 +80,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)
     await fleet.start(60.0)
     try:
-        gc.freeze()  # as coordinator.run does
+        garbage.begin_training()
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
         admission = await sampler.fill(1, 0)
