@@ -67,7 +67,7 @@ class RolloutConfig:
     """Seconds for a bucket to reach every server, and for the servers to meet in a process group. One that is late is
     restarted and reads the weights from disk."""
 
-    stream_every: Annotated[int, Field(ge=0)] = 2048
+    stream_every: Annotated[int, Field(ge=0)] = 4096
     """Tokens after which a server passes on what it has drawn of a response: when the server is lost, at most so many
     are drawn again. 0: it answers with whole responses, and they are drawn again. So it is with `deterministic` too,
     where a response that goes on elsewhere would be computed in another order, and at servers of `urls` that do not run

@@ -41,7 +41,7 @@ def test_a_cpu_server_gets_our_backends_and_room_for_every_response() -> None:
     assert value(arguments, "--max-total-tokens") == str(32 * 1024)
     assert value(arguments, "--port") == "31000"
     assert "--enable-deterministic-inference" not in arguments
-    assert value(arguments, "--stream-interval") == "2048"
+    assert value(arguments, "--stream-interval") == "4096"
     assert "--incremental-streaming-output" in arguments
     whole = server_arguments(RolloutConfig(stream_every=0), spec(), 31000)
     assert not [one for one in whole if "stream" in one]
