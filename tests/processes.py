@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ MARK = "DAPO_TEST_MARK"
 GRACE_S = 30.0
 """For what ends by itself: Ray's workers look every second whether their raylet lives."""
 _PR_SET_CHILD_SUBREAPER = 36
+RAYS = ("raylet", "gcs_server")
+_running: set[int] = set()
+"""Commands that were started and not finished: so long this process adopts what is orphaned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Running:
         self._log = log
         self._began = time.monotonic()
         self._began_at = time.time()
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what is orphaned becomes a child of this process
+        _adopt(True)
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -48,6 +52,7 @@ class Running:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        _running.add(self.process.pid)
 
     def wait_for(self, text: str, timeout_s: float) -> None:
         """Returns when the output holds `text`."""
@@ -77,12 +82,14 @@ class Running:
         except subprocess.TimeoutExpired:
             self.kill_all()
             raise AssertionError(f"still running after {timeout_s} s:\n{self._log.read_text()}") from None
+        _running.discard(self.process.pid)
         seconds = time.monotonic() - self._began
         deadline = time.monotonic() + GRACE_S
         while (left := self.marked()) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = tuple(f"{process.pid} {_status(process)} {' '.join(_command(process))[:200]}" for process in left)
         self.kill_all()
+        _adopt(bool(_running))
         return Finished(code=code, output=self._log.read_text(), seconds=seconds, left_behind=lines)
 
     def marked(self) -> list[psutil.Process]:
@@ -90,11 +97,20 @@ class Running:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and self._ours(process):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    self._bury(process)
+                elif self._ours(process):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+    def _bury(self, process: psutil.Process) -> None:
+        """An adopted process that has ended: Ray's workers take a raylet that nobody has waited for to be alive."""
+        adopted = process.ppid() == os.getpid() and process.create_time() >= self._began_at - 1
+        if adopted and process.pid not in _running | {self.process.pid} and process.name() in RAYS:
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
     def _ours(self, process: psutil.Process) -> bool:
         """By the mark. The titles of Ray's processes may overwrite it: then as an orphan not older than the command."""
@@ -105,8 +121,17 @@ class Running:
 
     def kill_all(self) -> None:
         """SIGKILL to all that descends from the command."""
-        for process in self.marked():
-            process.kill()
+        deadline = time.monotonic() + 5
+        while (left := self.marked()) and time.monotonic() < deadline:  # some are known only once others are gone
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
+
+
+def _adopt(wanted: bool) -> None:
+    """Whether what is orphaned below this process becomes its child."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def _command(process: psutil.Process) -> list[str]:

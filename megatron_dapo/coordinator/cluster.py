@@ -100,7 +100,8 @@ class Cluster:
             _temp_dir=str(self._folder.path),
             _node_ip_address="127.0.0.1",
         )
-        self._gcs = next((child for child in psutil.Process().children() if child.name() == GCS), None)
+        mine = (child for child in psutil.Process().children() if child.name() == GCS and _lives(child))
+        self._gcs = next(mine, None)
         return use_gpu
 
     def lost(self) -> bool:

@@ -11,7 +11,12 @@ _THRESHOLDS = (20_000, 20, 100)
 
 
 def begin_training() -> None:
-    """Once every part has been started: what the imports made stays, and is looked over no more."""
+    """Once every part has been started: what the imports made stays, and is looked over no more.
+
+    After a restart what was frozen before is looked over once: the attempt that was lost hangs on its error.
+    """
+    gc.unfreeze()
+    gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
 

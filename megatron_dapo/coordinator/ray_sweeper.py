@@ -7,6 +7,7 @@ that knows of its coordinator's end by the end of its standard input, and ends t
 `python -P ray_sweeper.py FOLDER`, started by `RaySweeper`.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import time
 import psutil
 
 ROUNDS, ROUND_S = 20, 0.25
-"""What was being started as the raylet died is found in a later round."""
+EMPTY_ROUNDS = 3
+"""So many without a find end the sweep after a kill: the raylet may have been starting something as it died."""
 END_DEADLINE_S = 10.0
 
 
@@ -42,15 +44,11 @@ class RaySweeper:
 
 
 def sweep(folder: str) -> int:
-    """SIGKILL to each process of this user that runs our Python and works in `folder`; returns how many there were.
-
-    Neither to this one nor to its parent, a coordinator that closes its Ray: it holds the folder's lock.
-    """
+    """SIGKILL to each of this user's processes of the Ray in `folder`; returns how many there were."""
     found = 0
-    python, spared = os.path.realpath(sys.executable), (os.getpid(), os.getppid())
     for process in psutil.process_iter():
         try:
-            if process.pid not in spared and process.exe() == python and _works_in(process, folder):
+            if process.uids().real == os.getuid() and _belongs(process, folder):
                 process.kill()
                 found += 1
         except psutil.Error:  # gone meanwhile, or another user's
@@ -58,17 +56,34 @@ def sweep(folder: str) -> int:
     return found
 
 
-def _works_in(process: psutil.Process, folder: str) -> bool:
-    """By its arguments or its open logs: Ray's titles overwrite the arguments."""
-    inside = f"{folder}/"
-    return inside in " ".join(process.cmdline()) or any(file.path.startswith(inside) for file in process.open_files())
+def _belongs(process: psutil.Process, folder: str) -> bool:
+    """Whether it is Ray's own Python, by title or script, and works in `folder`, by its arguments or the logs that it
+    writes. Who only reads there, or holds the folder's lock, does not belong."""
+    words = process.cmdline()
+    titled = bool(words) and words[0].startswith("ray::")
+    if not titled and not any(word.startswith(_ray_package()) for word in words[1:4]):
+        return False
+    if any(f"{folder}/" in word for word in words):
+        return True
+    session = os.path.join(os.path.realpath(folder), "session_")
+    return any(file.path.startswith(session) and file.mode != "r" for file in process.open_files())
+
+
+def _ray_package() -> str:
+    """Where Ray's programs are, found without the import, which takes a second."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.join(os.path.dirname(spec.origin), "")
 
 
 def main() -> None:
-    folder = sys.argv[1].rstrip("/")
+    folder, parent = sys.argv[1].rstrip("/"), os.getppid()
     sys.stdin.buffer.read()
+    empty = 0
     for _ in range(ROUNDS):
-        if not sweep(folder):
+        empty = 0 if sweep(folder) else empty + 1
+        if empty == EMPTY_ROUNDS or (empty and os.getppid() == parent):  # it lives: an orderly end, nothing starts
             break
         time.sleep(ROUND_S)
 
