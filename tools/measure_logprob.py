@@ -1,6 +1,6 @@
 """Peak memory and time of forward and backward of token log-probs and entropies, against the plain way.
 
-python tools/measure_logprob.py            prints a Markdown table (docs/measurements/actor.md)
+python -m tools.measure_logprob            prints a Markdown table (docs/measurements/actor.md)
 
 Each way runs in a process of its own. Its peak is the growth of the process's largest resident set over what was
 resident before (inputs included); its time the CPU's (user and system) in the fastest of a few repeats, which other
@@ -10,17 +10,19 @@ load on the machine changes little. The ways take turns, so that a ratio of two 
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.actor.logprob import VocabularyShard, linear_token_log_probs, token_log_probs
+from tools.host_memory import begin_peak, peak_resident
 
+ROOT = Path(__file__).parents[1]
 MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FROM_LOGITS = ("plain", "chunked")
@@ -59,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     """Peak in MiB above the inputs, and CPU seconds of the fastest repeat, of `options.way`."""
     torch.set_num_threads(options.threads)
     forward, inputs = way_of(options.way, options)
-    before = peak_mib()
+    before = begin_peak()  # not ru_maxrss, which a process inherits from the one that started it
     seconds = []
     for _ in range(options.repeats):
         began = time.process_time()
@@ -69,12 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         del log_probs, entropy
         for tensor in inputs:
             tensor.grad = None
-    return {"peak_mib": peak_mib() - before, "seconds": min(seconds)}
-
-
-def peak_mib() -> float:
-    """Largest resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    return {"peak_mib": (peak_resident() - before) / MIB, "seconds": min(seconds)}
 
 
 def rounds_of(names: tuple[str, ...], dtype: str, arguments: list[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -82,8 +79,8 @@ def rounds_of(names: tuple[str, ...], dtype: str, arguments: list[str], rounds: 
     best: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for name in names:
-            call = [sys.executable, __file__, *arguments, "--dtype", dtype, "--way", name]
-            answer = subprocess.run(call, capture_output=True, text=True, check=False)
+            call = [sys.executable, "-m", "tools.measure_logprob", *arguments, "--dtype", dtype, "--way", name]
+            answer = subprocess.run(call, capture_output=True, text=True, check=False, cwd=ROOT)
             if answer.returncode:
                 raise SystemExit(f"{name}, {dtype}: exit code {answer.returncode}\n{answer.stderr}")
             found = json.loads(answer.stdout)
