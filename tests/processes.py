@@ -17,7 +17,8 @@ MARK = "DAPO_TEST_MARK"
 GRACE_S = 30.0
 """For what ends by itself: Ray's workers look every second whether their raylet lives."""
 _PR_SET_CHILD_SUBREAPER = 36
-RAYS = ("raylet", "gcs_server")
+ADOPTED = ("raylet", "gcs_server")
+"""Ray's processes that its others look for: one that has ended counts as alive until somebody has waited for it."""
 _running: set[int] = set()
 """Commands that were started and not finished: so long this process adopts what is orphaned."""
 
@@ -81,6 +82,8 @@ class Running:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill_all()
+            _running.discard(self.process.pid)
+            _adopt(bool(_running))
             raise AssertionError(f"still running after {timeout_s} s:\n{self._log.read_text()}") from None
         _running.discard(self.process.pid)
         seconds = time.monotonic() - self._began
@@ -98,19 +101,12 @@ class Running:
         for process in psutil.process_iter():
             try:
                 if process.status() == psutil.STATUS_ZOMBIE:
-                    self._bury(process)
+                    _bury(process)
                 elif self._ours(process):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
-
-    def _bury(self, process: psutil.Process) -> None:
-        """An adopted process that has ended: Ray's workers take a raylet that nobody has waited for to be alive."""
-        adopted = process.ppid() == os.getpid() and process.create_time() >= self._began_at - 1
-        if adopted and process.pid not in _running | {self.process.pid} and process.name() in RAYS:
-            with suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
 
     def _ours(self, process: psutil.Process) -> bool:
         """By the mark. The titles of Ray's processes may overwrite it: then as an orphan not older than the command."""
@@ -132,6 +128,13 @@ class Running:
 def _adopt(wanted: bool) -> None:
     """Whether what is orphaned below this process becomes its child."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
+def _bury(process: psutil.Process) -> None:
+    """An orphan that has ended."""
+    if process.ppid() == os.getpid() and process.name() in ADOPTED:
+        with suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 
 import psutil
 
@@ -69,6 +70,7 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     return any(file.path.startswith(session) and file.mode != "r" for file in process.open_files())
 
 
+@cache
 def _ray_package() -> str:
     """Where Ray's programs are, found without the import, which takes a second."""
     spec = importlib.util.find_spec("ray")

@@ -84,6 +84,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
         admission = await sampler.fill(1, 0)
+        garbage.end_step()
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
     finally:

@@ -28,12 +28,12 @@ def nodes(tmp_path, monkeypatch):
             node.kill_all()
 
 
-@pytest.mark.timeout(300)
 def is_agent(line: str) -> bool:
     """Ray's two agents try for a minute to reach the head that is gone; a batch system ends them with their task."""
     return "ray::DashboardAgent" in line or "ray::RuntimeEnvAgent" in line
 
 
+@pytest.mark.timeout(300)
 def test_nothing_outlives_a_killed_first_node_and_no_port_is_fixed(nodes):
     first, other = nodes
     names = {process.name() for process in first.marked()}
