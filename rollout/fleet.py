@@ -16,6 +16,7 @@ from rollout.checksums import Checksums
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.in_flight import InFlight
 from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
@@ -77,7 +78,8 @@ class RolloutFleet:
         self._api_key = api_key
         self._observe = observe
         self._members: tuple[Member, ...] = ()
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._in_flight = InFlight()
         self._balancer: Balancer
         self._publisher: Publisher
         self._occupation: Occupation
@@ -122,6 +124,7 @@ class RolloutFleet:
             text = "\n".join(str(problem) for problem in problems)
             raise ServerStartError(f"{len(problems)} of {len(results)} servers did not start\n{text}")
         supervisor.start()
+        self._in_background(self._in_flight.watch(timing.silence_s, config.request_deadline_s, self.report))
 
     async def _start_member(self, supervisor: Supervisor, member: Member, deadline_s: float) -> None:
         await supervisor.start_member(member, deadline_s)
@@ -172,12 +175,14 @@ class RolloutFleet:
         member = await self._balancer.acquire(request.group_id, request.priority, avoid)
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
-        segments: list[Reply] | None = [] if self._streams(member) else None
+        segments: list[Reply] = []
         reply: Reply | None
         problem, interrupted = f"{member.url} ended the response before its end", False
         try:
-            ask = partial(member.client.generate, rid, prompt, sampling, seed=seed, segments=segments)
-            reply = await member.call(self._draw(member, rid, ask))
+            parted = segments if self._streams(member) else None
+            ask = partial(member.client.generate, rid, prompt, sampling, seed=seed, segments=parted)
+            with self._in_flight.asked(request.request_id, member.url, segments):
+                reply = await member.call(self._draw(member, rid, ask))
             self._check_reply(member, reply, left)
             member.answered = time.monotonic()
             interrupted = self._publisher.interruptions > publishes
@@ -201,7 +206,7 @@ class RolloutFleet:
         wanted = self.config.stream_every > 0 and not self.config.deterministic
         return wanted and member.info is not None and member.info.streams
 
-    def _passed_on(self, member: Member, segments: list[Reply] | None, asked: int) -> Reply | None:
+    def _passed_on(self, member: Member, segments: list[Reply], asked: int) -> Reply | None:
         """What a server that failed had sent of a response, if it can be used."""
         if not segments:
             return None
@@ -333,9 +338,9 @@ class RolloutFleet:
             self._balancer.end(RolloutError("the fleet was closed"))
             for member in self._members:
                 member.enter(State.DOWN, "the fleet was closed")
-        for task in tuple(self._aborts):
+        for task in tuple(self._background):
             task.cancel()
-        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(*(member.forget_client() for member in self._members))
         closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
         for result in closed:  # once all have had their turn
@@ -383,6 +388,9 @@ class RolloutFleet:
             except (ServerUnavailable, ServerRefused):
                 return  # it is dead then, and so is the request
 
-        task = asyncio.ensure_future(abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._in_background(abort())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

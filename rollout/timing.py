@@ -26,3 +26,5 @@ class Timing:
     longest_backoff_s: float = 30.0
     report_interval_s: float = 15.0
     """Between two reports of a wait that goes on."""
+    silence_s: float = 60.0
+    """Without a sign of any server, though responses are owed, after which the one owed longest is named."""

@@ -16,6 +16,9 @@ from rollout.checksums import expected_checksums
 from rollout.client import ServerInfo
 
 INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)
+BACKLOG = 2048
+"""Connections that may wait to be accepted, as a real server's (uvicorn). Where fewer may, the kernel drops those of a
+burst, and a client that believes itself connected repeats its request for minutes."""
 
 
 class StandIn:
@@ -104,7 +107,7 @@ class StandIn:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
         await site.start()
         self._port = self._runner.addresses[0][1]
 
