@@ -1,5 +1,6 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -327,16 +328,21 @@ class SglangClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 read_bufsize=READ_AHEAD,
+                timeout=aiohttp.ClientTimeout(),
             )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                data=None if body is None else orjson.dumps(body),
-                headers={} if body is None else {"Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=deadline_s),
-            ) as response:
+            # Not aiohttp's own deadline, which swallows a cancellation that comes at the same time (its issue 5979):
+            # after a pause of the event loop a task that was told to end would go on for ever.
+            async with (
+                asyncio.timeout(deadline_s),
+                self._session.request(
+                    method,
+                    self.url + path,
+                    data=None if body is None else orjson.dumps(body),
+                    headers={} if body is None else {"Content-Type": "application/json"},
+                ) as response,
+            ):
                 if response.status != 200:
                     words = (await response.read()).decode(errors="replace")[:1000]
                     raise _kind_of(response.status)(f"{self.url}{path}: {response.status}: {words}")

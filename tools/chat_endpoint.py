@@ -73,8 +73,7 @@ class ChatEndpoint:
         """Requests sent by this object, repetitions after a failure included."""
 
     async def __aenter__(self) -> "ChatEndpoint":
-        timeout = aiohttp.ClientTimeout(total=self._attempt_s)
-        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), headers=self._headers)
         return self
 
     async def __aexit__(
@@ -144,7 +143,8 @@ class ChatEndpoint:
     async def _attempt(self, body: dict[str, Any]) -> str:
         assert self._session is not None, "used outside its `async with`"
         self.questions += 1
-        async with self._session.post(self._url, json=body) as answer:
+        # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
+        async with asyncio.timeout(self._attempt_s), self._session.post(self._url, json=body) as answer:
             content = await answer.read()
         if answer.status != 200:
             said = f"status {answer.status}: {content[:200].decode('utf-8', 'replace')}"

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from reward.config import RemoteConfig, RewardConfig
 from reward.messages import Verdict, VerificationRequest
 from reward.pool import RewardPool
+from reward.remote import RemoteVerifier
 
 Answer = tuple[int, bytes]
 
@@ -139,6 +141,31 @@ def test_a_service_that_hangs_is_given_up():
         release.set()
     assert verdict.unjudged
     assert "no answer within 0.3 s" in (verdict.error or "")
+
+
+def test_a_caller_that_gives_up_as_an_attempt_ends_is_let_go():
+    free = threading.Event()
+
+    def hang(number: int, requests: list[dict[str, str]]) -> Answer:
+        free.wait(20)
+        return right(requests)
+
+    async def give_up(url: str) -> float:
+        config = RemoteConfig(url=url, attempt_s=0.3, deadline_s=15.0)
+        asked = asyncio.ensure_future(RemoteVerifier(config).verify([ask("42")]))
+        await asyncio.sleep(0.15)
+        time.sleep(0.4)  # the event loop stands still: then both are due at once
+        await asyncio.sleep(0)
+        asked.cancel()
+        began = time.monotonic()
+        await asyncio.gather(asked, return_exceptions=True)
+        return time.monotonic() - began
+
+    with service(hang) as (url, sizes):
+        seconds = asyncio.run(give_up(url))
+        free.set()
+    assert sizes == [1]
+    assert seconds < 5
 
 
 def test_without_an_address_nothing_is_judged():
