@@ -13,9 +13,11 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.cpu.shared_prompts import SharedPrompts
 
 QUERY_STEP = 16
 SHORTEST_KEYS = 64
@@ -65,11 +67,17 @@ class BatchedAttention(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self.dtype = model_runner.dtype
         self.groups: list[Group] | None = None
+        self.shared = SharedPrompts(model_runner.model)
+        if self.shared.possible:
+            attentions = (layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention))
+            self.shared.possible = all(
+                map(_is_causal_self_attention, attentions)
+            )  # the others come from `torch_native`
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plans the forward: indices and masks are the same in every layer."""
         super().init_forward_metadata(forward_batch)
-        self.groups = None
+        self.groups = self.shared.now = None
         mode = forward_batch.forward_mode
         if self.use_sliding_window_kv_pool or forward_batch.encoder_lens is not None:
             return
@@ -78,12 +86,21 @@ class BatchedAttention(TorchNativeAttnBackend):
             if forward_batch.seq_lens_cpu is None
             else forward_batch.seq_lens_cpu.tolist()
         )
+        requests = forward_batch.req_pool_indices
         if mode.is_decode():
-            self.groups = self._plan(forward_batch, lengths, [1] * len(lengths))
+            self.groups = self._plan(requests, lengths, [1] * len(lengths))
         elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
-            self.groups = self._plan(forward_batch, lengths, list(forward_batch.extend_seq_lens_cpu))
+            new = list(forward_batch.extend_seq_lens_cpu)
+            sharing, cached = None, forward_batch.extend_prefix_lens_cpu
+            if mode is ForwardMode.EXTEND and cached is not None and forward_batch.input_embeds is None:
+                sharing = self.shared.begin(forward_batch.input_ids, cached, new)
+            if sharing is not None:
+                requests = requests[torch.tensor(sharing.requests)]
+                lengths, new = ([values[i] for i in sharing.requests] for values in (lengths, new))
+            self.groups = self._plan(requests, lengths, new)
 
-    def _plan(self, forward_batch: ForwardBatch, lengths: list[int], new: list[int]) -> list[Group]:
+    def _plan(self, requests: Tensor, lengths: list[int], new: list[int]) -> list[Group]:
+        """`requests`: [n] rows of the table of slots."""
         table = self.req_to_token_pool.req_to_token
         starts = torch.tensor([0, *new]).cumsum(0)
         groups = []
@@ -105,7 +122,7 @@ class BatchedAttention(TorchNativeAttnBackend):
                     rows, places = (starts[index][:, None] + query)[real], real.view(-1).nonzero().view(-1)
                 elif whole:
                     rows = None
-                request = forward_batch.req_pool_indices if whole else forward_batch.req_pool_indices[index]
+                request = requests if whole else requests[index]
                 groups.append(
                     Group(
                         size=len(chosen),
@@ -152,6 +169,8 @@ class BatchedAttention(TorchNativeAttnBackend):
     ) -> Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
+            if self.shared.now is not None:
+                k, v = k[self.shared.now.places], v[self.shared.now.places]
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)

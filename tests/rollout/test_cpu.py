@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout.cpu import SWITCH, deterministic
+from rollout.cpu.shared_prompts import KNOWN, SharedPrompts, find_sharing
 
 MASK = 0xFFFFFFFF
 
@@ -162,7 +163,8 @@ class Pool:
 def runner():
     table = torch.randperm(SLOTS - 1)[: 9 * 400].view(9, 400).int() + 1
     requests = Named(req_to_token=table)
-    return Named(device="cpu", dtype=torch.float32, req_to_token_pool=requests, token_to_kv_pool=Pool())
+    return Named(device="cpu", dtype=torch.float32, req_to_token_pool=requests, token_to_kv_pool=Pool(),
+                 model=None)
 
 layer = Named(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KEY_HEADS, qk_head_dim=WIDTH, v_head_dim=WIDTH,
               scaling=0.3, is_cross_attention=False, attn_type=AttentionType.DECODER, sliding_window_size=None)
@@ -186,7 +188,8 @@ for prefix, new, mode in [
         places = torch.cat([table[r, p : p + n] for r, p, n in zip(requests, prefix, new)]).long()
         batch = Named(forward_mode=mode, seq_lens=lengths, seq_lens_cpu=lengths, encoder_lens=None,
                       req_pool_indices=requests, out_cache_loc=places, extend_seq_lens=torch.tensor(new),
-                      extend_prefix_lens=torch.tensor(prefix), extend_seq_lens_cpu=new, extend_prefix_lens_cpu=prefix)
+                      extend_prefix_lens=torch.tensor(prefix), extend_seq_lens_cpu=new, extend_prefix_lens_cpu=prefix,
+                      input_ids=torch.zeros(sum(new), dtype=torch.long), input_embeds=None)
         tokens = sum(new)
         q, k, v = (torch.randn(tokens, heads * WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
         made = backend(its)
@@ -198,6 +201,41 @@ for prefix, new, mode in [
 print(dict(attention.group_requests([64, 65, 3, 500, 40], [1, 1, 1, 1, 17], 512)))
 print(worst)
 """
+
+
+def test_a_prompt_of_several_requests_is_computed_once() -> None:
+    a, b = [5, 6, 7], [5, 6]
+    sharing = find_sharing(torch.tensor(a + b + a + a + b), [0, 0, 0, 2, 0], [3, 2, 3, 3, 2])
+    assert sharing is not None
+    assert sharing.requests == [0, 1, 3]  # the one with a cached beginning stands elsewhere in its context
+    assert sharing.rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
+    assert sharing.places.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 3, 4]
+    assert find_sharing(torch.tensor(a + b), [0, 0], [3, 2]) is None
+
+
+class Layers(torch.nn.Module):
+    """Counts the rows that it computes."""
+
+    rows = 0
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: object) -> torch.Tensor:
+        self.rows = len(input_ids)
+        return torch.stack([input_ids, positions], 1)
+
+
+def test_layers_see_shared_prompts_once_and_every_request_gets_its_rows() -> None:
+    model = torch.nn.Module()
+    model.model = type(KNOWN[0], (Layers,), {})()
+    shared = SharedPrompts(model)
+    ids, positions = torch.tensor([5, 6, 9, 5, 6]), torch.tensor([0, 1, 0, 0, 1])
+    assert shared.begin(ids, [0, 0, 0], [2, 1, 2]) is not None
+    hidden = model.model(ids, positions, None)
+    assert model.model.rows == 3
+    assert torch.equal(hidden, torch.stack([ids, positions], 1))
+    assert torch.equal(model.model(ids, positions, None), hidden)  # a forward without a plan
+    assert model.model.rows == 5
+    model.model = Layers()
+    assert SharedPrompts(model).begin(ids, [0, 0, 0], [2, 1, 2]) is None  # of a kind that is not known
 
 
 def test_every_hook_names_a_function_of_ours() -> None:

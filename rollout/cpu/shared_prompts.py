@@ -1,0 +1,93 @@
+"""A prompt that several requests of one forward bring is computed once: the G responses of a group all begin with it.
+
+A prefix cache helps only requests that come after the prompt was computed; the responses of a group come together.
+The layers see the rows of the first request with each prompt. Keys and values are written for all, and the hidden
+states are handed out to all, so no request's numbers change.
+
+Legend of shapes: T tokens of the forward (all requests, flat), U of them computed, H hidden width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KNOWN = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+"""Their first two inputs are token ids and positions, and no layer looks at a token's neighbours but by attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Two prompts of 3 tokens, the first one twice: requests=[0, 2], rows=[0, 1, 2, 6, 7, 8],
+    places=[0, 1, 2, 0, 1, 2, 3, 4, 5]"""
+
+    requests: list[int]
+    """Those that are computed, in order."""
+    rows: Tensor
+    """[U] of the T tokens, those that are computed."""
+    places: Tensor
+    """[T] where each token's result is among the U."""
+
+
+def find_sharing(input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -> Sharing | None:
+    """What can be shared in a forward; None if nothing.
+
+    Args:
+        input_ids: [T] the new tokens of one request after the other.
+        cached: tokens of each request that were computed before. Those that have some are computed by themselves.
+        new: tokens of each request in this forward.
+    """
+    ids = input_ids.cpu().numpy()
+    first: dict[bytes, int] = {}
+    requests: list[int] = []
+    rows: list[Tensor] = []
+    places: list[Tensor] = []
+    start = computed = 0
+    for index, (before, count) in enumerate(zip(cached, new, strict=True)):
+        prompt = ids[start : start + count].tobytes()
+        known = None if before else first.get(prompt)
+        if known is None:
+            known = computed
+            if not before:
+                first[prompt] = computed
+            requests.append(index)
+            rows.append(torch.arange(start, start + count))
+            computed += count
+        places.append(torch.arange(known, known + count))
+        start += count
+    if len(requests) == len(new):
+        return None
+    return Sharing(requests=requests, rows=torch.cat(rows), places=torch.cat(places))
+
+
+class SharedPrompts:
+    """Between a model's inputs and its layers, and between these and its output."""
+
+    def __init__(self, model: Any) -> None:
+        """`model`: SGLang's causal model. Nothing is shared in one whose layers are not known."""
+        layers: Any = getattr(model, "model", None)
+        self.possible = isinstance(layers, nn.Module) and type(layers).__name__ in KNOWN
+        self.now: Sharing | None = None
+        """Of the forward that is under way."""
+        if self.possible:
+            layers.register_forward_pre_hook(self._before)
+            layers.register_forward_hook(self._after)
+
+    def begin(self, input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -> Sharing | None:
+        """Plans a forward over several prompts."""
+        self.now = find_sharing(input_ids, cached, new) if self.possible else None
+        return self.now
+
+    def _before(self, layers: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """(input_ids [T], positions [T], ...) -> those of the U."""
+        if self.now is None:
+            return None
+        input_ids, positions, *others = inputs
+        return input_ids[self.now.rows], positions[self.now.rows], *others
+
+    def _after(self, layers: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
+        """[U, H] -> [T, H]."""
+        sharing, self.now = self.now, None
+        return hidden if sharing is None else hidden[sharing.places]
