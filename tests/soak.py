@@ -174,7 +174,8 @@ def growth(lives: Sequence[Life], values: str) -> tuple[float, int]:
         hours = (seconds[late] - seconds[late].mean()) / 3600
         level = np.asarray(getattr(life, values), dtype=float)[late]
         if values == "files":  # connections come and go with each rollout: what counts is how many there are at most
-            level = np.array([level[seconds[late] <= at][-PEAK_OF:].max() for at in seconds[late]])
+            files = np.asarray(life.files, dtype=float)
+            level = np.array([files[: at + 1][-PEAK_OF:].max() for at in np.flatnonzero(late)])
         above += float(hours @ (level - level.mean()))
         below += float(hours @ hours)
         counted += 1
