@@ -41,8 +41,9 @@ class InFlight:
             del self._asked[entry]
 
     async def watch(self, every_s: float, deadline_s: float, report: Callable[[str], None]) -> None:
-        """Reports, every `every_s` seconds in which no server has sent anything though responses are owed, the one that
-        is owed longest. One server among many that is silent is not told of: the fleet's probes see to it.
+        """Reports the response that is owed longest, every `every_s` seconds, once no server has sent anything for a
+        tenth of `deadline_s`: a segment, or a whole response, takes its time. One server among many that is silent is
+        not told of: the fleet's probes see to it.
 
         Args:
             deadline_s: of one request.
@@ -50,17 +51,19 @@ class InFlight:
         signs, since = self._signs(), time.monotonic()
         while True:
             await asyncio.sleep(every_s)
-            before, signs = signs, self._signs()
+            before, signs, now = signs, self._signs(), time.monotonic()
             if signs != before or not self._asked:
-                since = time.monotonic()
-                continue
-            oldest, now = next(iter(self._asked)), time.monotonic()
-            tokens = sum(segment.token_ids.size for segment in oldest.segments)
-            report(
-                f"no server has sent anything for {now - since:.0f} s; responses owed: {len(self._asked)}, the longest "
-                f"{oldest.request_id} by {oldest.url}, {tokens} tokens in {now - oldest.since:.0f} s (another server "
-                f"gets it after rollout.request_deadline_s = {deadline_s:g} s)"
-            )
+                since = now
+            elif now - since >= deadline_s / 10:
+                report(f"no server has sent anything for {now - since:.0f} s; {self._line(now, deadline_s)}")
+
+    def _line(self, now: float, deadline_s: float) -> str:
+        oldest = next(iter(self._asked))
+        tokens = sum(segment.token_ids.size for segment in oldest.segments)
+        return (
+            f"responses owed: {len(self._asked)}, the longest {oldest.request_id} by {oldest.url}, {tokens} tokens in "
+            f"{now - oldest.since:.0f} s (asked for again after rollout.request_deadline_s = {deadline_s:g} s)"
+        )
 
     def _signs(self) -> tuple[int, int, int]:
         """Changes with every request, answer and segment."""

@@ -27,4 +27,4 @@ class Timing:
     report_interval_s: float = 15.0
     """Between two reports of a wait that goes on."""
     silence_s: float = 60.0
-    """Without a sign of any server, though responses are owed, after which the one owed longest is named."""
+    """Between two looks whether any server has sent anything; `rollout.in_flight`."""

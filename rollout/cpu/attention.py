@@ -68,11 +68,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         self.dtype = model_runner.dtype
         self.groups: list[Group] | None = None
         self.shared = SharedPrompts(model_runner.model)
-        if self.shared.possible:
-            attentions = (layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention))
-            self.shared.possible = all(
-                map(_is_causal_self_attention, attentions)
-            )  # the others come from `torch_native`
+        self.shared.possible = self.shared.possible and _may_share(model_runner)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plans the forward: indices and masks are the same in every layer."""
@@ -92,7 +88,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
             new = list(forward_batch.extend_seq_lens_cpu)
             sharing, cached = None, forward_batch.extend_prefix_lens_cpu
-            if mode is ForwardMode.EXTEND and cached is not None and forward_batch.input_embeds is None:
+            if mode is ForwardMode.EXTEND and cached is not None and _by_ids(forward_batch):
                 sharing = self.shared.begin(forward_batch.input_ids, cached, new)
             if sharing is not None:
                 requests = requests[torch.tensor(sharing.requests)]
@@ -207,3 +203,15 @@ def _attend_group(q: Tensor, key: Tensor, value: Tensor, group: Group, layer: Ra
 def _is_causal_self_attention(layer: RadixAttention) -> bool:
     windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
     return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and not windowed
+
+
+def _may_share(model_runner: Any) -> bool:
+    """Whether all attention is done here, and a token's numbers depend on ids alone, in one forward on one process."""
+    attentions = (layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention))
+    args = model_runner.server_args
+    plain = args.pp_size == 1 and not args.enable_lora and args.speculative_algorithm is None
+    return plain and all(map(_is_causal_self_attention, attentions))
+
+
+def _by_ids(forward_batch: ForwardBatch) -> bool:
+    return forward_batch.input_embeds is None and getattr(forward_batch, "replace_embeds", None) is None

@@ -2,7 +2,8 @@
 
 A prefix cache helps only requests that come after the prompt was computed; the responses of a group come together.
 The layers see the rows of the first request with each prompt. Keys and values are written for all, and the hidden
-states are handed out to all, so no request's numbers change.
+states are handed out to all. In deterministic inference no request's numbers change by that: there a row's do not
+depend on how many others there are. Requests of which something lies in the prefix cache share nothing.
 
 Legend of shapes: T tokens of the forward (all requests, flat), U of them computed, H hidden width.
 """
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KNOWN = ("LlamaModel", "Qwen2Model", "Qwen3Model")
-"""Their first two inputs are token ids and positions, and no layer looks at a token's neighbours but by attention."""
+KNOWN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Their `model` is called with token ids and positions first, and looks at a token's neighbours by attention alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ def find_sharing(input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -
             computed += count
         places.append(torch.arange(known, known + count))
         start += count
-    if len(requests) == len(new):
+    if len(requests) == len(new) or start != len(ids):
         return None
     return Sharing(requests=requests, rows=torch.cat(rows), places=torch.cat(places))
 
@@ -66,9 +67,9 @@ class SharedPrompts:
     """Between a model's inputs and its layers, and between these and its output."""
 
     def __init__(self, model: Any) -> None:
-        """`model`: SGLang's causal model. Nothing is shared in one whose layers are not known."""
+        """`model`: SGLang's causal model. Nothing is shared in one that is not known."""
         layers: Any = getattr(model, "model", None)
-        self.possible = isinstance(layers, nn.Module) and type(layers).__name__ in KNOWN
+        self.possible = isinstance(layers, nn.Module) and type(model).__name__ in KNOWN
         self.now: Sharing | None = None
         """Of the forward that is under way."""
         if self.possible:
@@ -85,6 +86,8 @@ class SharedPrompts:
         if self.now is None:
             return None
         input_ids, positions, *others = inputs
+        if len(input_ids) != len(self.now.places):  # of a forward that ended before its layers
+            raise RuntimeError(f"{len(input_ids)} tokens, but {len(self.now.places)} were planned")
         return input_ids[self.now.rows], positions[self.now.rows], *others
 
     def _after(self, layers: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:

@@ -150,11 +150,12 @@ def test_a_caller_that_gives_up_as_an_attempt_ends_is_let_go():
         free.wait(20)
         return right(requests)
 
-    async def give_up(url: str) -> float:
-        config = RemoteConfig(url=url, attempt_s=0.3, deadline_s=15.0)
+    async def give_up(url: str, sizes: list[int]) -> float:
+        config = RemoteConfig(url=url, attempt_s=2.0, deadline_s=20.0)
         asked = asyncio.ensure_future(RemoteVerifier(config).verify([ask("42")]))
-        await asyncio.sleep(0.15)
-        time.sleep(0.4)  # the event loop stands still: then both are due at once
+        while not sizes:
+            await asyncio.sleep(0.01)
+        time.sleep(2.2)  # the event loop stands still: then both are due at once
         await asyncio.sleep(0)
         asked.cancel()
         began = time.monotonic()
@@ -162,7 +163,7 @@ def test_a_caller_that_gives_up_as_an_attempt_ends_is_let_go():
         return time.monotonic() - began
 
     with service(hang) as (url, sizes):
-        seconds = asyncio.run(give_up(url))
+        seconds = asyncio.run(give_up(url, sizes))
         free.set()
     assert sizes == [1]
     assert seconds < 5

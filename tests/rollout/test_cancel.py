@@ -16,7 +16,7 @@ from tests.rollout.standin import StandIn
 
 PROMPT = np.array([7], np.int32)
 CALLS: dict[str, Callable[[SglangClient], Awaitable[object]]] = {
-    "health": lambda client: client.health(0.2),
+    "health": lambda client: client.health(1.5),
     "response": lambda client: client.generate("r.", PROMPT, SamplingParams(max_new_tokens=5)),
     "stream": lambda client: client.generate("r.", PROMPT, SamplingParams(max_new_tokens=5), segments=[]),
 }
@@ -34,10 +34,10 @@ def test_a_call_that_is_cancelled_as_its_deadline_passes_is_cancelled(call: str)
         server = StandIn()
         await server.start()
         server.hangs, server.healthy = True, False
-        async with SglangClient(server.url, request_deadline_s=0.1, control_deadline_s=0.1) as client:
+        async with SglangClient(server.url, request_deadline_s=0.75, control_deadline_s=0.75) as client:
             asked = asyncio.ensure_future(CALLS[call](client))
-            await asyncio.sleep(0.1)
-            await pause(0.4)
+            await asyncio.sleep(0.2)
+            await pause(1.7)
             asked.cancel()
             (result,) = await asyncio.gather(asked, return_exceptions=True)
         await server.close()
