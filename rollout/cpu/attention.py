@@ -214,4 +214,4 @@ def _may_share(model_runner: Any) -> bool:
 
 
 def _by_ids(forward_batch: ForwardBatch) -> bool:
-    return forward_batch.input_embeds is None and getattr(forward_batch, "replace_embeds", None) is None
+    return forward_batch.input_embeds is None and forward_batch.replace_embeds is None

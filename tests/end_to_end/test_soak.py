@@ -34,6 +34,8 @@ def test_growth_is_found_below_what_comes_and_goes():
     leaking = [life(coming_and_going + at // 10, early + 1e5 * at) for _ in range(2)]
     assert abs(growth(flat, "files")[0]) < 1
     assert abs(growth(flat, "resident")[0]) < 1
+    begins_low = life(np.where((at[:60] + 4) % 7 < 5, 300, 40), early[:60])  # in the first look that counts
+    assert growth([begins_low], "files") == (0.0, 1)
     files, counted = growth(leaking, "files")
     assert counted == 2
     assert 0.8 * 72 < files < 1.2 * 72

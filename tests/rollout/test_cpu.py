@@ -190,7 +190,7 @@ for prefix, new, mode in [
         batch = Named(forward_mode=mode, seq_lens=lengths, seq_lens_cpu=lengths, encoder_lens=None,
                       req_pool_indices=requests, out_cache_loc=places, extend_seq_lens=torch.tensor(new),
                       extend_prefix_lens=torch.tensor(prefix), extend_seq_lens_cpu=new, extend_prefix_lens_cpu=prefix,
-                      input_ids=torch.zeros(sum(new), dtype=torch.long), input_embeds=None)
+                      input_ids=torch.zeros(sum(new), dtype=torch.long), input_embeds=None, replace_embeds=None)
         tokens = sum(new)
         q, k, v = (torch.randn(tokens, heads * WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
         made = backend(its)
@@ -234,7 +234,7 @@ for backend in (TorchNativeAttnBackend, BatchedAttention):
     batch = Named(forward_mode=ForwardMode.EXTEND, seq_lens=lengths, seq_lens_cpu=lengths, encoder_lens=None,
                   req_pool_indices=requests, out_cache_loc=places, extend_seq_lens=lengths,
                   extend_prefix_lens=torch.zeros(9, dtype=torch.long), extend_seq_lens_cpu=new,
-                  extend_prefix_lens_cpu=[0] * 9, input_ids=torch.cat(asked), input_embeds=None)
+                  extend_prefix_lens_cpu=[0] * 9, input_ids=torch.cat(asked), input_embeds=None, replace_embeds=None)
     made = model.model.backend = backend(its)
     made.init_forward_metadata(batch)
     out = model.model(batch.input_ids, torch.cat([torch.arange(n) for n in new]), batch)
