@@ -5,16 +5,18 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 import orjson
 
+from rollout import packed
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.messages import SamplingParams
-from rollout.reply import Reply, read_reply
-from rollout.stream import StreamedError, events, join_segments, read_segment
+from rollout.reply import Reply, StreamedError
+from rollout.stream import events, join_segments, read_segment
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
@@ -24,6 +26,8 @@ READ_AHEAD = 1 << 20
 several times, though it is awaited whole."""
 
 _RETRY_LATER = (408, 425, 429)
+_FRAMES = {"Accept": packed.MEDIA_TYPE}
+"""Asked for always: a server that knows no frames answers in JSON, and the answer says what it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,30 +115,27 @@ class SglangClient:
             "logprob_start_len": -1,
         }
         deadline_s = self.request_deadline_s + self.control_deadline_s
-        if segments is None:
-            content = await self._call("POST", "/generate", body, deadline_s)
-            with _readable(self.url, "/generate"):
-                return read_reply(content)
+        kept = [] if segments is None else segments
         complete = False
-        async with self._answer("POST", "/generate", {**body, "stream": True}, deadline_s) as response:
-            async for event in events(response.content):
-                complete = self._take(event, segments)
+        body["stream"] = segments is not None
+        async with self._answer("POST", "/generate", body, deadline_s, _FRAMES) as response:
+            if response.content_type == packed.MEDIA_TYPE:
+                parts, read = packed.frames(response.content), packed.read_frame
+            else:
+                parts, read = _json_parts(response), read_segment
+            try:
+                with _readable(self.url, "/generate"):
+                    async for part in parts:
+                        segment, complete = read(part)
+                        kept.append(segment)
+            except _Unreadable:
+                kept.clear()
+                raise
+            except StreamedError as error:
+                raise _kind_of(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
         if not complete:
             raise ServerUnavailable(f"{self.url}/generate: the answer stopped before the response's end")
-        return join_segments(segments)
-
-    def _take(self, event: bytes, segments: list[Reply]) -> bool:
-        """Appends the segment of a stream; returns whether it was the last one."""
-        try:
-            with _readable(self.url, "/generate"):
-                segment, last = read_segment(event)
-        except StreamedError as error:
-            raise _kind_of(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
-        except ServerUnavailable:
-            segments.clear()
-            raise
-        segments.append(segment)
-        return last
+        return join_segments(kept)
 
     async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
         """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
@@ -315,7 +316,12 @@ class SglangClient:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A 200 answer, whose body is to be read; what breaks meanwhile becomes one of the two errors."""
         if self._closed:  # a call that was created before the server's restart and runs only now
@@ -340,7 +346,7 @@ class SglangClient:
                     method,
                     self.url + path,
                     data=None if body is None else orjson.dumps(body),
-                    headers={} if body is None else {"Content-Type": "application/json"},
+                    headers=headers if body is None else {**headers, "Content-Type": "application/json"},
                 ) as response,
             ):
                 if response.status != 200:
@@ -353,19 +359,32 @@ class SglangClient:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
 
+async def _json_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """A whole response is a stream of one segment."""
+    if response.content_type == "text/event-stream":
+        async for event in events(response.content):
+            yield event
+    else:
+        yield await response.read()
+
+
 def _kind_of(status: int) -> type[RolloutError]:
     if status in (401, 403):
         return AccessDenied
     return ServerRefused if 400 <= status < 500 and status not in _RETRY_LATER else ServerUnavailable
 
 
+class _Unreadable(ServerUnavailable):
+    """An answer came, and is not what it should be."""
+
+
 @contextmanager
 def _readable(url: str, path: str) -> Iterator[None]:
-    """Turns errors of reading an answer into ServerUnavailable."""
+    """Turns errors of reading an answer into a ServerUnavailable."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise ServerUnavailable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
+        raise _Unreadable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
 
 
 def _tensor_rank(info: Any) -> int:

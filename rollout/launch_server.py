@@ -1,7 +1,8 @@
 """`python -m rollout.launch_server ARGUMENTS`: SGLang's own server, with what our fleet and a CPU need around it.
 
 The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, it
-looks for nothing in the network, and with `--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and
+looks for nothing in the network, it can answer in arrays (`rollout.packed_answers`), and with `--device cpu` it gets
+`rollout.cpu`. SGLang spawns its scheduler and
 detokenizer; Python imports this module again in each of them, as `__mp_main__` and before anything else, so its last
 lines act there too. Nothing is written into the installed packages.
 """
@@ -96,8 +97,11 @@ def main(arguments: Sequence[str]) -> None:
 
     load_plugins()
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
+
+    from rollout import packed_answers
 
     server_args = prepare_server_args(list(arguments))
     if KEY_FILE in os.environ:
@@ -105,6 +109,7 @@ def main(arguments: Sequence[str]) -> None:
 
         # Not as an argument: SGLang would make plain text of it and print it. Its settings are read-only by now.
         object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))
+    packed_answers.add_to(app)
     try:
         run_server(server_args)
     finally:

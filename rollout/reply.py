@@ -40,16 +40,29 @@ class _Token(msgspec.Struct, array_like=True, gc=False):
     id: int
 
 
-class _Finish(msgspec.Struct):
+class Finish(msgspec.Struct, omit_defaults=True):
+    """Why a response ended, as SGLang writes it."""
+
     type: str
     matched: int | str | None = None
     """The stop token's id. A text only where SGLang drew no token at all: its logits were not numbers."""
+    status_code: int | None = None
+    """Of an abort that is the server's own, as an HTTP status: 400 for what it cannot bear, 503 for no room."""
+    message: str | None = None
+
+
+class StreamedError(Exception):
+    """What a server answers in the place of a segment: an error, its HTTP status notwithstanding."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 class _Meta(msgspec.Struct):
     """The two fields that every version sends are `finish_reason` and `output_token_logprobs`; all else is optional."""
 
-    finish_reason: _Finish | None
+    finish_reason: Finish | None
     """None in a segment of a stream that is not the last one."""
     output_token_logprobs: list[_Token] | None = None
     weight_version: str | int | None = None
@@ -64,44 +77,54 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def read_reply(content: bytes) -> Reply:
-    """Straight into arrays; what stands between is freed at once.
-
-    Raises:
-        ValueError, KeyError: not an answer of /generate, or one that contradicts itself.
-    """
-    reply, ends = read_part(content)
-    if not ends:
-        raise KeyError("finish_reason")
-    return reply
-
-
 def read_part(content: bytes) -> tuple[Reply, bool]:
     """(what was drawn, whether that is the end); where it is not, the finish reason is ABORT.
 
+    Straight into arrays; what stands between is freed at once.
+
     Raises:
-        As `read_reply`.
+        StreamedError: the server ended the request because it failed.
+        ValueError, KeyError: not an answer of /generate, or one that contradicts itself.
     """
     answer = _ANSWER.decode(content)
     meta = answer.meta_info
-    finish = meta.finish_reason or _Finish(type="abort")
-    reason = _REASONS[finish.type]
-    if isinstance(finish.matched, str):  # no request of ours names a text to stop at
-        raise ValueError(f"the response was ended by {finish.matched!r}")
+    aborted = meta.finish_reason is None or meta.finish_reason.type == "abort"
     drawn = meta.output_token_logprobs
     if drawn is None:
         # A request that is aborted before its first token has no log-probs at all.
-        if reason is not FinishReason.ABORT:
+        if not aborted:
             raise KeyError("output_token_logprobs")
         drawn = []
     ids = np.fromiter([token.id for token in drawn], np.int32, len(drawn))
-    if reason is not FinishReason.ABORT and not _says(answer.output_ids, ids):
+    if not aborted and not _says(answer.output_ids, ids):
         raise ValueError("output_ids and output_token_logprobs disagree")
     with np.errstate(over="ignore"):  # `check_reply` refuses what is infinite
         log_probs = np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn))
-    label = None if meta.weight_version is None else str(meta.weight_version)
-    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label)
-    return reply, meta.finish_reason is not None
+    return reply_of(ids, log_probs, meta.finish_reason, meta.weight_version)
+
+
+def reply_of(
+    ids: np.ndarray, log_probs: np.ndarray, finish: Finish | None, version: str | int | None
+) -> tuple[Reply, bool]:
+    """(what was drawn, whether that is the end).
+
+    Args:
+        ids: int32 [T]
+        log_probs: float32 [T]
+        finish: None where the response goes on.
+        version: the server's name of its weights.
+
+    Raises:
+        StreamedError: the server ended the request because it failed.
+        ValueError, KeyError: a reason that is unknown, or that no request of ours can have.
+    """
+    if finish is not None and finish.status_code is not None:
+        raise StreamedError(finish.status_code, finish.message or "aborted")
+    if finish is not None and isinstance(finish.matched, str):  # no request of ours names a text to stop at
+        raise ValueError(f"the response was ended by {finish.matched!r}")
+    reason = FinishReason.ABORT if finish is None else _REASONS[finish.type]
+    label = None if version is None else str(version)
+    return Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label), finish is not None
 
 
 def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:

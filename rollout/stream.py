@@ -6,18 +6,10 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from rollout.reply import Reply, read_part
+from rollout.reply import Reply, StreamedError, read_part
 
 _MARK, _END = b"data: ", b"\n\n"
 _DONE = b"[DONE]"
-
-
-class StreamedError(Exception):
-    """What a server answers in the place of a segment: an error, its HTTP status notwithstanding."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 class _Error(msgspec.Struct):

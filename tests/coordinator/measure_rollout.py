@@ -107,13 +107,8 @@ def report(admission: Admission, *, cpu: float, wall: float, base: int, peak: in
     print(f"coordinator: {cpu:.1f} CPU s ({cpu / tokens * 1e9:.0f} ns a token), {wall:.0f} s of wall-clock")
     print(f"share of a core in a step of {STEP_S:g} s: {cpu / STEP_S:.1%}")
     print(f"peak resident: {peak / GIB:.2f} GiB, {(peak - base) / GIB:.2f} of it since the step began")
-    bodies, some = measure_decode.answers()
-    ours, plain = (
-        measure_decode.cpu_ns(way, bodies, some) for way in (measure_decode.read_reply, measure_decode.plain)
-    )
-    kept = [measure_decode.kept_bytes(way, bodies, some) for way in (measure_decode.read_reply, measure_decode.plain)]
-    for name, each, size in zip(("read_reply", "plain json"), (ours, plain), kept, strict=True):
-        print(f"{name}: {each * tokens / 1e9:.1f} CPU s and {size * tokens / GIB:.2f} GiB kept for as many tokens")
+    for name, (each, size) in measure_decode.costs().items():
+        print(f"reading, {name}: {each * tokens / 1e9:.1f} CPU s and {size * tokens / GIB:.2f} GiB for as many tokens")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,13 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=128, help="responses that one server runs at once")
     parser.add_argument("--compress", type=float, default=4.0, help="modelled seconds in a real one")
     parser.add_argument("--stream-every", type=int, default=RolloutConfig().stream_every, help="as the config's key")
+    parser.add_argument("--json", action="store_true", help="answers in JSON, as of servers that someone else runs")
     parser.add_argument("--plain-text", action="store_true", help="the tokenizer's own decode instead of the table")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args(arguments)
     half = options.servers // 2
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        speeds = {"compress": options.compress, "stream_every": options.stream_every}
+        speeds = {"compress": options.compress, "stream_every": options.stream_every, "as_json": options.json}
         processes = [stack.enter_context(served(half, first=at * half, **speeds)) for at in range(2)]
         urls = [url for process in processes for url in process]
         profile = cProfile.Profile(time.process_time) if options.profile else None

@@ -15,6 +15,7 @@ import torch
 from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
 from rollout.fleet import RolloutFleet
+from rollout.keys import new_key, read_key
 from rollout.messages import Generation, GenerationRequest, SamplingParams
 from rollout.server import LocalServer
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
@@ -43,7 +44,8 @@ class Place:
 def make_place(
     loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, deterministic: bool, **changes: object
 ) -> Place:
-    folder, reports = root / kind, list[str]()
+    folder, reports, key_file = root / kind, list[str](), root / f"{kind}.key"
+    new_key(key_file)
     model = save_model(folder, kind, seed=1, **changes)
     config = RolloutConfig(
         deterministic=deterministic,
@@ -59,9 +61,10 @@ def make_place(
         context_length=CONTEXT,
         seed=3,
         log_path=root / f"{kind}.log",
+        api_key_file=key_file,
     )
     server = LocalServer(config, spec)
-    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, report=reports.append)
+    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, report=reports.append, api_key=read_key(key_file))
     return Place(loop=loop, fleet=fleet, server=server, folder=folder, model=model, reports=reports)
 
 

@@ -57,8 +57,12 @@ class Script:
     def tokens(self, prompt: int, tag: int) -> tuple[np.ndarray, np.ndarray]:
         """The whole response: int32 [T] ids and float32 [T] log-probs."""
         length, _ = self.response(prompt, tag)
-        entries = [np.array(part, np.float64) for part in self._parts(prompt, tag, 0, length, numbers=True)]
-        rows = np.concatenate([entry.reshape(-1, 2) for entry in entries])
+        return self.arrays(prompt, tag, 0, length)
+
+    def arrays(self, prompt: int, tag: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens start..stop of the response: int32 [T] ids and float32 [T] log-probs."""
+        entries = [np.array(part, np.float64) for part in self._parts(prompt, tag, start, stop, numbers=True)]
+        rows = np.concatenate([np.zeros((0, 2)), *(entry.reshape(-1, 2) for entry in entries)])
         return rows[:, 1].astype(np.int32), rows[:, 0].astype(np.float32)
 
     def body(self, prompt: int, tag: int, start: int, stop: int) -> tuple[bytes, bytes]:

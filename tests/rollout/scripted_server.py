@@ -6,10 +6,14 @@ import random
 from dataclasses import dataclass
 from itertools import count
 
+import msgspec
 import orjson
 from aiohttp import web
 
-from tests.rollout.script import FIRST_TAG, PROMPT_TOKENS, TAGS, Script, prompt_of
+from rollout.packed import Segment, frame
+from rollout.reply import Finish
+from tests.rollout.answering import Answer
+from tests.rollout.script import END, FIRST_TAG, PROMPT_TOKENS, TAGS, Script, prompt_of
 from tests.rollout.standin import StandIn
 
 
@@ -122,34 +126,34 @@ class ScriptedServer(StandIn):
         length, _ = self.script.response(prompt, tag)
         self.running[asked["rid"]] = abort = Abort()
         self.most_running = max(self.most_running, len(self.running))
-        stream = await self._stream(request) if asked.get("stream") else None
+        answer = await self._begin(request, asked)
+        streamed, interval = answer.streamed, self.stream_interval
         at, end = drawn, min(length, drawn + wanted)
         try:
             while True:
                 # A segment ends with the first token, the next ones after so many more, as a real server's.
-                most = end if stream is None else min(end, at + (1 if at == drawn else self.stream_interval or end))
+                most = min(end, at + (1 if at == drawn else interval or end)) if streamed else end
                 sent, at = at, at + await self._decoding.draw(most - at, prefill if at == drawn else 0, abort.renewed())
                 if self.frozen:
                     await asyncio.sleep(60)
                 self.tokens_drawn += at - sent
-                if stream is None or at == end or abort.is_set():
+                if not streamed or at == end or abort.is_set():
                     break
-                await self._send(stream, self._answer(prompt, tag, sent, at, None))
+                await answer.part(self._content(answer, prompt, tag, sent, at, None))
         finally:
             self.running.pop(asked["rid"], None)
-        answer = self._answer(prompt, tag, sent, at, _reason(at == length, at == drawn + wanted, wanted))
-        if stream is None:
-            return web.Response(body=answer, content_type="application/json")
-        await self._send(stream, answer)
-        await stream.write(b"data: [DONE]\n\n")
-        return stream
+        reason = _reason(at == length, at == drawn + wanted)
+        return await answer.end(self._content(answer, prompt, tag, sent, at, reason))
 
-    def _answer(self, prompt: int, tag: int, start: int, stop: int, reason: bytes | None) -> bytes:
+    def _content(self, answer: Answer, prompt: int, tag: int, start: int, stop: int, reason: Finish | None) -> bytes:
+        if answer.packed:
+            ids, log_probs = self.script.arrays(prompt, tag, start, stop)
+            return frame(Segment(ids.tobytes(), log_probs.tobytes(), reason, self.label))
         entries, words = self.script.body(prompt, tag, start, stop)
         body = (
             b'{"output_ids":[%b],"meta_info":{"finish_reason":%b,"weight_version":"%b","output_token_logprobs":[%b]}}'
         )
-        return body % (words, reason or b"null", self.label.encode(), entries)
+        return body % (words, msgspec.json.encode(reason), self.label.encode(), entries)
 
 
 class Abort(asyncio.Event):
@@ -171,7 +175,7 @@ class Abort(asyncio.Event):
         self._piece.set()
 
 
-def _reason(stops: bool, is_cut_off: bool, wanted: int) -> bytes:
+def _reason(stops: bool, is_cut_off: bool) -> Finish:
     if is_cut_off:
-        return b'{"type":"length","length":%d}' % wanted
-    return b'{"type":"stop","matched":2}' if stops else b'{"type":"abort","message":"Abort"}'
+        return Finish(type="length")
+    return Finish(type="stop", matched=END) if stops else Finish(type="abort", message="Abort")

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import orjson
 from aiohttp import web
 
 from rollout.checksums import expected_checksums
 from rollout.client import ServerInfo
+from rollout.packed import MEDIA_TYPE
+from tests.rollout.answering import Answer
 
 INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)
 BACKLOG = 2048
@@ -57,8 +58,12 @@ class StandIn:
         self.aborted_single: list[str] = []
         self.stream_interval: int | None = None
         """Tokens of a segment; None: a server that cannot stream without repeating itself."""
+        self.packs = True
+        """Whether it answers in frames who asks for them, as a server of ours; else in JSON, as SGLang itself."""
         self.spoils: Callable[[int], bytes | None] = lambda number: None
         """Number of the segment, over all streams -> what is sent in its place, if anything."""
+        self.breaks_off = False
+        """Whether a connection ends behind what is sent in a segment's place."""
         self.segments = 0
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0
@@ -175,19 +180,15 @@ class StandIn:
         self.running[rid] = aborted = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
         drawn: list[list] = []
-        stream = await self._stream(request) if body.get("stream") else None
+        answer = await self._begin(request, body)
         sent = 0
         try:
             for position in range(len(body["input_ids"]), len(body["input_ids"]) + wanted):
                 if aborted.is_set():
                     break
                 drawn.append([-float(self.version), 10 * self.version + position % 10, None])
-                if (
-                    stream is not None
-                    and self.stream_interval is not None
-                    and len(drawn) - sent == self.stream_interval
-                ):
-                    await self._send(stream, _answer(drawn[sent:], None, self.label))
+                if answer.streamed and len(drawn) - sent == self.stream_interval:
+                    await answer.part(answer.content(drawn[sent:], None, self.label))
                     sent = len(drawn)
                 if self.seconds_a_token:
                     with suppress(TimeoutError):
@@ -195,21 +196,17 @@ class StandIn:
         finally:
             del self.running[rid]
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
-        if stream is None:
-            return web.Response(body=_answer(drawn, reason, self.label), content_type="application/json")
-        await self._send(stream, _answer(drawn[sent:], reason, self.label))
-        await stream.write(b"data: [DONE]\n\n")
-        return stream
+        return await answer.end(answer.content(drawn[sent:], reason, self.label))
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        return stream
+    async def _begin(self, request: web.Request, body: dict) -> Answer:
+        packed = self.packs and request.headers.get("Accept") == MEDIA_TYPE
+        answer = Answer(packed=packed, streamed=bool(body["stream"]), spoil=self._spoil, breaks_off=self.breaks_off)
+        await answer.begin(request)
+        return answer
 
-    async def _send(self, stream: web.StreamResponse, segment: bytes) -> None:
-        spoilt = self.spoils(self.segments)
+    def _spoil(self) -> bytes | None:
         self.segments += 1
-        await stream.write(b"data: " + (segment if spoilt is None else spoilt) + b"\n\n")
+        return self.spoils(self.segments - 1)
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -273,8 +270,3 @@ class StandIn:
         rank = {"tp_rank": 0}
         ranks = [{"parallelism_info": [rank] if self.newer_checker else rank, "checksums": checksums}]
         return web.json_response({"success": True, "ranks": ranks})
-
-
-def _answer(drawn: list[list], reason: dict | None, label: str) -> bytes:
-    meta = {"finish_reason": reason, "output_token_logprobs": drawn, "weight_version": label}
-    return orjson.dumps({"output_ids": [entry[1] for entry in drawn], "meta_info": meta})

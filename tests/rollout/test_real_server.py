@@ -8,15 +8,21 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.checksums import expected_checksums, verify
+from rollout.client import SglangClient
 from rollout.errors import ServerRefused, WeightMismatch
+from rollout.keys import read_key
 from rollout.messages import FinishReason, GenerationRequest, SamplingParams, ServedPart
+from rollout.packed import MEDIA_TYPE
+from rollout.reply import Reply
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     SHAPES,
@@ -138,6 +144,60 @@ def _with_seed(one: GenerationRequest, seed: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=one.request_id, group_id=one.group_id, prompt_ids=one.prompt_ids, sampling=one.sampling, seed=seed
     )
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole responses and segments; and a request that is wrong is refused in the same words."""
+    place = places["qwen2" if streamed else "qwen3"]
+    (one,) = requests_of(1, seed=16)
+    sampling = SamplingParams(max_new_tokens=70, temperature=0.0)
+    key = read_key(place.folder.with_suffix(".key"))
+
+    async def ask(rid: str, ids: np.ndarray) -> tuple[Reply, int]:
+        async with SglangClient(place.server.url, request_deadline_s=60.0, api_key=key) as client:
+            segments: list[Reply] | None = [] if streamed else None
+            reply = await client.generate(rid, ids, sampling, seed=1, segments=segments)
+            return reply, len(segments or [])
+
+    async def work() -> None:
+        replies = [await ask("frames", one.prompt_ids)]
+        with pytest.raises(ServerRefused, match="longer than") as refusal:
+            await ask("too long", np.zeros(CONTEXT + 1, np.int32))
+        with monkeypatch.context() as patch:
+            read = Mock(side_effect=AssertionError("not asked for"))
+            patch.setattr("rollout.client._FRAMES", {})
+            patch.setattr("rollout.client.packed.read_frame", read)
+            replies.append(await ask("json", one.prompt_ids))
+            with pytest.raises(ServerRefused, match="longer than") as other:
+                await ask("too long", np.zeros(CONTEXT + 1, np.int32))
+        assert str(refusal.value).rpartition(": ")[2] in str(other.value)
+        (ours, parts), (theirs, json_parts) = replies
+        assert parts == json_parts == (6 if streamed else 0)  # the first token, then 16 at a time
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5 if streamed else 0)
+        assert (ours.finish_reason, ours.weight_label) == (theirs.finish_reason, theirs.weight_label)
+
+    place.run(work())
+
+
+@pytest.mark.parametrize("headers", [{"Accept": MEDIA_TYPE}, {}])
+def test_frames_are_for_who_has_the_key_too(places: dict[str, Place], headers: dict[str, str]) -> None:
+    place = places["qwen2"]
+
+    async def work() -> None:
+        body = {"rid": "x", "input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.post(f"{place.server.url}/generate", json=body) as answer:
+                assert answer.status == 401
+            key = {"Authorization": f"Bearer {read_key(place.folder.with_suffix('.key'))}"}
+            async with session.post(f"{place.server.url}/generate", json=body, headers=key) as answer:
+                assert answer.status == 200
+                assert answer.content_type == headers.get("Accept", "application/json")
+            async with session.post(f"{place.server.url}/generate", data=b"{not json", headers=key) as answer:
+                assert 400 <= answer.status < 500
+
+    place.run(work())
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])

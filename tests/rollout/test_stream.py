@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout.errors import RolloutError, ServerRefused
 from rollout.messages import FinishReason
-from rollout.stream import StreamedError, events, join_segments, read_segment
+from rollout.packed import Segment, frame
+from rollout.reply import Finish, StreamedError
+from rollout.stream import events, join_segments, read_segment
 from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -60,10 +63,12 @@ def test_segments_make_the_response() -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 6])
-def test_a_streamed_response_is_the_same(tokens: int) -> None:
+def test_a_streamed_response_is_the_same(tokens: int, packs: bool) -> None:
     async def test() -> None:
         server = streaming()
+        server.packs = packs
         async with fleet_of(server) as fleet:
             answer = await fleet.generate(request(tokens=tokens))
         check_tokens(answer, 1, tokens)
@@ -73,10 +78,12 @@ def test_a_streamed_response_is_the_same(tokens: int) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("settings", [{"stream_every": 0}, {}])
-def test_who_cannot_stream_or_may_not_is_not_asked_to(settings: dict) -> None:
+def test_who_cannot_stream_or_may_not_is_not_asked_to(settings: dict, packs: bool) -> None:
     async def test() -> None:
         server = streaming() if settings else StandIn()
+        server.packs = packs
         async with fleet_of(server, **settings) as fleet:
             check_tokens(await fleet.generate(request(tokens=6)), 1, 6)
         assert server.segments == 0
@@ -132,12 +139,24 @@ def test_a_publish_goes_on_from_every_token(folders: list[Path]) -> None:
     run(test)
 
 
+def arrays(*ids: int) -> dict[str, bytes]:
+    return {"token_ids": np.array(ids, np.int32).tobytes(), "log_probs": np.full(len(ids), -1, np.float32).tobytes()}
+
+
 @pytest.mark.parametrize(
     ("spoilt", "kept"),
     [
         (b"{not json", 0),
         (b'{"output_ids":[99999999],"meta_info":{"finish_reason":null,"output_token_logprobs":[[-1,99999999,""]]}}', 0),
         (b'{"error":{"message":"scripted","code":503}}', 2),
+        (b"\xff\xff\xff\xff", 0),
+        (b"\x05\x00\x00\x00 what", 0),
+        (b"\x40\x00\x00\x00 cut off", 2),
+        (frame(Segment(**arrays(99999999))), 0),
+        (frame(Segment(**arrays(3, 4) | {"log_probs": b"\x00\x00\x00\x00"})), 0),
+        (frame(Segment(**arrays(3) | {"token_ids": b"\x00\x00\x00"})), 0),
+        (frame(Segment(**arrays(3), finish=Finish(type="tired"))), 0),
+        (frame(Segment(error="scripted", code=503)), 2),
     ],
 )
 def test_a_broken_segment_is_another_attempt(spoilt: bytes, kept: int) -> None:
@@ -145,7 +164,9 @@ def test_a_broken_segment_is_another_attempt(spoilt: bytes, kept: int) -> None:
 
     async def test() -> None:
         server = streaming(2)
+        server.packs = not spoilt.startswith(b"{")
         server.spoils = lambda number: spoilt if number == 1 else None
+        server.breaks_off = spoilt.endswith(b"cut off")
         async with fleet_of(server) as fleet:
             check_tokens(await fleet.generate(request(tokens=6)), 1, 6)
         assert [len(prompt) for prompt in server.prompts] == [1, 1 + kept]
@@ -153,14 +174,21 @@ def test_a_broken_segment_is_another_attempt(spoilt: bytes, kept: int) -> None:
     run(test)
 
 
-def test_an_error_in_the_stream_counts_as_its_status_says() -> None:
+@pytest.mark.parametrize("packs", [True, False])
+def test_an_error_in_the_stream_counts_as_its_status_says(packs: bool) -> None:
+    def error(words: str, code: int) -> bytes:
+        if packs:
+            return frame(Segment(error=words, code=code))
+        return b'{"error":{"message":"%b","code":%d}}' % (words.encode(), code)
+
     async def test() -> None:
         server = streaming(2)
-        server.spoils = lambda number: b'{"error":{"message":"longer than the context","code":400}}'
+        server.packs = packs
+        server.spoils = lambda number: error("longer than the context", 400)
         async with fleet_of(server) as fleet:
             with pytest.raises(ServerRefused, match="longer than the context"):
                 await fleet.generate(request())
-        server.spoils = lambda number: b'{"error":{"message":"out of breath","code":500}}'
+        server.spoils = lambda number: error("out of breath", 500)
         async with fleet_of(server, max_attempts=2) as fleet:
             with pytest.raises(RolloutError, match=r"(?s)max_attempts = 2.*out of breath"):
                 await fleet.generate(request())
@@ -171,7 +199,7 @@ def test_an_error_in_the_stream_counts_as_its_status_says() -> None:
 def test_a_server_that_is_lost_right_behind_the_last_token_is_asked_for_nothing_more() -> None:
     async def test() -> None:
         server = streaming(2)
-        server.spoils = lambda number: b'{"error":{"message":"scripted","code":503}}' if number == 2 else None
+        server.spoils = lambda number: frame(Segment(error="scripted", code=503)) if number == 2 else None
         async with fleet_of(server) as fleet:
             answer = await fleet.generate(request(tokens=4))
         check_tokens(answer, 1, 4)
