@@ -66,19 +66,23 @@ def find_sharing(input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -
 class SharedPrompts:
     """Between a model's inputs and its layers, and between these and its output."""
 
-    def __init__(self, model: Any) -> None:
-        """`model`: SGLang's causal model. Nothing is shared in one that is not known."""
+    def __init__(self, model: Any, *, wanted: bool = True) -> None:
+        """
+        Args:
+            model: SGLang's causal model. Nothing is shared in one that is not known.
+            wanted: whether something may be shared at all.
+        """
         layers: Any = getattr(model, "model", None)
-        self.possible = isinstance(layers, nn.Module) and type(model).__name__ in KNOWN
+        self._possible = wanted and isinstance(layers, nn.Module) and type(model).__name__ in KNOWN
         self.now: Sharing | None = None
         """Of the forward that is under way."""
-        if self.possible:
+        if self._possible:
             layers.register_forward_pre_hook(self._before)
             layers.register_forward_hook(self._after)
 
     def begin(self, input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -> Sharing | None:
         """Plans a forward over several prompts."""
-        self.now = find_sharing(input_ids, cached, new) if self.possible else None
+        self.now = find_sharing(input_ids, cached, new) if self._possible else None
         return self.now
 
     def _before(self, layers: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

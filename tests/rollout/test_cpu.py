@@ -148,7 +148,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from rollout.cpu import attention
 from rollout.cpu.attention import BatchedAttention
 
-attention.MASK_ELEMENTS = 16 * 128 * 2  # so that one group is split
+attention.MASK_ELEMENTS, attention.KEY_ELEMENTS = 16 * 128 * 2, 64 * 2  # so that groups are split
 torch.manual_seed(0)
 HEADS, KEY_HEADS, WIDTH, SLOTS = 6, 2, 8, 4000
 
@@ -165,7 +165,8 @@ def runner():
     table = torch.randperm(SLOTS - 1)[: 9 * 400].view(9, 400).int() + 1
     requests = Named(req_to_token=table)
     return Named(device="cpu", dtype=torch.float32, req_to_token_pool=requests, token_to_kv_pool=Pool(),
-                 model=None)
+                 model=torch.nn.Module(),
+                 server_args=Named(pp_size=1, enable_lora=None, speculative_algorithm=None))
 
 layer = Named(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KEY_HEADS, qk_head_dim=WIDTH, v_head_dim=WIDTH,
               scaling=0.3, is_cross_attention=False, attn_type=AttentionType.DECODER, sliding_window_size=None)
@@ -226,7 +227,6 @@ for backend in (TorchNativeAttnBackend, BatchedAttention):
     model = Qwen3ForCausalLM()
     its = runner()
     its.model = model
-    its.server_args = Named(pp_size=1, enable_lora=None, speculative_algorithm=None)
     table = its.req_to_token_pool.req_to_token
     requests = torch.randperm(9)
     places = torch.cat([table[r, :n] for r, n in zip(requests, new)]).long()
@@ -285,6 +285,7 @@ def test_layers_see_shared_prompts_once_and_every_request_gets_its_rows() -> Non
     other = torch.nn.Module()
     other.model = Layers()
     assert SharedPrompts(other).begin(ids, [0, 0, 0], [2, 1, 2]) is None  # of a kind that is not known
+    assert SharedPrompts(model, wanted=False).begin(ids, [0, 0, 0], [2, 1, 2]) is None
 
 
 def test_every_hook_names_a_function_of_ours() -> None:
