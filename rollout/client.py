@@ -16,7 +16,7 @@ from rollout import packed
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.messages import SamplingParams
 from rollout.reply import Reply, StreamedError
-from rollout.stream import events, join_segments, read_segment
+from rollout.stream import events, join_segments, only_new, read_segment
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
@@ -25,7 +25,7 @@ READ_AHEAD = 1 << 20
 """Bytes of an answer that may wait to be read. At aiohttp's own 64 KiB a long one stops and resumes its connection
 several times, though it is awaited whole."""
 
-_RETRY_LATER = (408, 425, 429)
+_RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, of a request that was aborted before it was sent on
 _FRAMES = {"Accept": packed.MEDIA_TYPE}
 """Asked for always: a server that knows no frames answers in JSON, and the answer says what it is."""
 
@@ -127,7 +127,7 @@ class SglangClient:
                 with _readable(self.url, "/generate"):
                     async for part in parts:
                         segment, complete = read(part)
-                        kept.append(segment)
+                        kept.append(only_new(segment, kept))
             except _Unreadable:
                 kept.clear()
                 raise

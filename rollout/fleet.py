@@ -21,7 +21,7 @@ from rollout.messages import FinishReason, Generation, GenerationRequest, Served
 from rollout.occupation import Occupation
 from rollout.publish import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.reply import Reply
-from rollout.response import Drawn, check_usable, ended, join, served
+from rollout.response import KEPT_BACK, Drawn, check_usable, ended, join, nothing_more, served
 from rollout.server import Engine
 from rollout.stream import join_segments
 from rollout.supervision import Supervisor
@@ -191,6 +191,10 @@ class RolloutFleet:
                 member.enter(State.SUSPECT, str(error))
             self._abort(member, rid)
             reply, problem = self._passed_on(member, segments, left), str(error)
+        except ServerRefused:
+            if not parts or left > KEPT_BACK:
+                raise
+            reply = nothing_more()  # the end of the context, which a response that goes on may not touch
         except asyncio.CancelledError:
             self._abort(member, rid)
             raise

@@ -97,11 +97,8 @@ def main(arguments: Sequence[str]) -> None:
 
     load_plugins()
     from sglang.launch_server import run_server
-    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
-
-    from rollout import packed_answers
 
     server_args = prepare_server_args(list(arguments))
     if KEY_FILE in os.environ:
@@ -109,7 +106,9 @@ def main(arguments: Sequence[str]) -> None:
 
         # Not as an argument: SGLang would make plain text of it and print it. Its settings are read-only by now.
         object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))
-    packed_answers.add_to(app)
+    from rollout import packed_answers  # not before: what it imports of SGLang reads settings that the arguments make
+
+    packed_answers.add()
     try:
         run_server(server_args)
     finally:

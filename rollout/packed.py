@@ -34,6 +34,8 @@ class Segment(msgspec.Struct, gc=False):
     finish: Finish | None = None
     """Of the last segment alone."""
     weight_version: str | None = None
+    total: int | None = None
+    """Tokens of the whole response so far."""
     error: str | None = None
     """In the place of a segment: why there is none."""
     code: int = 0
@@ -70,7 +72,8 @@ def segment_of(answer: Mapping[str, Any]) -> Segment:
             raise KeyError("output_token_logprobs")
         drawn = []
     ids = [entry[1] for entry in drawn]
-    if (finish is None or finish.type != "abort") and answer.get("output_ids", ids) != ids:
+    said = answer.get("output_ids")
+    if (finish is None or finish.type != "abort") and said is not None and said != ids:
         raise ValueError("output_ids and output_token_logprobs disagree")
     version = meta.get("weight_version")
     return Segment(
@@ -78,6 +81,7 @@ def segment_of(answer: Mapping[str, Any]) -> Segment:
         log_probs=np.array([entry[0] for entry in drawn], LOG_PROB).tobytes(),
         finish=finish,
         weight_version=None if version is None else str(version),
+        total=meta.get("completion_tokens"),
     )
 
 
@@ -105,4 +109,4 @@ def read_frame(content: bytes) -> tuple[Reply, bool]:
     ids, log_probs = np.frombuffer(segment.token_ids, TOKEN_ID), np.frombuffer(segment.log_probs, LOG_PROB)
     if ids.size != log_probs.size:
         raise ValueError(f"{ids.size} tokens with {log_probs.size} log-probs")
-    return reply_of(ids, log_probs, segment.finish, segment.weight_version)
+    return reply_of(ids, log_probs, segment.finish, segment.weight_version, segment.total)

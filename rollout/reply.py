@@ -28,6 +28,8 @@ class Reply:
     finish_reason: FinishReason
     weight_label: str | None
     """The server's name of its weights when it answered."""
+    total: int | None = None
+    """Tokens of the whole response up to here, as the server counts them; None: it does not say."""
 
 
 class _Token(msgspec.Struct, array_like=True, gc=False):
@@ -47,7 +49,8 @@ class Finish(msgspec.Struct, omit_defaults=True):
     matched: int | str | None = None
     """The stop token's id. A text only where SGLang drew no token at all: its logits were not numbers."""
     status_code: int | None = None
-    """Of an abort that is the server's own, as an HTTP status: 400 for what it cannot bear, 503 for no room."""
+    """Of an abort that is the server's own, as an HTTP status: 400 for what it cannot bear, 500 and 503 for want of
+    memory or room."""
     message: str | None = None
 
 
@@ -66,6 +69,7 @@ class _Meta(msgspec.Struct):
     """None in a segment of a stream that is not the last one."""
     output_token_logprobs: list[_Token] | None = None
     weight_version: str | int | None = None
+    completion_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -100,11 +104,11 @@ def read_part(content: bytes) -> tuple[Reply, bool]:
         raise ValueError("output_ids and output_token_logprobs disagree")
     with np.errstate(over="ignore"):  # `check_reply` refuses what is infinite
         log_probs = np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn))
-    return reply_of(ids, log_probs, meta.finish_reason, meta.weight_version)
+    return reply_of(ids, log_probs, meta.finish_reason, meta.weight_version, meta.completion_tokens)
 
 
 def reply_of(
-    ids: np.ndarray, log_probs: np.ndarray, finish: Finish | None, version: str | int | None
+    ids: np.ndarray, log_probs: np.ndarray, finish: Finish | None, version: str | int | None, total: int | None
 ) -> tuple[Reply, bool]:
     """(what was drawn, whether that is the end).
 
@@ -113,6 +117,7 @@ def reply_of(
         log_probs: float32 [T]
         finish: None where the response goes on.
         version: the server's name of its weights.
+        total: tokens of the whole response up to here.
 
     Raises:
         StreamedError: the server ended the request because it failed.
@@ -124,7 +129,8 @@ def reply_of(
         raise ValueError(f"the response was ended by {finish.matched!r}")
     reason = FinishReason.ABORT if finish is None else _REASONS[finish.type]
     label = None if version is None else str(version)
-    return Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label), finish is not None
+    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label, total=total)
+    return reply, finish is not None
 
 
 def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:

@@ -72,6 +72,12 @@ def ended(sampling: SamplingParams, reply: Reply) -> bool:
     return reply.token_ids.size > 0 and int(reply.token_ids[-1]) in sampling.stop_token_ids
 
 
+def nothing_more() -> Reply:
+    """The end of a response that is as long as can be."""
+    ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+
+
 def join(request: GenerationRequest, parts: Sequence[tuple[Reply, int]]) -> Generation:
     """The whole response: at least one part, each with the weight version that drew it."""
     last, tokens = parts[-1][0].finish_reason, sum(part.token_ids.size for part, _ in parts)

@@ -1,6 +1,7 @@
 """A response that a server passes on in segments (server-sent events), so that what it drew outlives it."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -56,6 +57,19 @@ def read_segment(content: bytes) -> tuple[Reply, bool]:
         error = _PROBLEM.decode(content).error
         raise StreamedError(error.code, error.message)
     return read_part(content)
+
+
+def only_new(segment: Reply, before: Sequence[Reply]) -> Reply:
+    """What of a segment the ones before it do not hold.
+
+    SGLang answers the abort of a request that waits with the whole response once more; one that had begun waits again
+    where its place was taken for others (its KV cache was full).
+    """
+    if segment.total is None:
+        return segment
+    new = max(0, segment.total - sum(each.token_ids.size for each in before))
+    repeated = max(0, segment.token_ids.size - new)
+    return replace(segment, token_ids=segment.token_ids[repeated:], log_probs=segment.log_probs[repeated:])
 
 
 def join_segments(segments: Sequence[Reply]) -> Reply:

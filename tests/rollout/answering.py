@@ -23,9 +23,14 @@ class Answer:
             self._response = web.StreamResponse(headers={"Content-Type": kind})
             await self._response.prepare(request)
 
-    def content(self, drawn: list[list], reason: dict | None, label: str) -> bytes:
-        """A segment of entries [log-prob, id, text]."""
-        meta = {"finish_reason": reason, "output_token_logprobs": drawn, "weight_version": label}
+    def content(self, drawn: list[list], reason: dict | None, label: str, total: int) -> bytes:
+        """A segment of entries [log-prob, id, text]; `total`: tokens of the response up to its end."""
+        meta = {
+            "finish_reason": reason,
+            "output_token_logprobs": drawn,
+            "weight_version": label,
+            "completion_tokens": total,
+        }
         answer = {"output_ids": [entry[1] for entry in drawn], "meta_info": meta}
         return frame(segment_of(answer)) if self.packed else orjson.dumps(answer)
 

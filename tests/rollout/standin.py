@@ -62,6 +62,9 @@ class StandIn:
         """Whether it answers in frames who asks for them, as a server of ours; else in JSON, as SGLang itself."""
         self.spoils: Callable[[int], bytes | None] = lambda number: None
         """Number of the segment, over all streams -> what is sent in its place, if anything."""
+        self.repeats_itself = False
+        """Whether it answers an abort with all tokens of the response, as a real server for one that it retracted."""
+        self.packed_answers = 0
         self.breaks_off = False
         """Whether a connection ends behind what is sent in a segment's place."""
         self.segments = 0
@@ -188,7 +191,7 @@ class StandIn:
                     break
                 drawn.append([-float(self.version), 10 * self.version + position % 10, None])
                 if answer.streamed and len(drawn) - sent == self.stream_interval:
-                    await answer.part(answer.content(drawn[sent:], None, self.label))
+                    await answer.part(answer.content(drawn[sent:], None, self.label, len(drawn)))
                     sent = len(drawn)
                 if self.seconds_a_token:
                     with suppress(TimeoutError):
@@ -196,10 +199,13 @@ class StandIn:
         finally:
             del self.running[rid]
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
-        return await answer.end(answer.content(drawn[sent:], reason, self.label))
+        if reason["type"] == "abort" and self.repeats_itself:
+            sent = 0
+        return await answer.end(answer.content(drawn[sent:], reason, self.label, len(drawn)))
 
     async def _begin(self, request: web.Request, body: dict) -> Answer:
         packed = self.packs and request.headers.get("Accept") == MEDIA_TYPE
+        self.packed_answers += packed
         answer = Answer(packed=packed, streamed=bool(body["stream"]), spoil=self._spoil, breaks_off=self.breaks_off)
         await answer.begin(request)
         return answer

@@ -134,7 +134,8 @@ def test_attention_in_groups_is_torch_natives() -> None:
     assert float(out[-1]) < 1e-5
     # A request's padding is decided by its own lengths: neighbours cannot change its last bits.
     assert out[-2] == "{(1, 64): [0, 2], (1, 128): [1], (1, 512): [3], (32, 64): [4]}"
-    assert out[-3] == "shared: 148 of 368 rows computed"
+    assert out[-3] == "16 [2, 2, 1]"
+    assert out[-4] == "shared: 148 of 368 rows computed"
 
 
 ATTENTION = """
@@ -143,12 +144,12 @@ from rollout.cpu import standins
 standins.install()
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from rollout.cpu import attention
 from rollout.cpu.attention import BatchedAttention
 
-attention.MASK_ELEMENTS, attention.KEY_ELEMENTS = 16 * 128 * 2, 64 * 2  # so that groups are split
+attention.MASK_ELEMENTS, attention.KEY_ELEMENTS = 16 * 128 * 2, 128 * 2 * 8 * 2  # so that groups are split
 torch.manual_seed(0)
 HEADS, KEY_HEADS, WIDTH, SLOTS = 6, 2, 8, 4000
 
@@ -164,8 +165,9 @@ class Pool:
 def runner():
     table = torch.randperm(SLOTS - 1)[: 9 * 400].view(9, 400).int() + 1
     requests = Named(req_to_token=table)
-    return Named(device="cpu", dtype=torch.float32, req_to_token_pool=requests, token_to_kv_pool=Pool(),
-                 model=torch.nn.Module(),
+    model = torch.nn.Module()
+    model.layer = RadixAttention(HEADS, WIDTH, 0.3, KEY_HEADS, 0)
+    return Named(device="cpu", dtype=torch.float32, req_to_token_pool=requests, token_to_kv_pool=Pool(), model=model,
                  server_args=Named(pp_size=1, enable_lora=None, speculative_algorithm=None))
 
 layer = Named(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KEY_HEADS, qk_head_dim=WIDTH, v_head_dim=WIDTH,
@@ -242,6 +244,10 @@ for backend in (TorchNativeAttnBackend, BatchedAttention):
     assert len(out) == sum(new)
 worst = max([worst, *((one - other).abs().max().item() for one, other in zip(*pools))])
 print(f"shared: {model.model.rows} of {sum(new)} rows computed")
+made = BatchedAttention(runner())
+made.init_forward_metadata(Named(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([70] * 5), seq_lens_cpu=None,
+                                 encoder_lens=None, req_pool_indices=torch.arange(5)))
+print(made.key_width, [group.size for group in made.groups])  # two requests of 128 tokens fill up KEY_ELEMENTS
 print(dict(attention.group_requests([64, 65, 3, 500, 40], [1, 1, 1, 1, 17], 512)))
 print(worst)
 """

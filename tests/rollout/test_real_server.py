@@ -173,7 +173,8 @@ def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, mon
                 await ask("too long", np.zeros(CONTEXT + 1, np.int32))
         assert str(refusal.value).rpartition(": ")[2] in str(other.value)
         (ours, parts), (theirs, json_parts) = replies
-        assert parts == json_parts == (6 if streamed else 0)  # the first token, then 16 at a time
+        # The first token, then 16 at a time, or several times 16 where the server's processes wait for each other.
+        assert all(2 <= number <= 6 if streamed else number == 0 for number in (parts, json_parts))
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5 if streamed else 0)
         assert (ours.finish_reason, ours.weight_label) == (theirs.finish_reason, theirs.weight_label)

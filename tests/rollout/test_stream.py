@@ -73,7 +73,7 @@ def test_a_streamed_response_is_the_same(tokens: int, packs: bool) -> None:
             answer = await fleet.generate(request(tokens=tokens))
         check_tokens(answer, 1, tokens)
         assert answer.finish_reason is FinishReason.LENGTH
-        assert server.segments == tokens // 2 + 1
+        assert (server.segments, server.packed_answers) == (tokens // 2 + 1, packs)
 
     run(test)
 
@@ -86,7 +86,7 @@ def test_who_cannot_stream_or_may_not_is_not_asked_to(settings: dict, packs: boo
         server.packs = packs
         async with fleet_of(server, **settings) as fleet:
             check_tokens(await fleet.generate(request(tokens=6)), 1, 6)
-        assert server.segments == 0
+        assert (server.segments, server.packed_answers) == (0, packs)
 
     run(test)
 
@@ -125,9 +125,12 @@ def test_a_hung_server_s_segments_are_kept_too() -> None:
     run(test)
 
 
-def test_a_publish_goes_on_from_every_token(folders: list[Path]) -> None:
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("repeats_itself", [True, False])
+def test_a_publish_goes_on_from_every_token(folders: list[Path], repeats_itself: bool, packs: bool) -> None:
     async def test() -> None:
         server = streaming(4, 0.02)
+        server.repeats_itself, server.packs = repeats_itself, packs
         async with fleet_of(server) as fleet:
             answer = asyncio.ensure_future(fleet.generate(request(tokens=40)))
             await until(lambda: server.segments == 2)
@@ -192,6 +195,30 @@ def test_an_error_in_the_stream_counts_as_its_status_says(packs: bool) -> None:
         async with fleet_of(server, max_attempts=2) as fleet:
             with pytest.raises(RolloutError, match=r"(?s)max_attempts = 2.*out of breath"):
                 await fleet.generate(request())
+
+    run(test)
+
+
+def test_what_is_left_at_the_end_of_the_context_is_asked_for_once_and_never_missed(folders: list[Path]) -> None:
+    """A server refuses a prompt that fills its context but for a few tokens; as one that goes on after a publish."""
+
+    async def test() -> None:
+        for left, ends in ((4, True), (20, False)):
+            server = streaming(4, 0.02)
+            async with fleet_of(server) as fleet:
+                answer = asyncio.ensure_future(fleet.generate(request(tokens=12 + left)))
+                await until(lambda server=server: server.segments == 3)
+                server.fails = lambda number: 400
+                await fleet.publish(folders[0], 1)
+                if not ends:
+                    with pytest.raises(ServerRefused, match="scripted"):
+                        await answer
+                    continue
+                drawn = await answer
+            assert 12 <= drawn.token_ids.size < 12 + left
+            check_tokens(drawn, 1, drawn.token_ids.size)
+            assert drawn.finish_reason is FinishReason.LENGTH
+            assert drawn.weight_versions.tolist() == [0] * drawn.token_ids.size
 
     run(test)
 
