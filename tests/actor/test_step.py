@@ -52,6 +52,15 @@ def one_process(gloo, model, data):
     return gloo(1, gradients_of, model, {}, data)[0]
 
 
+@pytest.fixture(scope="module")
+def tolerance(one_process, model, data) -> float:
+    """Law 1's 1e-6; where a CPU's kernels round more coarsely, what two float32 gradients differ by that are both as far
+    from float64's as one process's is."""
+    rounding = relative_error(one_process, reference_gradient(model, data))[""]
+    assert rounding < 2e-6
+    return max(1e-6, 2 * rounding)
+
+
 def gradients_of(
     place: RankPlace,
     folder: Path,
@@ -97,17 +106,17 @@ def test_one_process_has_the_gradient_of_eq_8(one_process, model, data):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_does_not_depend_on_the_layout(gloo, layout, one_process, model, data):
+def test_the_gradient_does_not_depend_on_the_layout(gloo, layout, one_process, tolerance, model, data):
     errors = relative_error(gloo(size(layout), gradients_of, model, layout, data)[0], one_process)
-    assert errors[""] < 1e-6
+    assert errors[""] < tolerance
     assert max(errors.values()) < 5e-6, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR, ids=str)
-def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_process, model, data):
+def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_process, tolerance, model, data):
     errors = relative_error(gloo(4, gradients_of, model, layout, data, timeout_s=240)[0], one_process)
-    assert errors[""] < 1e-6
+    assert errors[""] < tolerance
     assert max(errors.values()) < 5e-6, errors
 
 
@@ -124,9 +133,9 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_pr
     ],
     ids=str,
 )
-def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, model, data):
+def test_nor_on_packing_chunks_and_recompute(gloo, fields, one_process, tolerance, model, data):
     errors = relative_error(gloo(1, gradients_of, model, {}, data, None, NONE_OF, fields)[0], one_process)
-    assert errors[""] < 1e-6
+    assert errors[""] < tolerance
     assert max(errors.values()) < 5e-6, errors
 
 
@@ -140,12 +149,12 @@ def gradients_in_blocks(place: RankPlace, folder: Path, data: Columns):
     return widths, None if result is None else result[1]
 
 
-def test_nor_on_rows_padded_to_blocks(gloo, one_process, model, data):
+def test_nor_on_rows_padded_to_blocks(gloo, one_process, tolerance, model, data):
     widths, gradient = gloo(2, gradients_in_blocks, model, data)[0]
     assert widths
     assert not any(width % 32 for width in widths)
     errors = relative_error(gradient, one_process)
-    assert errors[""] < 1e-6
+    assert errors[""] < tolerance
     assert max(errors.values()) < 5e-6, errors
 
 
