@@ -54,8 +54,8 @@ def one_process(gloo, model, data):
 
 @pytest.fixture(scope="module")
 def tolerance(one_process, model, data) -> float:
-    """Law 1's 1e-6; where a CPU's kernels round more coarsely, what two float32 gradients differ by that are both as far
-    from float64's as one process's is."""
+    """Law 1's 1e-6; where a CPU's kernels round more coarsely, what two float32 gradients differ by that are both as
+    far from float64's as one process's is."""
     rounding = relative_error(one_process, reference_gradient(model, data))[""]
     assert rounding < 2e-6
     return max(1e-6, 2 * rounding)
