@@ -9,8 +9,9 @@ last frame has a finish reason or an error.
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 
@@ -46,12 +47,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Segment)
 
 
-class Readable(Protocol):
-    """The part of `aiohttp.StreamReader` that is used here."""
-
-    async def readexactly(self, n: int) -> bytes: ...
-
-
 def frame(segment: Segment) -> bytes:
     """The bytes that are sent."""
     content = _ENCODER.encode(segment)
@@ -85,7 +80,7 @@ def segment_of(answer: Mapping[str, Any]) -> Segment:
     )
 
 
-async def frames(content: Readable) -> AsyncIterator[bytes]:
+async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The content of each frame up to the end of the body; one that the connection's end cuts off is left out.
 
     Raises:

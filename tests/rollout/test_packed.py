@@ -1,4 +1,4 @@
-"""A server's side of frames, without SGLang: its tokenizer manager is scripted, HTTP is real."""
+"""A server's side of frames, without SGLang: its tokenizer manager is scripted."""
 
 import asyncio
 from collections.abc import AsyncIterator
