@@ -27,6 +27,9 @@ STOP_SHOWS_S = 5.0
 
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
+"""Below those that the kernel gives to outgoing connections."""
+_PORT_SHARES = 64
+"""Servers of one run on one machine draw from different shares of the ports, so that no two draw the same."""
 _PORT_ATTEMPTS = 50
 
 
@@ -150,7 +153,7 @@ class LocalServer:
 
     def _choose_port(self) -> int:
         if not self.config.port:
-            return _free_port(self.config.host)
+            return _free_port(self.config.host, self.spec.index)
         wanted = self.config.port + self.spec.index
         problem = _problem_of_port(self.config.host, wanted)
         if problem:
@@ -214,13 +217,13 @@ def _problem_of_port(host: str, port: int) -> str | None:
     return None
 
 
-def _free_port(host: str) -> int:
+def _free_port(host: str, index: int) -> int:
     """A port that stays free while the server starts, which takes it only after a minute on a busy machine.
 
     Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
     """
     draw = random.SystemRandom()  # neither moves nor follows the run's own random numbers
-    for port in draw.sample(_PORTS, _PORT_ATTEMPTS):
+    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
         if _problem_of_port(host, port) is None:
             return port
     raise ServerStartError(f"rollout.host = {host}: {_problem_of_port(host, 0) or 'no free port'}; name a rollout.port")
