@@ -303,9 +303,9 @@ class RolloutFleet:
         """What the servers say of themselves, each kind once."""
         return tuple(dict.fromkeys(member.info for member in self._members if member.info is not None))
 
-    async def release_memory(self) -> float:
+    async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`. GB that each gave back, by
-        its own account. A server that cannot is ended, and restarted when the memory is the servers' again.
+        its own account. A server that cannot (None) is ended, and restarted when the memory is the servers' again.
 
         Raises:
             RolloutError: a request is in flight.

@@ -153,7 +153,7 @@ class LocalServer:
 
     def _choose_port(self) -> int:
         if not self.config.port:
-            return _free_port(self.config.host, self.spec.index)
+            return free_port(self.config.host, self.spec.index)
         wanted = self.config.port + self.spec.index
         problem = _problem_of_port(self.config.host, wanted)
         if problem:
@@ -217,8 +217,8 @@ def _problem_of_port(host: str, port: int) -> str | None:
     return None
 
 
-def _free_port(host: str, index: int) -> int:
-    """A port that stays free while the server starts, which takes it only after a minute on a busy machine.
+def free_port(host: str, index: int) -> int:
+    """A port that stays free while server `index` starts, which takes it only after a minute on a busy machine.
 
     Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
     """

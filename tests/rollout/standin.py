@@ -47,10 +47,10 @@ class StandIn:
         self.may_start.set()
         self.corrupt: str | None = None
         """Name of a tensor whose checksum is reported wrong."""
+        self.says: dict[str, object] = {}  # /server_info answers this too
         self.newer_checker = False
         """Answers /weights_checker in the shape of 0.5.23."""
-        self.refuse_updates = False
-        self.die_on_update = False
+        self.refuse_updates = self.die_on_update = False
         self.slow_updates = 0.0
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
@@ -161,7 +161,7 @@ class StandIn:
         memory = [{"memory_usage": {"weight": 1.5, "kvcache": 2.0}}]
         info = {"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
         info["incremental_streaming_output"] = self.stream_interval is not None
-        return web.json_response(info)
+        return web.json_response(info | self.says)
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})

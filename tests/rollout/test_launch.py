@@ -1,19 +1,25 @@
 """The launcher's environment and command line, and that a server does not outlive its parent."""
 
+import importlib.util
+import itertools
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 
+from megatron_dapo.config.root import GOVERNED, REFUSED
 from rollout import launch_server
 from rollout.command import ServerSpec, server_arguments
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server import tail
+from rollout.server import free_port, tail
 
 
 def spec(**changes: object) -> ServerSpec:
@@ -54,6 +60,120 @@ def test_a_gpu_server_runs_as_sglang_would() -> None:
     assert value(arguments, "--mem-fraction-static") == "0.7"
     assert not [one for one in arguments if "attention" in one or "overlap" in one or "max-total" in one]
     assert launch_server.environment(arguments).keys() & {*launch_server.CPU, SWITCH} == set()
+
+
+SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-backend-prefill")
+
+
+def test_a_colocated_gpu_server_leaves_its_cuda_graphs_too() -> None:
+    arguments = server_arguments(RolloutConfig(), spec(device="cuda", dtype="bfloat16", shares_memory=True), 31000)
+    assert value(arguments, "--cuda-graph-backend-prefill") == "disabled", "its default kind refuses the variable"
+    assert {*SAVER} <= {*arguments}
+    assert launch_server.environment(arguments)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+
+
+@pytest.mark.parametrize("alone", [spec(device="cuda", dtype="bfloat16"), spec(shares_memory=True)])
+def test_other_servers_keep_all_their_cuda_graphs(alone: ServerSpec) -> None:
+    arguments = server_arguments(RolloutConfig(), alone, 31000)
+    assert not {*SAVER} & {*arguments}
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in launch_server.environment(arguments)
+
+
+def sglang_text(name: str) -> str:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "srt" / name).read_text()
+
+
+def test_sglang_knows_what_it_is_told_and_what_the_config_refuses() -> None:
+    """By its text: importing it takes long, and the names are what a new version changes."""
+    variables, options = sglang_text("environ.py"), sglang_text("server_args.py")
+    for name in (*launch_server.SAVER, launch_server.MEETING_PLACE):
+        assert f"    {name} = " in variables
+    for name in [*SAVER, *itertools.chain.from_iterable(REFUSED), *GOVERNED]:
+        field = name.removeprefix("--").replace("-", "_")
+        begins = field + (r"\w*" if name.endswith("-") else "")
+        known = re.search(rf"^    {begins}: A\[", options, re.MULTILINE) or f'"{name}"' in options
+        assert known or name in ABBREVIATED, name
+
+
+ABBREVIATED = ("--tp", "--dp", "--enable-dp-")
+"""Python's argparse takes the beginning of an option for it."""
+
+
+def test_expandable_segments_are_left_out_under_both_names_and_nothing_else() -> None:
+    variables = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,512:2]",
+        "OTHER": "expandable_segments:True",
+    }
+    assert launch_server.drop_expandable_segments(variables) == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    assert variables == {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2]",
+        "OTHER": "expandable_segments:True",
+    }
+    assert launch_server.drop_expandable_segments(variables) == []
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """`launched(*arguments)`: the variables with which SGLang, replaced by nothing, would run."""
+    seen: dict[str, str] = {}
+    replaced = {
+        "sglang.srt.plugins": {"load_plugins": lambda: None},
+        "sglang.launch_server": {"run_server": lambda _: seen.update(os.environ)},
+        "sglang.srt.server_args": {"prepare_server_args": SimpleNamespace},
+        "sglang.srt.utils": {"kill_process_tree": lambda *_, **__: None},
+    }
+    for name in ("sglang", "sglang.srt", *replaced):
+        module = ModuleType(name)
+        vars(module).update(replaced.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("rollout.packed_answers.add", lambda: None)
+    before = dict(os.environ)
+    for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.MEETING_PLACE, SWITCH):
+        monkeypatch.delenv(name, raising=False)
+
+    def launch(*arguments: str) -> dict[str, str]:
+        launch_server.main(arguments)
+        return seen
+
+    yield launch
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_processes_of_a_gpu_server_meet_without_a_port(launched: Callable[..., dict[str, str]]) -> None:
+    place = launched("--device", "cuda")[launch_server.MEETING_PLACE]
+    assert place.startswith(f"file:///proc/{os.getpid()}/fd/")
+    os.close(int(place.rpartition("/")[2]))
+
+
+@pytest.mark.parametrize("elsewhere", [("--nccl-port", "3000"), ("--dp-size=2",), ("--dist-init-addr", "a:1")])
+def test_who_says_where_they_meet_is_heeded(
+    launched: Callable[..., dict[str, str]], elsewhere: tuple[str, ...]
+) -> None:
+    assert launch_server.MEETING_PLACE not in launched("--device", "cuda", *elsewhere)
+
+
+def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
+    launched: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    alone = dict(launched("--device", "cuda", "--nccl-port", "3000"))
+    assert alone["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    shared = launched("--device", "cuda", "--nccl-port", "3000", "--enable-memory-saver")
+    assert "expandable_segments is left out" in capfd.readouterr().out
+    assert shared["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+
+
+def test_servers_of_one_machine_draw_from_different_ports() -> None:
+    ports = {index: {free_port("127.0.0.1", index) for _ in range(20)} for index in range(8)}
+    assert all(20000 <= port < 32768 for drawn in ports.values() for port in drawn)
+    assert len(set.union(*ports.values())) == sum(len(drawn) for drawn in ports.values()), "none is in two shares"
+    assert min(len(drawn) for drawn in ports.values()) > 1, "of a share they are drawn"
 
 
 def test_further_arguments_come_last() -> None:
