@@ -123,7 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
     replaced = {
         "sglang.srt.plugins": {"load_plugins": lambda: None},
         "sglang.launch_server": {"run_server": lambda _: seen.update(os.environ)},
-        "sglang.srt.server_args": {"prepare_server_args": SimpleNamespace},
+        "sglang.srt.server_args": {"prepare_server_args": lambda _: SimpleNamespace()},
         "sglang.srt.utils": {"kill_process_tree": lambda *_, **__: None},
     }
     for name in ("sglang", "sglang.srt", *replaced):
