@@ -60,6 +60,11 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         }
 
+    def stands(self, bundle: int) -> bool:
+        """Whether a living node has the bundle. That of a lost node gets another node as soon as one has room."""
+        home = placement_group_table(self.group)["bundles_to_node_id"].get(bundle)
+        return any(node["NodeID"] == home and node["Alive"] for node in ray.nodes())
+
 
 def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
     """The trainer's tensor-parallel groups, then the servers."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group_table
 
 from megatron_dapo.coordinator.placement import Placement
 from rollout.command import ServerSpec
@@ -162,7 +161,7 @@ class RayServer:
 
     async def _placed(self) -> None:
         deadline = time.monotonic() + PLACE_DEADLINE_S
-        while placement_group_table(self._placement.group)["state"] != "CREATED":
+        while not self._placement.stands(self._bundle):
             if time.monotonic() > deadline:
                 raise ServerStartError(
                     f"server {self._spec.index}: its node is gone, and no other node of the Ray cluster has room for "

@@ -112,9 +112,14 @@ async def a_server_whose_node_dies(cluster: Cluster, nodes: dict[str, Any], fold
             await engines[lost].restart()
         except ServerStartError as error:
             words = str(error)
+    other = engines[1 - lost]
+    before = other.url
+    other.kill()  # its actor with it
+    await other.restart()
     added = cluster.add_node(**NODE)
     await engines[lost].restart()
-    return {"words": words, "lost": homes[lost], "added": added.node_id, "now": engines[lost].url}
+    found = {"words": words, "lost": homes[lost], "added": added.node_id, "now": engines[lost].url}
+    return found | {"other": [before, other.url]}
 
 
 async def main(cluster: Cluster, nodes: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def test_a_colocated_server_is_on_the_node_and_the_gpus_of_its_ranks(found):
     assert found["servers"] == expected
 
 
+def test_other_servers_can_be_started_again_while_one_has_no_node(found):
+    before, after = found["replaced"]["other"]
+    assert before == after
+
+
 def test_a_server_whose_node_is_lost_says_what_it_waits_for_and_moves_to_a_node_that_joins(found):
     replaced = found["replaced"]
     assert "its node is gone, and no other node of the Ray cluster has room" in replaced["words"]
