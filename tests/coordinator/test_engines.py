@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import load_config
+from megatron_dapo.coordinator import ray_server
 from megatron_dapo.coordinator.engines import own_engines, visible_gpus
 from megatron_dapo.coordinator.placement import PlacementError
 from rollout.server import LocalServer, RemoteServer
@@ -60,3 +61,14 @@ def test_no_two_servers_draw_the_same_noise(tmp_path):
     overrides = ["run.seed=4294967294", "rollout.servers=3"]
     engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=())
     assert [engine.spec.seed for engine in engines] == [4294967294, 4294967295, 0]
+
+
+@pytest.mark.parametrize(
+    ("host", "heard"),
+    [("127.0.0.1", "10.0.0.7"), ("0.0.0.0", "10.0.0.7"), ("::", "10.0.0.7"), ("10.1.0.7", "10.1.0.7")],
+)
+def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, tmp_path, host, heard):
+    monkeypatch.setattr(ray_server.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    config = load_config(CONFIG, [f"rollout.host='{host}'"])
+    (local,) = own_engines(config, tmp_path, gpus=())
+    assert ray_server.ServerHost(config.rollout, local.spec)._server.url.startswith(f"http://{heard}:")
