@@ -180,6 +180,10 @@ class Supervisor:
             await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
+        if not member.engine.ours:
+            # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
+            with member.work():
+                await member.client.checksums(self.timing.scheduler_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
         load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
         try:
