@@ -134,7 +134,7 @@ class Supervisor:
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
                     if member.state is State.SUSPECT or asked - member.answered > self.timing.probe_interval_s:
-                        await member.probe(self.timing.probe_deadline_s)
+                        await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
