@@ -5,6 +5,7 @@ only enqueued, so the answer comes before the data; whatever needs the data wait
 """
 
 import asyncio
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -197,8 +198,8 @@ class PlayedServer(StandIn):
 
     async def _info(self, request: web.Request) -> web.Response:
         await self._all(lambda scheduler, rank: None)
-        names = {"version": self.info.version, "device": "cpu", "dtype": "float32"}
-        return web.json_response(names | {"tp_size": self.info.tensor_parallel})
+        said = json.loads((await super()._info(request)).body)
+        return web.json_response(said | {"version": self.info.version, "tp_size": self.info.tensor_parallel})
 
 
 def play(folder: Path, info: ServerInfo, fault: Fault | None, model_config: str, port: Connection) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
 
 from rollout import send
 from rollout.checksums import ChecksumStream
@@ -29,6 +30,7 @@ from tests.emulated import strict_nccl
 from tests.emulated.played_server import CONTEXT
 from tests.emulated.strict_board import PATIENCE
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PATIENCE_S = 60.0
 ANSWER_S = 120.0
 BUCKETS = 3
@@ -52,6 +54,8 @@ class Report:
     largest_gap_s: float = 0.0
     """Longest time for which the event loop of the transport did nothing."""
     error: str = ""
+    error_handling: tuple[str | None, ...] = ()
+    """What torch's watchdog was told when a group with servers was made, and is told afterwards."""
     faults: tuple[str, ...] = ()
     """NCCL's rules that this rank broke so far, and its waits without an end."""
 
@@ -60,6 +64,21 @@ class _Watched(GroupTransport):
     """Measures how long the event loop stands still while the group is used."""
 
     largest_gap_s = 0.0
+    error_handling: tuple[str | None, ...] = ()
+
+    def _make(self) -> None:
+        made = distributed_c10d.ProcessGroupNCCL
+
+        def seen(*arguments: Any) -> Any:
+            _Watched.error_handling = (os.environ.get(ERROR_HANDLING),)
+            return made(*arguments)
+
+        seen.Options = made.Options  # type: ignore[attr-defined]
+        distributed_c10d.ProcessGroupNCCL = seen
+        try:
+            super()._make()
+        finally:
+            distributed_c10d.ProcessGroupNCCL = made
 
     async def _together(self, *arguments: Any, **named: Any) -> Any:
         beat = asyncio.ensure_future(self._beat())
@@ -107,8 +126,14 @@ class _Rank:
             sent=sent,
             seconds=time.monotonic() - began,
             largest_gap_s=_Watched.largest_gap_s,
+            error_handling=(*_Watched.error_handling, os.environ.get(ERROR_HANDLING)),
             faults=tuple(strict_nccl.faults),
         )
+
+    def update(self) -> Report:
+        """The trainer's turn."""
+        self._gather()
+        return Report(faults=tuple(strict_nccl.faults))
 
     def _gather(self) -> None:
         part = torch.ones(4)
@@ -144,9 +169,9 @@ def train(rank: int, world: int, rendezvous: str, pipe: Connection, patience_s: 
         while True:
             order = pipe.recv()
             try:
-                pipe.send(me.publish(order))
+                pipe.send(me.publish(order) if order is not None else me.update())
             except BaseException as error:
-                pipe.send(Report(error=f"rank {rank}: {type(error).__name__}: {error}"))
+                pipe.send(Report(error="; ".join([f"rank {rank}: {error!r}", *strict_nccl.faults])))
     os._exit(0)  # as Ray ends a rank: whatever still waits in a thread goes with it
 
 
@@ -180,13 +205,20 @@ class PlayedTrainer:
         )
         kinds = tuple(dict.fromkeys(target.info for target in targets))
         order = Order(request=request, kinds=kinds, folder=self.folder)
+        await self._ask(order)
+        assert self.report.sent is not None
+        return self.report.sent
+
+    async def update(self) -> None:
+        """Work of all ranks without the servers."""
+        await self._ask(None)
+
+    async def _ask(self, order: Order | None) -> None:
         for pipe in self._pipes:
             pipe.send(order)
         reports = await asyncio.to_thread(self._answers)
         assert not any(report.error for report in reports), [report.error for report in reports]
         self.report = reports[0]
-        assert self.report.sent is not None
-        return self.report.sent
 
     def _answers(self) -> list[Report]:
         end = time.monotonic() + ANSWER_S
