@@ -19,7 +19,7 @@ from rollout import launch_server
 from rollout.command import ServerSpec, server_arguments
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server import free_port, tail
+from rollout.server import LocalServer, free_port, tail
 
 
 def spec(**changes: object) -> ServerSpec:
@@ -245,3 +245,27 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(1000)))
     assert tail(log, lines=2) == "line 998 �\nline 999 �"
     assert len(tail(log, lines=500, size=100)) <= 100
+
+
+def environment_of(*extra_args: str, **settings: object) -> dict[str, str]:
+    return LocalServer(RolloutConfig(extra_args=extra_args, **settings), spec())._environment()  # type: ignore[arg-type]
+
+
+def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `_set_envs_and_config` of sglang.srt.entrypoints.engine; the trainer's ranks get the same."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not set(names) & environment_of().keys()
+    for extra_args, wanted in {
+        (): ("0", "0"),
+        ("--enable-nccl-nvls",): ("0", "1"),
+        ("--enable-symm-mem",): ("1", "1"),
+    }.items():
+        environment = environment_of(*extra_args, weight_sync="distributed")
+        assert tuple(environment[name] for name in names) == wanted
+    monkeypatch.setenv(names[0], "1")
+    environment = environment_of(weight_sync="distributed")
+    assert tuple(environment[name] for name in names) == ("1", "0"), "a user's own value stays"
