@@ -18,6 +18,9 @@ from tests.emulated.strict_board import Aborted, Hang, Mismatch, StrictError, pa
 LATENCY_S = 0.001
 """Between the last rank's arrival and the data: `wait` by itself must not suffice to see it."""
 
+THREADS = "strict-stream"
+"""How the names of the threads begin that stand for NCCL's streams."""
+
 SLACK_S = 30.0
 """gloo's own limit lies so far beyond the patience."""
 
@@ -28,8 +31,8 @@ ABORT_POLL_S = 0.02
 class Device:
     """What is known about the device of tensors. This one takes every tensor as the GPU's, and `wait` waits."""
 
-    def data(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
-        """The memory behind a tensor that is given to a call, as it is now."""
+    def data(self, tensor: torch.Tensor, call: str, *, written: bool, communicator: "Communicator") -> torch.Tensor:
+        """The memory of a tensor that is given to a call, as it is now: the tensor may get other memory later."""
         return tensor.detach()
 
     def enqueued(self, work: "StrictWork") -> None:
@@ -53,9 +56,13 @@ class StrictWork(dist._Work):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         aborted: threading.Event,
+        communicator: "Communicator | None" = None,
     ) -> None:
         super().__init__()
         self.what, self.done, self.reads, self.writes, self.aborted = what, done, reads, list(writes), aborted
+        self.communicator = communicator
+        self.settled = False
+        """The device's stream is ordered behind it: `wait` was called, or everything was synchronised."""
 
     def finish(self) -> None:
         """Block the host until the data is there."""
@@ -100,7 +107,7 @@ class Communicator:
         self.group, self.key, self.ranks = group, key, ranks
         self.calls = 0
         self._gloo: ProcessGroupGloo | None = None
-        self._stream = ThreadPoolExecutor(1, thread_name_prefix="strict-stream")
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix=THREADS)
 
     def submit(self, what: str, same: str, run: Callable[[Any], None]) -> "Future[None]":
         """`run` with the gloo group, once every rank has made this call; `same` must be equal on all of them."""
