@@ -386,5 +386,6 @@ def answer_megatron(device: EmulatedDevice) -> None:
 
     finder = next(finder for finder in sys.meta_path if isinstance(finder, cpu._MegatronFinder))
     answer(device, finder.stand_in.cuda)
+    finder.stand_in.distributed.batch_isend_irecv = torch.distributed.batch_isend_irecv
     cpu.CPU = CUDA  # where its factories and `current_device` put what Megatron wants on CUDA
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor.to(CUDA)

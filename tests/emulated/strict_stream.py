@@ -21,9 +21,6 @@ LATENCY_S = 0.001
 THREADS = "strict-stream"
 """How the names of the threads begin that stand for NCCL's streams."""
 
-SLACK_S = 30.0
-"""gloo's own limit lies so far beyond the patience."""
-
 ABORT_POLL_S = 0.02
 """How soon a thread that waits for a call sees that its group was aborted."""
 
@@ -121,6 +118,8 @@ class Communicator:
         try:
             gloo = self._connected()
             self._compare(gloo, number, same)
+            if self.group.aborted.is_set():
+                raise Aborted(f"{self.group.label}: rank {self.group.mine}: {what}: aborted on this rank")
             time.sleep(LATENCY_S)
             run(gloo)
         except StrictError as error:
@@ -138,7 +137,7 @@ class Communicator:
     def _connected(self) -> Any:
         if self._gloo is None:
             here = self.ranks.index(self.group.mine)
-            limit = timedelta(seconds=patience_s() + SLACK_S)
+            limit = timedelta(seconds=patience_s())
             # A client of its own: one that waits in a thread lets no other thread of this process ask.
             store = PrefixStore(f"gloo/{self.key}", self.group.store.clone())
             self._gloo = ProcessGroupGloo(store, here, len(self.ranks), limit)
@@ -172,6 +171,6 @@ class Communicator:
         if missing:
             group.board.hang(why, missing)
         raise Hang(
-            f"{group.label}: rank {group.mine} hangs in {why}: every rank has made the call, and one has ended within "
-            f"{patience_s():g} s of it ({error})"
+            f"{group.label}: rank {group.mine} hangs in {why}: every rank has made the call, and one has ended "
+            f"or aborted it since ({error})"
         )
