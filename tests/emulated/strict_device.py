@@ -170,7 +170,7 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         views = not any(written for _, written in used) and any(a.alias_info is not None for a in schema.returns)
         self._check(name, used, views=views)
-        if (given := kwargs.get("device")) is not None and torch.device(given).type == "cuda":
+        if (given := kwargs.get("device")) is not None and _kind(given) == "cuda":
             kwargs = {**kwargs, "device": CPU}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
@@ -182,9 +182,9 @@ class _Operations(TorchDispatchMode):
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
                 device.here.add(tensor) if side == "cuda" else device.here.discard(tensor)
-        late = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
-        if name == "copy_" and late and args[0] in device.pinned and args[1] in device.here:
-            device.late.add(args[0])
+        if name == "copy_" and args[0] in device.pinned and args[1] in device.here:
+            if (len(args) > 2 and args[2]) or kwargs.get("non_blocking"):
+                device.late.add(args[0])
         return result
 
     def _check(self, name: str, used: Sequence[tuple[torch.Tensor, bool]], *, views: bool) -> None:
@@ -237,9 +237,9 @@ class _Functions(TorchFunctionMode):
             target = next((arg for arg in args if isinstance(arg, torch.device)), None)
         if target is None:
             return self._pinned(func(*args, **kwargs), pinned)
-        side: Side = "cuda" if torch.device(target).type == "cuda" else "cpu"
-        if torch.device(target).type == "meta":
+        if (kind := _kind(target)) == "meta":
             return func(*args, **kwargs)
+        side: Side = "cuda" if kind == "cuda" else "cpu"
         kwargs["device"] = CPU
         args = tuple(arg for arg in args if not isinstance(arg, torch.device))
         with self.device.making(side):
@@ -265,10 +265,14 @@ def _to(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) ->
         target, kwargs["dtype"] = (CUDA if other in device.here else CPU), other.dtype
     if target is None:
         return func(tensor, *rest, **kwargs)
-    target = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
-    if target.type == "meta":
+    if (kind := _kind(target)) == "meta":
         return func(tensor, target, *rest, **kwargs)
-    return _moved(device, func, tensor, "cuda" if target.type == "cuda" else "cpu", rest, kwargs)
+    return _moved(device, func, tensor, "cuda" if kind == "cuda" else "cpu", rest, kwargs)
+
+
+def _kind(target: Any) -> str:
+    """`cuda`, `cpu` or `meta`; a bare number is a GPU's."""
+    return "cuda" if isinstance(target, int) else torch.device(target).type
 
 
 def _moved(device: EmulatedDevice, func: Any, tensor: Any, side: Side, rest: Any, kwargs: dict[str, Any]) -> Any:
@@ -325,8 +329,13 @@ def _is_pinned(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, A
     return args[0] in device.pinned
 
 
+def _device(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return CUDA if args and isinstance(args[0], int) else func(*args, **kwargs)
+
+
 _T = torch.Tensor
 _OWN: dict[Any, Callable[..., Any]] = {
+    torch.device: _device,
     _T.to: _to,
     _T.cpu: _cpu,
     _T.cuda: _cuda,
@@ -374,6 +383,7 @@ def answer(device: EmulatedDevice, cuda: Any) -> None:
     stream = _Stream(device)
     cuda.synchronize = device.synchronize
     cuda.is_initialized = lambda: True
+    cuda.current_device = lambda: CUDA.index
     cuda.empty_cache = cuda.set_device = lambda *args, **kwargs: None
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -386,6 +396,7 @@ def answer_megatron(device: EmulatedDevice) -> None:
 
     finder = next(finder for finder in sys.meta_path if isinstance(finder, cpu._MegatronFinder))
     answer(device, finder.stand_in.cuda)
+    finder.stand_in.cuda.current_device = lambda: CUDA
     finder.stand_in.distributed.batch_isend_irecv = torch.distributed.batch_isend_irecv
     cpu.CPU = CUDA  # where its factories and `current_device` put what Megatron wants on CUDA
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor.to(CUDA)

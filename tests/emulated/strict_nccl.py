@@ -17,7 +17,6 @@ Python sees one class where torch has a group and its backend, so code that tell
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tests.emulated import strict_calls as calls
 from tests.emulated import strict_stream
 from tests.emulated.strict_board import Aborted, Board, Hang, Mismatch, StrictError, faults, patience_s
-from tests.emulated.strict_stream import Communicator, StrictWork
+from tests.emulated.strict_stream import Communicator, StrictBatch, StrictWork
 
 __all__ = ["Aborted", "Hang", "Mismatch", "StrictError", "faults", "install", "log", "patience_s"]
 
@@ -217,8 +216,8 @@ class StrictGroup(ProcessGroup):
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictWork:
-        return [self._allgather_base(output, value) for output, value in zip(outputs, values, strict=True)][-1]
+    def allgather_into_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictBatch:
+        return StrictBatch([self._allgather_base(*pair) for pair in zip(outputs, values, strict=True)])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -239,10 +238,8 @@ class StrictGroup(ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictWork:
-        return [self._reduce_scatter_base(output, value, opts) for output, value in zip(outputs, values, strict=True)][
-            -1
-        ]
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictBatch:
+        return StrictBatch([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, values, strict=True)])
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -316,11 +313,9 @@ class StrictGroup(ProcessGroup):
     def _start_coalescing(self, device: Any = None) -> None:
         self.batched = True
 
-    def _end_coalescing(self, device: Any = None) -> StrictWork:
+    def _end_coalescing(self, device: Any = None) -> StrictBatch:
         self.batched = False
-        done: Future[None] = Future()
-        done.set_result(None)
-        return StrictWork("a batch", done, [], [], self.aborted)
+        return StrictBatch([])
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:

@@ -97,6 +97,27 @@ class StrictWork(dist._Work):
         return future
 
 
+class StrictBatch(dist._Work):
+    """Calls that torch gives out as one."""
+
+    def __init__(self, works: Sequence[StrictWork]) -> None:
+        super().__init__()
+        self.works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self.works:
+            work.wait()
+        return True
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
+
+
 class Communicator:
     """The ranks of one communicator, its gloo group, and the one thread that makes its calls in order."""
 
