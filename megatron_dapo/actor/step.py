@@ -83,7 +83,7 @@ class ForwardBackward:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
         `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
         states instead of logits. `row_multiple`: what a rank's tokens of a micro-batch are rounded up to."""
-        self.chunks = list(chunks)
+        self.chunks: list[Any] = list(chunks)
         self.layout = layout
         self.vocabulary = vocabulary
         self.chunk_tokens = chunk_tokens

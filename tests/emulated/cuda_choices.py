@@ -42,7 +42,11 @@ def cuda_choices() -> Iterator[Counter[str]]:
         put(layers, "_grad_accum_fusion_available", True)
         without_gloo = partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
         put(parallel_state, "initialize_model_parallel", without_gloo)
-        put(optimizer, "get_megatron_optimizer", partial(optimizer.get_megatron_optimizer, use_gloo_process_groups=False))
+        put(
+            optimizer,
+            "get_megatron_optimizer",
+            partial(optimizer.get_megatron_optimizer, use_gloo_process_groups=False),
+        )
         small = partial(optimizer.DistributedDataParallelConfig, bucket_size=BUCKET_NUMBERS)
         put(optimizer, "DistributedDataParallelConfig", small)
         groups = _ParamAndGradBucketGroup

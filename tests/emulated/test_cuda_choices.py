@@ -13,7 +13,15 @@ import torch
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor import OffloadConfig
 from tests.actor.gloo import RankPlace, end_workers, run_ranks
-from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, relative_error, start_actor
+from tests.actor.mini_batches import (
+    TEMPERATURE,
+    Columns,
+    actor_config,
+    columns,
+    mini_batch,
+    relative_error,
+    start_actor,
+)
 from tests.actor.test_checkpoint import train
 from tests.actor.tiny import save_tiny
 from tests.emulated.cuda_choices import cuda_choices
