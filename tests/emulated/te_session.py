@@ -7,6 +7,7 @@ saw as JSON in its last line.
 """
 
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -91,7 +92,7 @@ def _by_checkpoint_key(optimizer: Any) -> dict[str, torch.Tensor]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards = optimizer.chunks[0].module.sharded_state_dict(metadata=metadata)
     return {
-        f"{shard.key} {shard.global_offset}": shard.data.detach()
+        f"{shard.key} {re.findall('layers[.]([0-9]+)', key)}": shard.data.detach()
         for key, shard in shards.items()
         if not key.endswith("_extra_state")
     }
