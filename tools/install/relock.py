@@ -18,8 +18,8 @@ LOCK = "gpu312.lock.txt"
 TARGET = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34", "--quiet")
 HEADER = """\
 # What `make install-gpu` puts into .venv: Python 3.12, Linux x86-64 with glibc 2.34 or newer, CUDA 13. Everything that
-# SGLang and TransformerEngine declare is in it, without overrides. Written by `python -m tools.install.relock`; the sizes
-# are those of the wheels, and the progress bar uses them.
+# SGLang and TransformerEngine declare is in it, without overrides. Written by `python -m tools.install.relock`; the
+# sizes are those of the wheels, and the progress bar uses them.
 """
 
 
