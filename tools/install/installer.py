@@ -86,18 +86,20 @@ class Installer:
         self._torch_index = torch_index
         self._state = wanted_state(place.venv, gpu=place.gpu, engine=place.engine)
         self._pins = read_lock(place.lock)
-        self._cuda = {} if place.gpu else read_lock(place.cuda_lock)
+        # What torch's CUDA build brings along: for GPU nodes the same packages, at the versions of their lock.
+        self._cuda = {name: self._pins.get(name, pin) for name, pin in read_lock(place.cuda_lock).items()}
         self._phases = GPU_PHASES if place.gpu else PHASES
         packages = digest(place.lock)
+        without = "" if place.engine else " without engine"
         project = digest(place.root / "pyproject.toml", *place.root.glob("megatron_dapo/__init__.py"))
         self._wanted = {
             "environment": self._pin_text("pip"),
             "torch": packages,
             "packages": packages,
-            "engine": packages + ("" if place.engine else " left out"),
-            "bytecode": packages,
+            "engine": packages + without,
+            "bytecode": packages + without,
             "project": project,
-            "check": packages + project,
+            "check": packages + project + without,
         }
         if not place.gpu:
             del self._wanted["engine"]
