@@ -14,6 +14,7 @@ IMPORTED = (
     "tensorboard", "math_verify", "jaxtyping", "xxhash", "megatron_dapo", "rollout", "reward",
 )  # fmt: skip
 SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
+GPU_SHOWN = ("sglang-kernel", "flashinfer-python")
 KERNELS = ("sgl_kernel", "flashinfer", "torch_memory_saver")
 """What SGLang imports on a GPU, beside the above."""
 ENGINE = "transformer_engine.pytorch"
@@ -62,7 +63,7 @@ def check_imports(
     if gpu:
         # TransformerEngine before megatron.core, which imports it and fails with it.
         imported[1:1] = [*([ENGINE] if engine else []), *KERNELS]
-        shown += ["sglang-kernel", "flashinfer-python", *(["transformer-engine"] if engine else [])]
+        shown += [*GPU_SHOWN, *(["transformer-engine"] if engine else [])]
     names = json.dumps([FOUND, imported, shown, DRIVER])
     command = [str(python), "-I", "-c", _CODE.format(names=names)]
     _, lines = run(

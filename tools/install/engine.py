@@ -2,7 +2,7 @@
 
 Headers and nvcc come from the lock's own nvidia packages, which fit that torch; a CUDA toolkit on the machine is not
 used. The machine must bring a C++ compiler and Python's headers. A wheel built elsewhere is taken instead where pip
-finds one (PIP_FIND_LINKS=folder); every built wheel is kept below `wheels/` in the environment for that.
+finds one (PIP_FIND_LINKS=folder); what was built is kept below `wheels/` in the environment for that.
 """
 
 import os
@@ -91,14 +91,25 @@ def wheel_of(
     Raises:
         InstallError: something that the build needs is missing (found before it begins), or the build failed.
     """
-    folder = folder / f"torch-{pins['torch'].version}"
-    pin = pins[EXTENSION]
-    pattern = f"{EXTENSION.replace('-', '_')}-{pin.version}-*.whl"
-    if not any(folder.glob(pattern)):
+    if kept_wheel(folder, pins) is None:
+        pin = pins[EXTENSION]
         if not has_wheel(python, pin, scratch=scratch, log=log):
             refuse_build([*missing_tools(), *missing_headers(site)])
-        _build(python, site, pin, folder, progress, scratch=scratch, log=log)
-    return next(folder.glob(pattern))
+        _build(python, site, pin, _folder(folder, pins), progress, scratch=scratch, log=log)
+    wheel = kept_wheel(folder, pins)
+    if wheel is None:
+        raise InstallError(f"pip ended well and left no wheel in {_folder(folder, pins)}; all that it said: {log}")
+    return wheel
+
+
+def kept_wheel(folder: Path, pins: Pins) -> Path | None:
+    """The wheel that an earlier install built or was given, for the torch of `pins`."""
+    pattern = f"{EXTENSION.replace('-', '_')}-{pins[EXTENSION].version}-*.whl"
+    return next(_folder(folder, pins).glob(pattern), None)
+
+
+def _folder(folder: Path, pins: Pins) -> Path:
+    return folder / f"torch-{pins['torch'].version}"
 
 
 def _build(python: Path, site: Path, pin: Pin, folder: Path, progress: Progress, *, scratch: Path, log: Path) -> None:

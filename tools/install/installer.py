@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.install import engine
 from tools.install.bytecode import compile_packages
 from tools.install.check import check_imports
 from tools.install.command import InstallError, run
-from tools.install.engine import EXTENSION, LOST, has_wheel, missing_tools, refuse_build, wheel_of
-from tools.install.engine import PACKAGES as ENGINE
 from tools.install.lock import Pins, missing, read_lock, unfinished
 from tools.install.pip import PipPhase, advice, pip, pip_install, site_packages
 from tools.install.progress import Progress, duration
@@ -180,8 +179,8 @@ class Installer:
         return f"Python {sys.version.split()[0]}"
 
     def _install_torch(self, progress: Progress) -> str:
-        if self._place.gpu and self._place.engine and (lacking := missing_tools()) and not self._has_engine():
-            refuse_build(lacking)  # gigabytes before the build would
+        if self._place.gpu and self._place.engine and (lacking := engine.missing_tools()) and not self._has_engine():
+            engine.refuse_build(lacking)  # gigabytes before the build would
         torch = {pin.name: pin for pin in missing(self._pins, self._place.site) if pin.name == "torch"}
         constraints = ["-c", str(self._place.lock), *([] if self._place.gpu else ["-c", str(self._place.cuda_lock)])]
         index = ["--extra-index-url", self._torch_index] if self._torch_index else []
@@ -197,7 +196,7 @@ class Installer:
         return version
 
     def _install_packages(self, progress: Progress) -> str:
-        wanted = {name: pin for name, pin in self._pins.items() if name not in ENGINE}
+        wanted = {name: pin for name, pin in self._pins.items() if name not in engine.PACKAGES}
         pins = {pin.name: pin for pin in missing(wanted, self._place.site)}
         if pins:
             asked = self._place.scratch / self._place.lock.name
@@ -212,24 +211,24 @@ class Installer:
         place = self._place
         if not place.engine:
             # Half of it would make `import megatron.core` fail, so all of it goes.
-            uninstall = [*pip(place.python), "uninstall", "--yes", *ENGINE]
+            uninstall = [*pip(place.python), "uninstall", "--yes", *engine.PACKAGES]
             status, lines = run(uninstall, scratch=place.scratch, log=place.log)
             if status != 0:
                 raise InstallError(advice(lines, status, log=place.log))
-            return f"TransformerEngine is left out: {LOST}"
-        wheel = wheel_of(
+            return f"TransformerEngine is left out: {engine.LOST}"
+        wheel = engine.wheel_of(
             place.python, place.site, self._pins, place.venv / "wheels", progress, scratch=place.scratch, log=place.log
         )
-        pins = {name: self._pins[name] for name in ENGINE}
+        pins = {name: self._pins[name] for name in engine.PACKAGES}
         self._pip(["--no-deps", "--no-index", "--force-reinstall", str(wheel)], {}, progress)
-        rest = [self._pin_text(name) for name in ENGINE if name != EXTENSION]
+        rest = [self._pin_text(name) for name in engine.PACKAGES if name != engine.EXTENSION]
         self._pip(["--no-deps", *rest], {pin.name: pin for pin in missing(pins, place.site)}, progress)
-        return f"TransformerEngine {pins[EXTENSION].version}, {wheel.name} is kept in {os.path.relpath(wheel.parent)}"
+        version = pins[engine.EXTENSION].version
+        return f"TransformerEngine {version}, its built wheel is kept in {os.path.relpath(wheel.parent)}"
 
     def _has_engine(self) -> bool:
-        built = self._place.venv / "wheels"
-        return any(built.glob(f"*/{EXTENSION.replace('-', '_')}-*.whl")) or has_wheel(
-            self._place.python, self._pins[EXTENSION], scratch=self._place.scratch, log=self._place.log
+        return engine.kept_wheel(self._place.venv / "wheels", self._pins) is not None or engine.has_wheel(
+            self._place.python, self._pins[engine.EXTENSION], scratch=self._place.scratch, log=self._place.log
         )
 
     def _compile(self, progress: Progress) -> str:
@@ -312,7 +311,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment goes")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project to install, with its folder requirements/")
     parser.add_argument("--gpu", action="store_true", help="for GPU nodes (make install-gpu)")
-    parser.add_argument("--without-te", action="store_true", help=f"leave TransformerEngine out: {LOST}")
+    parser.add_argument("--without-te", action="store_true", help=f"leave TransformerEngine out: {engine.LOST}")
     options = parser.parse_args(arguments)
     command = "make install-gpu" if options.gpu else "make install"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -324,7 +323,7 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         place = place_of(
-            options.root.resolve(), options.venv.absolute(), gpu=options.gpu, engine=not options.without_te
+            options.root.resolve(), options.venv.absolute(), gpu=options.gpu, with_engine=not options.without_te
         )
         Installer(place, torch_index=os.environ.get("TORCH_INDEX", "")).install()
     except (InstallError, OSError) as error:
@@ -337,7 +336,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def place_of(root: Path, venv: Path, *, gpu: bool, engine: bool = True) -> Place:
+def place_of(root: Path, venv: Path, *, gpu: bool, with_engine: bool = True) -> Place:
     """What to install at `venv`; an environment of `make install-gpu` that is asked for by `make install` stays one.
 
     Raises:
@@ -345,10 +344,10 @@ def place_of(root: Path, venv: Path, *, gpu: bool, engine: bool = True) -> Place
     """
     done = read_state(venv)
     if not gpu and done is not None and done.gpu:
-        gpu, engine = True, done.engine
+        gpu, with_engine = True, done.engine
     if gpu and f"{sys.version_info[0]}.{sys.version_info[1]}" != GPU_PYTHON:
         raise InstallError(
             f"the GPU packages are locked for Python {GPU_PYTHON}, this is {sys.version.split()[0]}: "
             f"PYTHON=python{GPU_PYTHON} make install-gpu"
         )
-    return Place(root=root, venv=venv, requirements=root / "requirements", gpu=gpu, engine=engine)
+    return Place(root=root, venv=venv, requirements=root / "requirements", gpu=gpu, engine=with_engine)
