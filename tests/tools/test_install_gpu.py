@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "gpu312.lock.txt"
 TAG = f"{sys.version_info[0]}{sys.version_info[1]}"
 NO_REGISTRY = r"NewConnectionError|ConnectTimeout|Temporary failure|Name or service not known|from versions: none"
-KERNELS = {"sglang-kernel", "flashinfer-python", "torch-memory-saver", "torch", "nvidia-cutlass-dsl", "xgrammar"}
-"""What SGLang declares with `==` and a CUDA server cannot start without."""
+KERNELS = {"sglang-kernel", "flashinfer-python", "torch", "nvidia-cutlass-dsl", "xgrammar"}
+"""What SGLang declares with `==`, among that the kernels that a CUDA server cannot start without."""
 
 BACKEND = """
 import os
@@ -226,7 +226,7 @@ def test_the_lock_holds_the_kernels_once_and_nothing_that_only_shares_a_name():
     names = [normalised(line.partition("==")[0]) for line in LOCK.read_text().splitlines() if "==" in line]
     assert len(names) == len(set(names))
     pins = read_lock(LOCK)
-    assert set(engine.PACKAGES) | KERNELS | {"ninja", "setuptools", "pip"} <= pins.keys()
+    assert set(engine.PACKAGES) | KERNELS | {"torch-memory-saver", "ninja", "setuptools", "pip"} <= pins.keys()
     assert len({pins[name].version for name in engine.PACKAGES}) == 1
     assert "apex" not in pins, "PyPI's apex is not NVIDIA's"
     assert 4000 < sum(pin.megabytes for pin in pins.values()) < 5000
@@ -259,4 +259,5 @@ def test_the_registry_resolves_the_project_to_the_lock(tmp_path):
     locked = {name: pin.version for name, pin in read_lock(LOCK).items() if name != "pip"}
     assert {name: pin.version for name, pin in found.items()} == locked
     declared = {normalised(r.name): str(r.specifier) for r in pins_of(importlib.metadata.requires("sglang"))}
+    assert "torch-memory-saver" in found
     assert {name: declared[name] for name in KERNELS} == {name: f"=={found[name].version}" for name in KERNELS}
