@@ -3,6 +3,8 @@
 #   VENV         where the environment goes (.venv)
 #   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
 #                https://download.pytorch.org/whl/cpu
+#   WITHOUT_TE   1: install-gpu leaves TransformerEngine out (no context parallelism, no FP8)
+#   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core, as memory allows)
 #   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 --pdb" one test after the other
 #   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
@@ -25,13 +27,16 @@ TESTS := $(BIN)/python -m pytest
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-slurm test-gpu check format base-model ladder data docs clean clean-venv
+.PHONY: help install install-gpu demo test test-slow test-slurm test-gpu check format base-model ladder data docs clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: ## make .venv from the lock of the Python at hand; does nothing when it is there
 	@"$(INSTALLER)" -m tools.install --venv "$(VENV)"
+
+install-gpu: ## make .venv for GPU nodes (Python 3.12, no GPU needed for it); builds TransformerEngine, 25 core minutes
+	@"$(INSTALLER)" -m tools.install --gpu $(if $(WITHOUT_TE),--without-te) --venv "$(VENV)"
 
 demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run is kept aside)
 	@if [ -e "$(DEMO_DIR)" ]; then \
