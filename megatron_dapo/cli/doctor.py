@@ -1,5 +1,6 @@
 """`megatron-dapo doctor`: can this machine run that config; one line a check, with the mend."""
 
+import importlib.metadata
 import os
 import sys
 from collections import Counter
@@ -12,15 +13,34 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, needed_gpus, visible_gpus
+from megatron_dapo.doctor.hardware import (
+    Gpu,
+    check_collectives,
+    check_gpus,
+    check_interconnect,
+    needed_gpus,
+    visible_gpus,
+)
+from megatron_dapo.doctor.kernels import (
+    check_compilers,
+    check_imports,
+    check_pins,
+    check_torch,
+    parts_of,
+    probe_torch,
+)
 from megatron_dapo.doctor.machine import (
+    SHARED_MEMORY_BYTES,
+    SHARED_MEMORY_GPU_BYTES,
     check_disk,
     check_open_files,
     check_ports,
     check_run_dir,
     check_shared_memory,
 )
-from megatron_dapo.doctor.result import Ask, Finding, Status, ask, failed
+from megatron_dapo.doctor.network import check_network, check_port_range
+from megatron_dapo.doctor.node import Node
+from megatron_dapo.doctor.result import Finding, Status, failed, passed
 from megatron_dapo.doctor.run import (
     bytes_on_disk,
     check_data,
@@ -29,7 +49,7 @@ from megatron_dapo.doctor.run import (
     check_tokenizer,
     dry_run,
 )
-from megatron_dapo.doctor.software import software
+from megatron_dapo.doctor.software import installed_versions, software
 
 _STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
 _WIDEST = 200
@@ -49,7 +69,7 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
             config = load_config(path, overrides)
         except ConfigError as error:
             _print(console, counts, failed("config", str(error), "the message says it"))
-    for finding in examine(config, ask):
+    for finding in examine(config, Node()):
         _print(console, counts, finding)
     if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
         console.print("dry run: starting trainer and servers")
@@ -58,16 +78,20 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
     return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED
 
 
-def examine(config: Config | None, asked: Ask) -> Iterator[Finding]:
+def examine(config: Config | None, node: Node) -> Iterator[Finding]:
     """All checks but the dry run; without a config, those of the machine alone."""
     yield from software()
-    gpus = visible_gpus(asked)
-    cores = len(os.sched_getaffinity(0))
-    yield from check_gpus(gpus, config, on_cluster="RAY_ADDRESS" in os.environ, cores=cores)
-    yield from check_interconnect(asked)
-    yield check_collectives(gpus=bool(gpus))
+    gpus = visible_gpus(node.ask)
+    on_cluster = "RAY_ADDRESS" in node.environment
+    yield from check_gpus(gpus, config, on_cluster=on_cluster, cores=len(os.sched_getaffinity(0)))
+    if on_gpus(config, gpus):
+        yield from examine_gpu_node(config, gpus, node)
+    else:
+        yield check_collectives()
     yield from check_ports(config)
-    yield check_shared_memory()
+    yield from check_port_range(node)
+    wanted = SHARED_MEMORY_GPU_BYTES if gpus else SHARED_MEMORY_BYTES
+    yield check_shared_memory(node.root / "dev/shm", wanted)
     yield check_open_files()
     if config is None:
         yield from check_disk(Path.cwd(), 0.0, 0.0)
@@ -82,6 +106,33 @@ def examine(config: Config | None, asked: Ask) -> Iterator[Finding]:
         yield check_host_memory(config, hf, available, processes=processes, on_gpu=bool(gpus))
     yield check_tokenizer(config)
     yield check_data(config)
+
+
+def on_gpus(config: Config | None, gpus: Sequence[Gpu]) -> bool:
+    """Whether the checks of a GPU node apply: there are GPUs, which the config does not refuse, or it asks for them."""
+    if config is not None and config.actor.device != "auto":
+        return config.actor.device == "cuda"
+    return bool(gpus)
+
+
+def examine_gpu_node(config: Config | None, gpus: Sequence[Gpu], node: Node) -> Iterator[Finding]:
+    """What only a run on GPUs needs of a machine. Without a GPU the kernels are not imported: they need the driver."""
+    yield from check_interconnect(node.ask)
+    installed = installed_versions()
+    torch = probe_torch(node)
+    yield from check_torch(torch, gpus, installed)
+    parts, needed = parts_of(config)
+    servers = config is None or not config.rollout.urls
+    if gpus:
+        yield from check_imports(node, parts, needed)
+    else:
+        yield passed("imports", "not looked at: kernels need a driver, and no GPU is visible")
+    if servers and "sglang" in installed:
+        yield from check_pins(importlib.metadata.requires("sglang") or [], installed)
+    yield from check_compilers(node, torch, servers=servers)
+    short = config is not None and bool(gpus) and needed_gpus(config) > len(gpus)
+    several = "RAY_ADDRESS" in node.environment or int(node.environment.get("SLURM_NNODES", "1")) > 1 or short
+    yield from check_network(node, config, several=several)
 
 
 def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:

@@ -14,8 +14,10 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.run_dir import OWN_NAMES
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 
-SHARED_MEMORY = Path("/dev/shm")
-_SHARED_MEMORY_BYTES = 2e9
+SHARED_MEMORY_BYTES = 2e9
+SHARED_MEMORY_GPU_BYTES = 10e9
+"""Ray puts the object store of a large node on the disk below /tmp where there is less."""
+
 _PROBE_BYTES = 64 * 2**20
 _SLOW_SYNC_S = 300.0
 _CLOCK_SKEW_S = 2.0
@@ -104,7 +106,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> Finding:
     return passed("run directory", f"{run_dir} {'goes on' if holds else 'is free'}")
 
 
-def check_shared_memory(path: Path = SHARED_MEMORY, wanted: float = _SHARED_MEMORY_BYTES) -> Finding:
+def check_shared_memory(path: Path, wanted: float = SHARED_MEMORY_BYTES) -> Finding:
     """Ray's object store and the ranks of a node talk through it."""
     mend = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
     if not path.is_dir():

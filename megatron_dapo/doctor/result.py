@@ -1,7 +1,5 @@
 """What a check found."""
 
-import subprocess
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,18 +31,3 @@ def warning(check: str, found: str, mend: str) -> Finding:
 
 def failed(check: str, found: str, mend: str) -> Finding:
     return Finding(status=Status.FAIL, check=check, found=found, mend=mend)
-
-
-Ask = Callable[[Sequence[str]], str | None]
-"""A command line -> what it prints; None if the program is not there, fails, or takes too long."""
-
-ASK_DEADLINE_S = 30.0
-
-
-def ask(command: Sequence[str]) -> str | None:
-    """`Ask` of this machine."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_DEADLINE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout if answer.returncode == 0 else None
