@@ -1,6 +1,5 @@
 """`megatron-dapo doctor`: can this machine run that config; one line a check, with the mend."""
 
-import importlib.metadata
 import os
 import sys
 from collections import Counter
@@ -13,22 +12,8 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.doctor.hardware import (
-    Gpu,
-    check_collectives,
-    check_gpus,
-    check_interconnect,
-    needed_gpus,
-    visible_gpus,
-)
-from megatron_dapo.doctor.kernels import (
-    check_compilers,
-    check_imports,
-    check_pins,
-    check_torch,
-    parts_of,
-    probe_torch,
-)
+from megatron_dapo.doctor.gpu_node import examine_gpu_node, on_gpus
+from megatron_dapo.doctor.hardware import check_collectives, check_gpus, needed_gpus, visible_gpus
 from megatron_dapo.doctor.machine import (
     SHARED_MEMORY_BYTES,
     SHARED_MEMORY_GPU_BYTES,
@@ -38,9 +23,9 @@ from megatron_dapo.doctor.machine import (
     check_run_dir,
     check_shared_memory,
 )
-from megatron_dapo.doctor.network import check_network, check_port_range
+from megatron_dapo.doctor.network import check_port_range
 from megatron_dapo.doctor.node import Node
-from megatron_dapo.doctor.result import Finding, Status, failed, passed
+from megatron_dapo.doctor.result import Finding, Status, failed
 from megatron_dapo.doctor.run import (
     bytes_on_disk,
     check_data,
@@ -49,7 +34,7 @@ from megatron_dapo.doctor.run import (
     check_tokenizer,
     dry_run,
 )
-from megatron_dapo.doctor.software import installed_versions, software
+from megatron_dapo.doctor.software import software
 
 _STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
 _WIDEST = 200
@@ -84,13 +69,14 @@ def examine(config: Config | None, node: Node) -> Iterator[Finding]:
     gpus = visible_gpus(node.ask)
     on_cluster = "RAY_ADDRESS" in node.environment
     yield from check_gpus(gpus, config, on_cluster=on_cluster, cores=len(os.sched_getaffinity(0)))
-    if on_gpus(config, gpus):
+    gpu_node = on_gpus(config, gpus)
+    if gpu_node:
         yield from examine_gpu_node(config, gpus, node)
     else:
         yield check_collectives()
     yield from check_ports(config)
     yield from check_port_range(node)
-    wanted = SHARED_MEMORY_GPU_BYTES if gpus else SHARED_MEMORY_BYTES
+    wanted = SHARED_MEMORY_GPU_BYTES if gpu_node else SHARED_MEMORY_BYTES
     yield check_shared_memory(node.root / "dev/shm", wanted)
     yield check_open_files()
     if config is None:
@@ -106,33 +92,6 @@ def examine(config: Config | None, node: Node) -> Iterator[Finding]:
         yield check_host_memory(config, hf, available, processes=processes, on_gpu=bool(gpus))
     yield check_tokenizer(config)
     yield check_data(config)
-
-
-def on_gpus(config: Config | None, gpus: Sequence[Gpu]) -> bool:
-    """Whether the checks of a GPU node apply: there are GPUs, which the config does not refuse, or it asks for them."""
-    if config is not None and config.actor.device != "auto":
-        return config.actor.device == "cuda"
-    return bool(gpus)
-
-
-def examine_gpu_node(config: Config | None, gpus: Sequence[Gpu], node: Node) -> Iterator[Finding]:
-    """What only a run on GPUs needs of a machine. Without a GPU the kernels are not imported: they need the driver."""
-    yield from check_interconnect(node.ask)
-    installed = installed_versions()
-    torch = probe_torch(node)
-    yield from check_torch(torch, gpus, installed)
-    parts, needed = parts_of(config)
-    servers = config is None or not config.rollout.urls
-    if gpus:
-        yield from check_imports(node, parts, needed)
-    else:
-        yield passed("imports", "not looked at: kernels need a driver, and no GPU is visible")
-    if servers and "sglang" in installed:
-        yield from check_pins(importlib.metadata.requires("sglang") or [], installed)
-    yield from check_compilers(node, torch, servers=servers)
-    short = config is not None and bool(gpus) and needed_gpus(config) > len(gpus)
-    several = "RAY_ADDRESS" in node.environment or int(node.environment.get("SLURM_NNODES", "1")) > 1 or short
-    yield from check_network(node, config, several=several)
 
 
 def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:

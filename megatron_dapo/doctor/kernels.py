@@ -28,15 +28,25 @@ _PINNED = ("torch", "sglang-kernel", "flashinfer-python", "torch-memory-saver")
 
 _MARK = "\x1e"
 _TORCH = """
-import json, sys, warnings
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
+import json, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     import torch
     cuda = torch.version.cuda
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nccl = torch.cuda.nccl.version() if cuda else ()
-said = [str(one.message) for one in said if "CUDA" in str(one.message)]
-print("\\x1e" + json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, nccl=nccl, said=said)))
+    error = ""
+    if cuda and not devices:
+        try:
+            torch.cuda.init()
+        except Exception as raised:
+            error = str(raised)
+print("\\x1e" + json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, nccl=nccl, error=error)))
+"""
+_PACKAGES = """
+import importlib.metadata, json
+found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions() if one.metadata["Name"]}
+print("\\x1e" + json.dumps([found, importlib.metadata.requires("sglang") or [] if "sglang" in found else []]))
 """
 _TRY = """
 import importlib, sys
@@ -59,7 +69,7 @@ class Torch:
     """None: a build for the CPU."""
     devices: int
     nccl: tuple[int, ...]
-    said: str
+    error: str
     """Why CUDA could not be started, in torch's words."""
 
     @property
@@ -76,6 +86,7 @@ class Part:
     """What a run does without it; none: it does not start."""
     then: str = ""
     """To be run after the import, which is called `part`."""
+    mend: str = INSTALL
 
 
 TRAINER = (
@@ -83,6 +94,7 @@ TRAINER = (
     Part(
         module="transformer_engine.pytorch",
         lost="the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8",
+        mend=f"{INSTALL}; it is built after torch: pip install --no-build-isolation transformer-engine[pytorch]",
     ),
 )
 SERVER = (
@@ -103,7 +115,14 @@ def probe_torch(node: Node) -> Torch | str:
     if answer.code != 0:
         return _cause(answer)
     found = json.loads(answer.output.rpartition(_MARK)[2])
-    return Torch(**(found | {"nccl": tuple(found["nccl"]), "said": _first_line(" ".join(found["said"]))}))
+    return Torch(**(found | {"nccl": tuple(found["nccl"]), "error": _first_line(found["error"])}))
+
+
+def probe_packages(node: Node) -> tuple[dict[str, str], list[str]]:
+    """Version of every installed package by normalised name, and what sglang's metadata requires."""
+    answer = node.run([*node.python, "-c", _PACKAGES])
+    found, requires = json.loads(answer.output.rpartition(_MARK)[2]) if answer.code == 0 else ({}, [])
+    return {canonicalize_name(name): version for name, version in found.items()}, requires
 
 
 def check_torch(torch: Torch | str, gpus: Sequence[Gpu], installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -124,7 +143,7 @@ def check_torch(torch: Torch | str, gpus: Sequence[Gpu], installed: Mapping[str,
     elif gpus and not torch.devices:
         yield failed(
             "torch",
-            f"{torch.version} sees no GPU, nvidia-smi does{torch.said and ': ' + torch.said}",
+            f"{torch.version} sees no GPU, nvidia-smi does{torch.error and ': ' + torch.error}",
             "look at CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ",
         )
     elif torch.devices < len(gpus):
@@ -157,25 +176,25 @@ def check_imports(node: Node, parts: Sequence[Part], needed: Mapping[str, str]) 
         absent = answer.code == 1 and answer.output.rpartition(_MARK)[2].strip() == "" and _MARK in answer.output
         asks = needed.get(part.module)
         if absent and part.lost and asks is None:
-            yield warning("imports", f"no {part.module}: {part.lost}", INSTALL)
+            yield warning("imports", f"no {part.module}: {part.lost}", part.mend)
         elif absent:
-            yield failed("imports", f"no {part.module}, which {asks or 'every run on GPUs'} needs", INSTALL)
+            yield failed("imports", f"no {part.module}, which {asks or 'every run on GPUs'} needs", part.mend)
         elif answer.code != 0:
-            yield failed("imports", f"{part.module} is there and broken: {_cause(answer)}", INSTALL)
+            yield failed("imports", f"{part.module} is there and broken: {_cause(answer)}", part.mend)
     good = [part.module for part, answer in zip(parts, answers, strict=True) if answer.code == 0]
     if good:
         yield passed("imports", ", ".join(good))
 
 
 def _cause(answer: Answer) -> str:
-    """One line. SGLang's loader lists the causes of a failure in lines that begin with a dash."""
+    """One line. sgl_kernel lists the causes of its failure in lines that begin with a dash."""
     if answer.code is None:
         return answer.error
     if answer.code < 0:
         return f"ended by signal {-answer.code}"
     said = answer.output.rpartition(_MARK)[2] if _MARK in answer.output else answer.error.strip().rpartition("\n")[2]
-    inner = [line.removeprefix("- ") for line in said.splitlines() if line.startswith("- ")]
-    return inner[0] if inner else _first_line(said)
+    inner = re.search(r"^- (\w*(?:Error|Exception): .*)", said, flags=re.MULTILINE)
+    return _first_line(inner[1] if inner else said)
 
 
 def _first_line(text: str) -> str:
