@@ -1,4 +1,4 @@
-"""`megatron-dapo doctor`: can this machine run that config; one line a check, with the mend."""
+"""`megatron-dapo doctor`: can this machine run that config; one line a check, with the fix."""
 
 import os
 import sys
@@ -100,5 +100,5 @@ def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:
         (f"{finding.status:<8}", _STYLES[finding.status]), (f"{finding.check}: ", "bold"), finding.found
     )
     console.print(line)
-    if finding.mend:
-        console.print(Text(f"        mend: {finding.mend}"))
+    if finding.fix:
+        console.print(Text(f"        fix: {finding.fix}"))

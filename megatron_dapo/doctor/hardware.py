@@ -82,8 +82,8 @@ def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, 
     busy = [str(at) for at, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]
     short = config is not None and not on_cluster and needed_gpus(config) > len(gpus)
     if config is not None and short:
-        mend = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
-        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", mend)
+        fix = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
+        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", fix)
     if len(kinds) > 1:
         yield warning("GPUs", f"several kinds: {', '.join(kinds)}", "use equal ones: the slowest sets the pace")
     if busy:

@@ -86,7 +86,7 @@ class Part:
     """What a run does without it; none: it does not start."""
     then: str = ""
     """To be run after the import, which is called `part`."""
-    mend: str = INSTALL
+    fix: str = INSTALL
 
 
 TRAINER = (
@@ -94,7 +94,7 @@ TRAINER = (
     Part(
         module="transformer_engine.pytorch",
         lost="the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8",
-        mend=f"{INSTALL}; it is built after torch: pip install --no-build-isolation transformer-engine[pytorch]",
+        fix=f"{INSTALL}; it is built after torch: pip install --no-build-isolation transformer-engine[pytorch]",
     ),
 )
 SERVER = (
@@ -176,11 +176,11 @@ def check_imports(node: Node, parts: Sequence[Part], needed: Mapping[str, str]) 
         absent = answer.code == 1 and answer.output.rpartition(_MARK)[2].strip() == "" and _MARK in answer.output
         asks = needed.get(part.module)
         if absent and part.lost and asks is None:
-            yield warning("imports", f"no {part.module}: {part.lost}", part.mend)
+            yield warning("imports", f"no {part.module}: {part.lost}", part.fix)
         elif absent:
-            yield failed("imports", f"no {part.module}, which {asks or 'every run on GPUs'} needs", part.mend)
+            yield failed("imports", f"no {part.module}, which {asks or 'every run on GPUs'} needs", part.fix)
         elif answer.code != 0:
-            yield failed("imports", f"{part.module} is there and broken: {_cause(answer)}", part.mend)
+            yield failed("imports", f"{part.module} is there and broken: {_cause(answer)}", part.fix)
     good = [part.module for part, answer in zip(parts, answers, strict=True) if answer.code == 0]
     if good:
         yield passed("imports", ", ".join(good))
@@ -242,9 +242,9 @@ def check_compilers(node: Node, torch: Torch | str, *, servers: bool) -> Iterato
 
 def _c_compiler(node: Node) -> Finding | None:
     compiler = node.environment.get("CC") or node.which("gcc") or node.which("clang")
-    mend = "install gcc, or set CC"
+    fix = "install gcc, or set CC"
     if compiler is None:
-        return failed("compilers", "no C compiler: Triton and torch.compile need one", mend)
+        return failed("compilers", "no C compiler: Triton and torch.compile need one", fix)
     includes = ("-I", str(node.headers), "-include", "Python.h")
     answer = node.run([*compiler.split(), "-fsyntax-only", *includes, "-x", "c", "/dev/null"])
     if answer.code == 0:
@@ -269,15 +269,18 @@ def _cuda_compiler(node: Node, torch: Torch | str) -> list[Finding]:
     there = node.which("nvcc")
     named = node.environment.get("CUDA_HOME") or node.environment.get("CUDA_PATH")
     home = Path(named or (os.path.dirname(os.path.dirname(there)) if there else node.root / "usr/local/cuda"))
-    mend = "install the CUDA toolkit of torch's version, and set CUDA_HOME to its folder"
+    fix = "install the CUDA toolkit of torch's version, and set CUDA_HOME to its folder"
     answer = node.run([str(home / "bin" / "nvcc"), "--version"])
     release = re.search(r"release (\d+)\.\d+", answer.output)
     if release is None:
-        return [failed("compilers", f"no nvcc that runs in {home}/bin: servers compile kernels by it", mend)]
+        return [failed("compilers", f"no nvcc that runs in {home}/bin: servers compile kernels by it", fix)]
     if not (home / "include" / "cuda_runtime.h").is_file():
-        return [failed("compilers", f"{home}: nvcc is there, include/cuda_runtime.h is not", mend)]
+        return [failed("compilers", f"{home}: nvcc is there, include/cuda_runtime.h is not", fix)]
+    if not (home / "lib64" / "libcudart.so").exists():
+        found = f"no {home}/lib64/libcudart.so, which servers link their kernels with"
+        return [warning("compilers", found, f"{fix}, or name the library's folder in LIBRARY_PATH")]
     if isinstance(torch, Torch) and torch.cuda and int(release[1]) != torch.cuda_major:
-        return [warning("compilers", f"{home} is CUDA {release[1]}, torch is built for {torch.cuda}", mend)]
+        return [warning("compilers", f"{home} is CUDA {release[1]}, torch is built for {torch.cuda}", fix)]
     return []
 
 

@@ -35,7 +35,7 @@ def check_disk(run_dir: Path, needed: float, weights: float) -> Iterator[Finding
     """
     folder = existing_parent(run_dir)
     if not os.access(folder, os.W_OK | os.X_OK):
-        yield failed("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or mend its rights")
+        yield failed("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or fix its rights")
         return
     free = shutil.disk_usage(folder).free
     room = f"{free / GB:.0f} GB free in {folder}"
@@ -108,12 +108,12 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> Finding:
 
 def check_shared_memory(path: Path, wanted: float = SHARED_MEMORY_BYTES) -> Finding:
     """Ray's object store and the ranks of a node talk through it."""
-    mend = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
+    fix = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
     if not path.is_dir():
-        return warning("shared memory", f"no {path}", mend)
+        return warning("shared memory", f"no {path}", fix)
     free = shutil.disk_usage(path).free
     shown = f"{free / GB:.1f} GB free in {path}"
-    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, mend)
+    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, fix)
 
 
 def check_open_files(limit: int | None = None) -> Finding:
@@ -139,7 +139,7 @@ def check_ports(config: Config | None) -> Iterator[Finding]:
     taken = [(port, error) for port in wanted if (error := _bind_error(host, port)) is not None]
     if taken:
         what = ", ".join(f"{host}:{port} ({error})" for port, error in taken)
-        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or mend rollout.host")
+        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
     else:
         yield passed("ports", f"{host} can be listened on")
 

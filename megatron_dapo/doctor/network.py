@@ -14,7 +14,7 @@ _NET = "sys/class/net"
 _INFINIBAND = "sys/class/infiniband"
 _LISTENING = "0A"
 _SAME = {"NCCL_CUMEM_ENABLE": ("--enable-symm-mem",), "NCCL_NVLS_ENABLE": ("--enable-nccl-nvls", "--enable-symm-mem")}
-"""Variable that SGLang sets to 0 where it is not set, and its own options that set it to 1 in any case."""
+"""Variables that must be equal in trainer and servers, and the options by which SGLang sets them to 1 in any case."""
 
 _SLOW = {
     "NCCL_P2P_DISABLE": "GPUs of this node talk through host memory, not NVLink",
@@ -42,11 +42,11 @@ def check_host(node: Node, *, several: bool) -> Finding:
     if not _loopback(address):
         return passed("host name", f"{node.host} is {address}")
     found = f"{node.host} resolves to {address or 'nothing'}{'' if outside else ', and there is no default route'}"
-    mend = f"give {node.host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
+    fix = f"give {node.host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
     helped = bool(outside) and "GLOO_SOCKET_IFNAME" in node.environment
     if several and not helped:
-        return failed("host name", f"{found}: other nodes cannot meet this one", mend)
-    return warning("host name", f"{found}: a run on several nodes would not meet", mend)
+        return failed("host name", f"{found}: other nodes cannot meet this one", fix)
+    return warning("host name", f"{found}: a run on several nodes would not meet", fix)
 
 
 def _loopback(address: str) -> bool:
@@ -121,13 +121,11 @@ def check_variables(node: Node, extra_args: Sequence[str]) -> Iterator[Finding]:
         if node.environment.get(name) == "1"
     ]
     for name, flags in _SAME.items():
-        value = node.environment.get(name)
+        value = node.environment.get(name, "1")
         flag = next((flag for flag in flags if flag in extra_args), None)
         if flag and value != "1":
-            found = f"{flag} sets {name} = 1 in servers, the trainer has {value or 'no value'}"
-            wrong.append(warning("environment", found, f"export {name}=1: buffers of two kinds cannot be exchanged"))
-        elif value not in (None, "0", "1"):
-            wrong.append(warning("environment", f"{name} = {value}", "0 or 1: trainer and servers must have the same"))
+            found = f"{name} = {value} for the trainer, while {flag} makes it 1 in servers"
+            wrong.append(warning("environment", found, f"unset {name}: NCCL cannot join the two"))
     yield from wrong or [passed("environment", "no variable of NCCL or CUDA is in the way")]
 
 

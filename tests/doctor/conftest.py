@@ -95,6 +95,7 @@ class GpuMachine:
             "dev/shm/taken": "",
             "include/Python.h": "",
             "usr/local/cuda/include/cuda_runtime.h": "",
+            "usr/local/cuda/lib64/libcudart.so": "",
         }.items():
             self.write(name, text)
         self.program("nvidia-smi", NVIDIA_SMI.format(gpu=GPU))

@@ -17,6 +17,7 @@ from megatron_dapo.doctor.run import bytes_on_disk, check_data, check_host_memor
 from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.shapes import BUILT_IN
 from tests.plan.conftest import RECIPES
+from tests.test_repository import imports, python_files, within
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -61,6 +62,12 @@ def test_the_machine_alone_passes():
     assert doctor().exit_code == 0
 
 
+def test_nothing_that_trains_imports_these_checks():
+    files = [f for f in python_files("megatron_dapo") if f.parent.name != "doctor" and f.name != "doctor.py"]
+    assert len(files) > 100
+    assert not [file for file in files for module in imports(file) if within(module, {"megatron_dapo.doctor"})]
+
+
 GPU_CHECKS = ("imports", "SGLang's pins", "compilers", "environment", "host name", "locked memory", "driver")
 
 
@@ -87,14 +94,14 @@ def test_the_command_asks_the_nvidia_smi_on_the_path(machine, monkeypatch):
     answer = doctor()
     assert answer.exit_code == 1
     assert "fail    GPUs: compute mode of 0, 1, 2, 3, 4, 5, 6, 7 is Prohibited" in answer.stdout
-    assert "mend: nvidia-smi -c 0 (as root)" in answer.stdout
+    assert "fix: nvidia-smi -c 0 (as root)" in answer.stdout
     assert "pass    imports: " in answer.stdout
 
 
 def test_a_fault_is_a_line_with_its_mend_and_an_exit_code(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "model.path=nowhere")
     assert answer.exit_code == 1
-    assert "fail    model: nowhere/config.json is not there\n        mend: set model.path" in answer.stdout
+    assert "fail    model: nowhere/config.json is not there\n        fix: set model.path" in answer.stdout
 
 
 def test_a_config_that_is_none_is_a_fault(tmp_path):

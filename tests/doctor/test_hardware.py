@@ -92,7 +92,7 @@ def test_a_gpu_that_cannot_be_used_as_it_is(change, status, said):
     found = list(check_gpus(visible_gpus(lambda command: H100.format(used=4).replace(*change)), None, **HERE))
     assert statuses(found) == [status]
     assert said in found[0].found
-    assert "nvidia-smi" in found[0].mend
+    assert "nvidia-smi" in found[0].fix
 
 
 def test_two_processes_a_gpu_need_a_gpu_that_takes_two(config):

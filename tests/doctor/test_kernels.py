@@ -125,7 +125,7 @@ def test_output_of_a_module_is_not_taken_for_its_cause(machine):
 def test_a_broken_transformer_engine_says_how_it_is_built(machine):
     machine.module("transformer_engine.pytorch", "raise OSError('undefined symbol')")
     [finding] = [finding for finding in machine.examine() if finding.status is FAIL]
-    assert "--no-build-isolation" in finding.mend
+    assert "--no-build-isolation" in finding.fix
 
 
 def test_an_import_that_hangs_is_ended_at_the_deadline(machine, monkeypatch):
@@ -204,7 +204,7 @@ def test_the_installed_sglang_declares_what_is_compared():
 
 
 @pytest.mark.parametrize(
-    ("take", "found", "mend"),
+    ("take", "found", "fix"),
     [
         ("bin/gcc", "no C compiler", "install gcc"),
         ("bin/c++", "no c++ on PATH", "install g++"),
@@ -214,12 +214,12 @@ def test_the_installed_sglang_declares_what_is_compared():
         ("usr/local/cuda/include/cuda_runtime.h", "include/cuda_runtime.h is not", "CUDA_HOME"),
     ],
 )
-def test_a_compiler_or_header_that_is_missing_fails(take, found, mend, machine):
+def test_a_compiler_or_header_that_is_missing_fails(take, found, fix, machine):
     (machine.root / take).unlink()
     [finding] = [finding for finding in machine.examine() if finding.status is not PASS]
     assert (finding.status, finding.check) == (FAIL, "compilers")
     assert found in finding.found
-    assert mend in finding.mend
+    assert fix in finding.fix
 
 
 def test_compilers_that_do_not_compile_fail(machine):
@@ -241,6 +241,14 @@ def test_nvcc_is_looked_for_where_the_servers_look(machine, tmp_path):
     [(status, _, found)] = machine.problems()
     assert status is FAIL, "a wrapper on PATH: the headers are not beside it"
     assert "cuda_runtime.h" in found
+
+
+def test_a_toolkit_without_its_library_is_a_warning(machine):
+    """As NVIDIA's wheels bring it: lib instead of lib64, and no libcudart.so."""
+    (machine.cuda / "lib64/libcudart.so").unlink()
+    [(status, _, found)] = machine.problems()
+    assert status is WARNING
+    assert "lib64/libcudart.so" in found
 
 
 def test_nvcc_of_another_cuda_is_a_warning(machine):

@@ -83,7 +83,7 @@ def test_an_interface_that_is_named_must_be_there(variable, value, status, said,
     [finding] = network.check_interfaces(machine.node)
     assert finding.status is status
     assert said in finding.found
-    assert status is PASS or "eth0" in finding.mend
+    assert status is PASS or "eth0" in finding.fix
 
 
 def test_without_a_named_interface_there_is_nothing_to_say(machine):
@@ -148,15 +148,16 @@ def test_a_variable_that_makes_nccl_slow_is_a_warning(name, machine):
 
 
 def test_servers_with_another_nccl_setting_than_the_trainer_are_a_warning(machine):
-    flags = ("--enable-symm-mem",)
-    found = [finding.found for finding in network.check_variables(machine.node, flags)]
-    assert [text.split()[2] for text in found] == ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
+    def found(*flags):
+        return [finding.found for finding in network.check_variables(machine.node, flags) if finding.status is WARNING]
+
+    assert found("--enable-symm-mem") == [], "the run then sets both for the trainer too"
+    machine.set(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="0")
+    assert found() == [], "servers take what is set"
+    assert [text.split()[0] for text in found("--enable-symm-mem")] == ["NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
+    assert [text.split()[0] for text in found("--enable-nccl-nvls")] == ["NCCL_NVLS_ENABLE"]
     machine.set(NCCL_CUMEM_ENABLE="1", NCCL_NVLS_ENABLE="1")
-    assert [finding.status for finding in network.check_variables(machine.node, flags)] == [PASS]
-    machine.set(NCCL_NVLS_ENABLE="2")
-    [finding] = network.check_variables(machine.node, ())
-    assert finding.status is WARNING
-    assert finding.found == "NCCL_NVLS_ENABLE = 2"
+    assert found("--enable-symm-mem") == []
 
 
 LISTENING = "   0: 0100007F:{port:04X} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000\n"
