@@ -66,9 +66,9 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     if spec.shares_memory and spec.device == "cuda":
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if spec.device == "cuda" and spec.dtype == "float32":
-        # FlashAttention 3 and FlashInfer take 16-bit types alone; so does SGLang's RMS norm but in this mode.
+        # FlashAttention 3 and FlashInfer take 16-bit types alone, and so does SGLang's RMS norm outside this mode.
         arguments["--attention-backend"] = "triton"
-        flags.append("--enable-deterministic-inference")
+        flags += [] if config.deterministic else ["--enable-deterministic-inference"]
     if spec.device == "cpu":
         arguments |= {
             "--attention-backend": "torch_native",

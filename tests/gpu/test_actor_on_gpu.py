@@ -78,7 +78,6 @@ def test_float32_gradient_is_the_cpus(gloo, on_device, record, family, tied, fie
     assert max(errors.values()) < 1e-4, errors
 
 
-@pytest.mark.skipif(ON_CPU, reason="checks the GPU's bfloat16")
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 @pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
 def test_bfloat16_gradient_is_near(gloo, on_device, record, family, tied, fields, tmp_path):
@@ -86,7 +85,7 @@ def test_bfloat16_gradient_is_near(gloo, on_device, record, family, tied, fields
     folder = save_small(tmp_path, family, tied=tied)
     data = columns(folder)
     loss, wanted = gloo(1, gradient_of, folder, data, "float32", True, "cpu", {})[0]
-    got_loss, got = on_device(gradient_of, folder, data, "bfloat16", True, "cuda", fields)
+    got_loss, got = on_device(gradient_of, folder, data, "bfloat16", True, DEVICE, fields)
     errors = by_kind(relative_error(got, wanted))
     record(f"bfloat16 gradient against float32 on the CPU, {family}, {fields}", errors)
     assert got_loss == pytest.approx(loss, rel=0.02)
@@ -111,8 +110,6 @@ def steps_of(place: RankPlace, folder: Path, data: Columns, device: str, dtype: 
 def test_log_probs_and_steps_are_those_of_the_cpu(gloo, on_device, record, dtype, near, nats, tmp_path):
     """In bfloat16 a log-prob of 10 nats is a difference of logits that are rounded by 0.4 % at each of four layers: a
     few hundredths of a nat in the mean. What Adam makes of a rounded gradient stays within its learning rate."""
-    if ON_CPU and dtype == "bfloat16":
-        pytest.skip("checks the GPU's bfloat16")
     folder = save_small(tmp_path)
     data = columns(folder)
     wanted, wanted_trained, wanted_start, _ = gloo(1, steps_of, folder, data, "cpu", "float32", {})[0]

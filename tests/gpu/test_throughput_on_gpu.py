@@ -1,6 +1,7 @@
 """Tokens per second, model FLOPs utilisation and peak memory of an update on one GPU, against a plain loop.
 
-Models of Qwen2.5's widths with random weights, bfloat16, packed rows of 8 192 or 16 384 tokens. The plain loop is that of `tools/measure_actor_speed`: transformers with PyTorch's scaled-dot-product attention, on sequences of equal length,
+Models of Qwen2.5's widths with random weights, bfloat16, packed rows of 8 192 or 16 384 tokens. The plain loop is that
+of `tools/measure_actor_speed`: transformers with PyTorch's scaled-dot-product attention, on sequences of equal length,
 so that it pads nothing; its weights and AdamW are bfloat16, without master weights. Where the GPU's memory does not
 suffice, that is what is recorded.
 """
@@ -94,7 +95,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def mini_batch(row: int, config: ActorConfig, hidden: int) -> MiniBatch:
     rng = np.random.default_rng(0)
     lengths = np.full(SEQUENCES * ROWS, row // SEQUENCES, dtype=np.int32)
-    prompts = np.full(len(lengths), 128, dtype=np.int32)
+    prompts = np.minimum(128, lengths // 2)
     tokens = int((lengths - prompts).sum())
     return MiniBatch(
         responses=Responses(

@@ -57,15 +57,19 @@ def _row(name: str, stage: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _flat(key: str, value: Any) -> list[tuple[str, str]]:
-    """Nested dicts become a line for each number."""
-    if isinstance(value, dict):
-        return [pair for inner, part in value.items() for pair in _flat(f"{key}: {inner}", part)]
-    if isinstance(value, list):
-        return [(key, ", ".join(_number(part) for part in value))]
-    return [(key, _number(value))]
+    """A dict of numbers is one line, a dict of dicts a line for each."""
+    if not isinstance(value, dict):
+        return [(key, _number(value))]
+    plain = {inner: part for inner, part in value.items() if not isinstance(part, dict)}
+    nested = [
+        pair for inner, part in value.items() if isinstance(part, dict) for pair in _flat(f"{key}: {inner}", part)
+    ]
+    return ([(key, "; ".join(f"{inner} {_number(part)}" for inner, part in plain.items()))] if plain else []) + nested
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_number, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

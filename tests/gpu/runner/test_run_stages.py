@@ -105,9 +105,9 @@ def test_no_stage_stops_the_others(tmp_path: Path) -> None:
     assert stages["skip"]["reason"] == "no TransformerEngine"
     assert stages["good"]["figures"] == {"speed": {"GB/s": 2.5}}
     last = output.splitlines()
-    assert [line.split()[0] for line in last[-9:-2] if line] == list(wanted)
+    assert [line.split()[0] for line in last[-10:-2] if line] == list(wanted)
     written = (tmp_path / "out" / "gpu.md").read_text()
-    assert "| speed: GB/s | 2.5 |" in written
+    assert "| speed | GB/s 2.5 |" in written
     assert "no \\| kernel" in written
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "gpu.md", "logs.tar.gz"}
 
@@ -146,6 +146,28 @@ def test_a_stage_for_more_gpus_than_there_are_is_skipped(tmp_path: Path) -> None
     }
     assert code == 0
     assert "skip" not in results["stages"]
+
+
+def test_real_stages_run_on_a_cpu(tmp_path: Path) -> None:
+    """Two that are fast. `--device cpu` runs five more, some with servers: minutes."""
+    names = ("log-prob kernel", "hashing")
+    command = [sys.executable, "-m", "tests.gpu.runner.run_stages", "--device", "cpu", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--stages", ",".join(names)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert {name: stage["outcome"] for name, stage in stages.items()} == dict.fromkeys(names, "passed")
+    assert stages["hashing"]["figures"]["GB/s"].keys() >= {"a CPU server's hash (SHA-256)"}
+    assert "No GPU took part" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_gpu_the_command_says_what_it_can_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.runner.run_stages", "--folder", str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "torch sees no CUDA device; --device cpu" in done.stderr
 
 
 def test_what_is_planned_fits_one_gpus_25_minutes() -> None:
