@@ -6,7 +6,6 @@
 #   WITHOUT_TE   1: install-gpu leaves TransformerEngine out (no context parallelism, no FP8)
 #   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core, as memory allows)
 #   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 --pdb" one test after the other
-#   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
 
 VENV ?= .venv
@@ -55,8 +54,8 @@ test-slow: install ## run the tests that take minutes each
 test-slurm: install ## run a job on a Slurm of two virtual nodes; installs Debian's Slurm (needs root)
 	OMP_NUM_THREADS=1 $(TESTS) tests/slurm -m slurm -rs $(ARGS)
 
-test-gpu: install ## run the tests that need a CUDA device
-	$(TESTS) tests/gpu -m gpu $(ARGS)
+test-gpu: install ## check and measure on the GPUs of this machine, 25 minutes; results in runs/gpu
+	$(BIN)/python -m tests.gpu.runner.run_stages $(ARGS)
 
 check: install ## lint, format, types, import direction, example configs, documents; under a minute
 	@failed=; \

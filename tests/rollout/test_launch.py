@@ -178,6 +178,15 @@ def test_servers_of_one_machine_draw_from_different_ports() -> None:
     assert min(len(drawn) for drawn in ports.values()) > 1, "of a share they are drawn"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_float32_gpu_server_gets_kernels_that_take_32_bits(deterministic: bool) -> None:
+    """SGLang's own choice, FlashAttention 3 or FlashInfer, and its RMS norm refuse float32 at the first request."""
+    config = RolloutConfig(deterministic=deterministic)
+    arguments = server_arguments(config, spec(device="cuda", dtype="float32"), 31000)
+    assert value(arguments, "--attention-backend") == "triton"
+    assert arguments.count("--enable-deterministic-inference") == 1
+
+
 def test_further_arguments_come_last() -> None:
     config = RolloutConfig(deterministic=True, extra_args=("--decode-attention-backend", "torch_native"))
     arguments = server_arguments(config, spec(), 31000)
