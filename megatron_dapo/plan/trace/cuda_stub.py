@@ -54,7 +54,9 @@ def _headers() -> Path:
         )
     found = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
     if not found:
-        raise TraceError(f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}")
+        raise TraceError(
+            f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
+        )
     return found[0].parent
 
 

@@ -86,11 +86,6 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
         )
     batch = _mini_batch(config, reference=actor.reference is not None)
     temperature = config.rollout.temperature
-    with meter.measured("log-probs"):
-        actor.log_probs(batch.responses, batch.plan, temperature)
-    if actor.reference is not None:
-        with meter.measured("reference log-probs"):
-            actor.reference_log_probs(batch.responses, batch.plan, temperature)
     objective, step = objective_of(config.algorithm), actor.optimizer.step
 
     def measured_step() -> Any:
@@ -98,9 +93,15 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
             return step()
 
     actor.optimizer.step = measured_step
-    for name in ("first update", "update"):
+    for name in ("first update", "log-probs", "reference log-probs", "update"):
+        # The first update makes the moments, which are there ever after.
         with meter.measured(name):
-            actor.update([batch], objective, temperature)
+            if name.endswith("update"):
+                actor.update([batch], objective, temperature)
+            elif name == "log-probs":
+                actor.log_probs(batch.responses, batch.plan, temperature)
+            elif actor.reference is not None:
+                actor.reference_log_probs(batch.responses, batch.plan, temperature)
     with meter.measured("rollout"):
         pass  # at rest
     with meter.measured("checkpoint"):
@@ -153,7 +154,10 @@ def _shards(actor: Any) -> list[Shard]:
             for part in _leaves(one.build()) if isinstance(one, ShardedTensorFactory) else [one]:
                 number = part.replica_id if isinstance(part.replica_id, int) else sum(part.replica_id)
                 if number == 0:
-                    size = (*[1] * part.prepend_axis_num, *part.local_shape[-(len(part.global_shape) - part.prepend_axis_num) :])
+                    size = (
+                        *[1] * part.prepend_axis_num,
+                        *part.local_shape[-(len(part.global_shape) - part.prepend_axis_num) :],
+                    )
                     own.append(
                         Shard(part.key, str(part.dtype)[6:], tuple(part.global_shape), tuple(part.global_offset), size)
                     )
@@ -185,6 +189,14 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
     distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc, assignment]
     distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc, assignment]
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, not one a number
+    tensor = torch.tensor
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, list | tuple):
+            return [numbers(one) for one in data]
+        return data.item() if isinstance(data, FakeTensor) else data
+
+    torch.tensor = lambda data, **options: tensor(numbers(data), **options)  # type: ignore[assignment]
 
     def counted(owner: Any, name: str, what: str) -> None:
         own: Callable[..., Any] = getattr(owner, name)
@@ -268,7 +280,9 @@ def _replace_files(meter: Meter, recorder: Recorder, hf: HFModelConfig, config: 
     def stage_names(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
         gather(into, value, group, **rest)
         if isinstance(value, set):  # of `gathered_parameters`: which stage holds which parameter
-            into[:] = _names_by_stage(weights.model_shards(hf), hf, len(into), config.actor.layout.virtual_pipeline or 1)
+            into[:] = _names_by_stage(
+                weights.model_shards(hf), hf, len(into), config.actor.layout.virtual_pipeline or 1
+            )
             if value not in into:
                 raise AssertionError(f"this rank holds other parameters than thought: {sorted(value)[:3]} ...")
 

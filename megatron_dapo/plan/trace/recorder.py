@@ -170,4 +170,5 @@ class RecordingGloo(RecordingGroup):
 
 
 def _reduction(options: Any) -> str:
-    return str(getattr(options, "reduceOp", "")).rpartition(".")[2].rstrip(">").partition(":")[0]
+    asked = getattr(options, "reduceOp", None)
+    return next((name for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT") if asked == getattr(dist.ReduceOp, name)), "")
