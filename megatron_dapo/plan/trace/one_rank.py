@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
         with meter.measured(f"{name}, optimizer step"):
             return step()
 
-    actor.optimizer.step = measured_step
+    actor.optimizer.step = measured_step  # type: ignore[method-assign]
     for name in ("first update", "log-probs", "reference log-probs", "update"):
         # The first update makes the moments, which are there ever after.
         with meter.measured(name):
@@ -221,12 +221,12 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
 
     def gathered(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
         meter.wait("objects gathered")
-        recorder.note(group or dist.group.WORLD, "all_gather_object", [])
+        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), "all_gather_object", [])
         into[:] = [value] * len(into)
 
     def broadcast(values: Any, src: int = 0, group: Any = None, **rest: Any) -> None:
         meter.wait("objects broadcast")
-        recorder.note(group or dist.group.WORLD, f"broadcast_object_list from {src}", [])
+        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), f"broadcast_object_list from {src}", [])
 
     for module in (dist, distributed_c10d):
         module.all_gather_object = gathered  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def _replace_files(meter: Meter, recorder: Recorder, hf: HFModelConfig, config: 
             load(*args)
 
     weights.SafetensorsReader = Reader  # type: ignore[misc, assignment]
-    weights.load_hf_weights = load_hf_weights
+    weights.load_hf_weights = load_hf_weights  # type: ignore[assignment]
     HFModelConfig.load = classmethod(lambda cls, folder: hf)  # type: ignore[method-assign, assignment]
 
     exchange = P2PCommunicator._communicate_shapes

@@ -39,7 +39,11 @@ class Recorder:
         return _Done()
 
 
-class _Done(dist._Work):
+_Work: Any = dist._Work
+_ProcessGroup: Any = dist.ProcessGroup  # its methods' types differ between torch's versions
+
+
+class _Done(_Work):
     def wait(self, *args: Any) -> bool:
         return True
 
@@ -52,7 +56,7 @@ class _Done(dist._Work):
         return future
 
 
-class RecordingGroup(dist.ProcessGroup):
+class RecordingGroup(_ProcessGroup):
     """Every member is this process's rank; `recorder` is set before a group is made."""
 
     class Options:
