@@ -147,8 +147,8 @@ def _overlaps(traces: Sequence[RankTrace]) -> Iterator[str]:
         for rank, shard in own:
             ends = [start + count for start, count in zip(shard.offset, shard.size, strict=True)]
             if (shard.shape, shard.dtype) != (first.shape, first.dtype):
-                one, other = (f"{part.dtype}{list(part.shape)}" for part in (first, shard))
-                yield f"{key}: {one} on rank {own[0][0]}, {other} on rank {rank}"
+                texts = [f"{part.dtype}{list(part.shape)}" for part in (first, shard)]
+                yield f"{key}: {texts[0]} on rank {own[0][0]}, {texts[1]} on rank {rank}"
             elif any(end > whole for end, whole in zip(ends, shard.shape, strict=True)):
                 yield f"{key}: rank {rank} writes up to {ends} of {list(shard.shape)}"
         own.sort(key=lambda one: one[1].offset)

@@ -41,9 +41,9 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     recorder.pipeline_shape = [row_tokens(config) // split, 1, hf.hidden_size]
     _replace_torch(meter, recorder)
     if transformer_engine:
-        from megatron_dapo.plan.trace import te_layers
+        from megatron_dapo.plan.trace.te_layers import install
 
-        te_layers.install()
+        install()
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
     from megatron_dapo.actor import device
@@ -186,8 +186,8 @@ class _Sink:
 
 def _replace_torch(meter: Meter, recorder: Recorder) -> None:
     """Groups that note, waits that are counted, storages that tell when they are resized."""
-    distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc, assignment]
-    distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc, assignment]
+    distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc]
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, not one a number
     tensor = torch.tensor
 
@@ -196,7 +196,7 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
             return [numbers(one) for one in data]
         return data.item() if isinstance(data, FakeTensor) else data
 
-    torch.tensor = lambda data, **options: tensor(numbers(data), **options)  # type: ignore[assignment]
+    torch.tensor = lambda data, **options: tensor(numbers(data), **options)
 
     def counted(owner: Any, name: str, what: str) -> None:
         own: Callable[..., Any] = getattr(owner, name)

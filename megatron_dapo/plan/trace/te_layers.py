@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,23 +51,28 @@ def install() -> None:
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
     extension: Any = _Extension("transformer_engine_torch")
     text = "\n".join(file.read_text() for file in sorted((Path(spec.origin).parent / "pytorch").rglob("*.py")))
-    extension.DType = enum.IntEnum("DType", _TYPES, start=0)  # type: ignore[misc]
+    extension.DType = enum.IntEnum("DType", _TYPES, start=0)
     for name in set(re.findall(r"\b(NVTE_[A-Z]\w+)\.NVTE_", text)):
         members = dict.fromkeys(re.findall(rf"\b{name}\.(NVTE_\w+)", text))
-        setattr(extension, name, enum.IntEnum(name, list(members), start=0))  # type: ignore[misc]
+        setattr(extension, name, enum.IntEnum(name, list(members), start=0))
     for name in set(re.findall(r"\btex\.(\w+)", text)):
         getattr(extension, name)  # `import *` takes only what is there
-    for kernel in (generic_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_rope_forward, fused_rope_backward):
-        setattr(extension, kernel.__name__, kernel)
-    for kernel in (fused_attn_fwd, fused_attn_bwd, multi_tensor_l2norm):
+    for kernel in _KERNELS:
         setattr(extension, kernel.__name__, kernel)
     extension.get_cudnn_version = lambda: 91900
     backend = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-    extension.get_fused_attn_backend = lambda *args, **kwargs: (backend, "")
+    extension.get_fused_attn_backend = lambda *args: backend
     sys.modules["transformer_engine_torch"] = extension
     import transformer_engine.common
 
     transformer_engine.common.load_framework_extension = lambda framework: None
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    class AttentionParams(utils.AttentionParams):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields | {"qkv_type": torch.Tensor})  # FakeTensor is no type that it knows
+
+    utils.AttentionParams = AttentionParams
 
 
 def generic_gemm(
@@ -130,3 +136,15 @@ def multi_tensor_l2norm(chunk: int, flag: Tensor, lists: Any, per_tensor: bool =
     """Norm of all numbers, and of each tensor where asked."""
     each = torch.empty(len(lists[0]) if per_tensor else 0, dtype=torch.float32, device=flag.device)
     return torch.empty(1, dtype=torch.float32, device=flag.device), each
+
+
+_KERNELS: tuple[Callable[..., Any], ...] = (
+    generic_gemm,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    fused_rope_forward,
+    fused_rope_backward,
+    fused_attn_fwd,
+    fused_attn_bwd,
+    multi_tensor_l2norm,
+)
