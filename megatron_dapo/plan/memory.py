@@ -177,7 +177,8 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
         # Hidden states whole on each rank, their gradient in float32, the gradient of the layer's weight.
         hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
         return piece + hidden * size + (hidden * (4 + size) + weight * size if backward else 0)
-    return piece + tokens * columns * size * (2 if backward else 1)
+    # Backward adds their gradient; forward alone those of the micro-batch before, which Megatron's schedule still holds.
+    return piece + 2 * tokens * columns * size
 
 
 def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> dict[str, float]:

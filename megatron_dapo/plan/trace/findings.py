@@ -18,6 +18,9 @@ KNOWN_WAITS = {
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "micro-batches differ in length, so pipeline ranks tell each other the shape of each"
     ),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate"): (
+        "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch"
+    ),
 }
 """(file, function) of waits in a loop over micro-batches that are accepted, and why."""
 
