@@ -21,7 +21,7 @@ from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.shapes import model_shape
 from megatron_dapo.plan.trace import cuda_stub
 from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard, covered, disagreements
-from megatron_dapo.plan.trace.findings import CLOSE, Findings, Peak, loop_waits
+from megatron_dapo.plan.trace.findings import CLOSE, SMALL, Findings, Peak, loop_waits
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.orchestrate import telling_ranks
 from tests.plan.conftest import RECIPES
@@ -122,8 +122,10 @@ def test_the_tables_hold_peaks_waits_and_faults(constants: Calibration) -> None:
     assert "| 0 | TP0 PP0 CP0 DP0 | 1.00 (-96.4%) |" in findings.tables()
     assert "`megatron_dapo/actor/step.py:9 _loss`, 2 times (not accepted)" in findings.tables()
     assert len(findings.faults) == 1 + len(PHASES)
-    assert Peak(rank=0, phase="update", traced=100 + 99 * CLOSE, planned=100).close
-    assert not Peak(rank=0, phase="update", traced=100 + 101 * CLOSE, planned=100).close
+    assert Peak(rank=0, phase="update", traced=1e11 * (1 + 0.99 * CLOSE), planned=1e11).close
+    assert not Peak(rank=0, phase="update", traced=1e11 * (1 + 1.01 * CLOSE), planned=1e11).close
+    assert Peak(rank=0, phase="rollout", traced=0.9 * SMALL, planned=0).close
+    assert not Peak(rank=0, phase="rollout", traced=1.1 * SMALL, planned=0).close
 
 
 def test_every_kind_of_group_has_two_traced_members() -> None:

@@ -1,5 +1,5 @@
 /* Stands in for libcudart and libcuda: one H100 that accepts every call and does nothing. It has memory for the one
-   tensor that FakeTensorMode makes to initialise a device: a second real tensor gets an error. */
+   tensor that FakeTensorMode makes to initialise a device: a second real one gets an error. */
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 int stub_success(void) { return 0; }
 /* Without prototypes: only the returned 0 counts. */
 #define SUCCEEDS(name) __asm__(".globl " #name "\n.set " #name ", stub_success");
-#define EACH(X) X(cudaSetDevice) X(cudaDeviceSynchronize) X(cudaGetLastError) X(cudaPeekAtLastError) X(cudaFree) \
+#define EACH(X) X(cudaSetDevice) X(cudaDeviceSynchronize) X(cudaGetLastError) X(cudaPeekAtLastError) \
   X(cudaStreamSynchronize) X(cudaStreamQuery) X(cudaStreamWaitEvent) X(cudaStreamDestroy) X(cudaEventRecord) \
   X(cudaEventRecordWithFlags) X(cudaEventSynchronize) X(cudaEventQuery) X(cudaEventDestroy) X(cudaHostRegister) \
   X(cudaHostUnregister) X(cudaThreadExchangeStreamCaptureMode) X(cudaDeviceEnablePeerAccess) X(cudaFuncSetAttribute) \
@@ -36,9 +36,18 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+static void *held;
 cudaError_t cudaMalloc(void **memory, size_t size) {
-  static int given = 0;
-  return !given++ && (*memory = malloc(size)) ? cudaSuccess : cudaErrorMemoryAllocation;
+  if (held) return cudaErrorMemoryAllocation;
+  *memory = held = malloc(size);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void *memory) {
+  if (memory && memory == held) {
+    free(held);
+    held = NULL;
+  }
+  return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned flags) {
   return (*memory = malloc(size)) ? cudaSuccess : cudaErrorMemoryAllocation;

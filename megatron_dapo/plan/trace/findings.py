@@ -14,6 +14,9 @@ from megatron_dapo.plan.trace.agreement import RankTrace, disagreements
 CLOSE = 0.03
 """How far a traced peak may be from the planned one, relative."""
 
+SMALL = 1e8
+"""Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing."""
+
 KNOWN_WAITS = {
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "micro-batches differ in length, so pipeline ranks tell each other the shape of each"
@@ -40,12 +43,12 @@ class Peak:
     @property
     def deviation(self) -> float:
         """Relative to the plan."""
-        return self.traced / self.planned - 1
+        return self.traced / self.planned - 1 if self.planned else float(self.traced > 0)
 
     @property
     def close(self) -> bool:
-        """Within CLOSE."""
-        return abs(self.deviation) <= CLOSE
+        """Within CLOSE, or SMALL."""
+        return abs(self.deviation) <= CLOSE or abs(self.traced - self.planned) <= SMALL
 
 
 def peaks(traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> list[Peak]:
