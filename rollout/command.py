@@ -68,6 +68,10 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         # The backup: after a checkpoint, for one, they draw on with the weights that they had.
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
+    if spec.device == "cuda" and spec.dtype == "float32":
+        # FlashAttention 3 and FlashInfer take 16-bit types alone, and so does SGLang's RMS norm outside this mode.
+        arguments["--attention-backend"] = "triton"
+        flags += [] if config.deterministic else ["--enable-deterministic-inference"]
     if spec.device == "cpu":
         arguments |= {
             "--attention-backend": "torch_native",

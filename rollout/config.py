@@ -66,8 +66,9 @@ class RolloutConfig:
     trainer's rank 0 and each rank of a server hold at most two buckets besides the model."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to reach every server, and for the servers to meet in a process group. One that is late is
-    restarted and reads the weights from disk."""
+    """Seconds for a bucket to reach every server, for the servers to meet in a process group, and for a server to
+    report the checksums of what it got. One that is late is restarted and reads the weights from disk; over NCCL all
+    servers of the group are, since the others wait for it on their GPUs."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
     """Tokens after which a server passes on what it has drawn of a response: when the server is lost, at most so many

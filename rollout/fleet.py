@@ -99,7 +99,7 @@ class RolloutFleet:
             Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
         )
         self._balancer = Balancer(self._members, config.max_running_requests)
-        self._publisher = Publisher(self._members, self._balancer, timing)
+        self._publisher = Publisher(self._members, self._balancer, timing, sync_deadline_s=config.sync_deadline_s)
         self._occupation = Occupation(self._members, self._balancer, timing)
         supervisor = Supervisor(
             self._members,

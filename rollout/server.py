@@ -65,6 +65,18 @@ class Engine(Protocol):
         """Ends it in order."""
 
 
+def group_environment(config: RolloutConfig) -> dict[str, str]:
+    """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
+
+    They are what SGLang sets for itself; a trainer with NCCL's defaults would exchange memory handles of another kind.
+    """
+    if config.weight_sync != "distributed":
+        return {}
+    symmetric = "--enable-symm-mem" in config.extra_args
+    sharp = symmetric or "--enable-nccl-nvls" in config.extra_args
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(sharp))}
+
+
 class LocalServer:
     """A server as a child process with a process group of its own. It ends with this process, however that ends.
 
@@ -169,7 +181,8 @@ class LocalServer:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
-        return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | key | gpus
+        parent = {launch_server.PARENT: str(os.getpid())}
+        return group_environment(self.config) | os.environ | {"PYTHONPATH": path} | parent | key | gpus
 
 
 class RemoteServer:

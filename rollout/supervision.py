@@ -194,7 +194,7 @@ class Supervisor:
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
                     if member.state is State.SUSPECT or asked - member.answered > self.timing.probe_interval_s:
-                        await member.probe(self.timing.probe_deadline_s)
+                        await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
@@ -240,6 +240,10 @@ class Supervisor:
             await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
+        if not member.engine.ours:
+            # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
+            with member.work():
+                await member.client.checksums(self.timing.scheduler_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
         load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
         try:

@@ -28,6 +28,7 @@ from megatron_dapo.coordinator.rank_timeline import RankTimeline
 from megatron_dapo.coordinator.turns import DeviceMemory
 from megatron_dapo.coordinator.waits import Stalled, Waits
 from rollout.client import ServerInfo
+from rollout.server import group_environment
 
 if TYPE_CHECKING:
     from rollout.checksums import Checksums
@@ -111,6 +112,7 @@ class TrainerRank:
 
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         """Join the other ranks and load the model. Returns MegatronActor.describe()."""
+        os.environ.update(_environment(config) | os.environ)
         from megatron_dapo.actor.actor import MegatronActor
 
         self._actor = MegatronActor(
@@ -144,6 +146,13 @@ class TrainerRank:
             self._timeline = RankTimeline(self._run_dir, self._actor)
         with self._timeline.call(step, method):
             return getattr(part, method)(*arguments)
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Of a rank, before it uses NCCL, where nobody has set it."""
+    group = group_environment(config.rollout)
+    # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a rank.
+    return group and group | {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class Trainer:

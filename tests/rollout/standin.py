@@ -97,27 +97,28 @@ class StandIn:
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/server_info", self._info),
-                web.get("/model_info", self._model_info),
-                web.post("/generate", self._generate),
-                web.post("/abort_request", self._abort),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._resume),
-                web.post("/flush_cache", self._flush),
-                web.post("/update_weights_from_disk", self._update),
-                web.post("/weights_checker", self._checksums),
-                web.post("/release_memory_occupation", self._release_memory),
-                web.post("/resume_memory_occupation", self._resume_memory),
-            ]
-        )
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
         await site.start()
         self._port = self._runner.addresses[0][1]
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._health),
+            web.get("/server_info", self._info),
+            web.get("/model_info", self._model_info),
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.post("/pause_generation", self._pause),
+            web.post("/continue_generation", self._resume),
+            web.post("/flush_cache", self._flush),
+            web.post("/update_weights_from_disk", self._update),
+            web.post("/weights_checker", self._checksums),
+            web.post("/release_memory_occupation", self._release_memory),
+            web.post("/resume_memory_occupation", self._resume_memory),
+        ]
 
     def alive(self) -> bool:
         return self._runner is not None

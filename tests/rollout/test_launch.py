@@ -19,7 +19,7 @@ from rollout import launch_server
 from rollout.command import ServerSpec, server_arguments
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server import free_port, tail
+from rollout.server import LocalServer, free_port, tail
 
 
 def spec(**changes: object) -> ServerSpec:
@@ -178,6 +178,15 @@ def test_servers_of_one_machine_draw_from_different_ports() -> None:
     assert min(len(drawn) for drawn in ports.values()) > 1, "of a share they are drawn"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_float32_gpu_server_gets_kernels_that_take_32_bits(deterministic: bool) -> None:
+    """SGLang's own choice, FlashAttention 3 or FlashInfer, and its RMS norm refuse float32 at the first request."""
+    config = RolloutConfig(deterministic=deterministic)
+    arguments = server_arguments(config, spec(device="cuda", dtype="float32"), 31000)
+    assert value(arguments, "--attention-backend") == "triton"
+    assert arguments.count("--enable-deterministic-inference") == 1
+
+
 def test_further_arguments_come_last() -> None:
     config = RolloutConfig(deterministic=True, extra_args=("--decode-attention-backend", "torch_native"))
     arguments = server_arguments(config, spec(), 31000)
@@ -245,3 +254,27 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(1000)))
     assert tail(log, lines=2) == "line 998 �\nline 999 �"
     assert len(tail(log, lines=500, size=100)) <= 100
+
+
+def environment_of(*extra_args: str, **settings: object) -> dict[str, str]:
+    return LocalServer(RolloutConfig(extra_args=extra_args, **settings), spec())._environment()  # type: ignore[arg-type]
+
+
+def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `_set_envs_and_config` of sglang.srt.entrypoints.engine; the trainer's ranks get the same."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not set(names) & environment_of().keys()
+    for extra_args, wanted in {
+        (): ("0", "0"),
+        ("--enable-nccl-nvls",): ("0", "1"),
+        ("--enable-symm-mem",): ("1", "1"),
+    }.items():
+        environment = environment_of(*extra_args, weight_sync="distributed")
+        assert tuple(environment[name] for name in names) == wanted
+    monkeypatch.setenv(names[0], "1")
+    environment = environment_of(weight_sync="distributed")
+    assert tuple(environment[name] for name in names) == ("1", "0"), "a user's own value stays"
