@@ -17,8 +17,8 @@ Python sees one class where torch has a group and its backend, so code that tell
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tests.emulated import strict_calls as calls
 from tests.emulated import strict_stream
 from tests.emulated.strict_board import Aborted, Board, Hang, Mismatch, StrictError, faults, patience_s
-from tests.emulated.strict_stream import Communicator, StrictWork
+from tests.emulated.strict_stream import Communicator, StrictBatch, StrictWork
 
 __all__ = ["Aborted", "Hang", "Mismatch", "StrictError", "faults", "install", "log", "patience_s"]
 
@@ -155,13 +155,12 @@ class StrictGroup(ProcessGroup):
         if self.aborted.is_set():
             raise Aborted(f"{self.label}: rank {self.mine}: {what} after abort")
         where = f"{self.label}: rank {self.mine}: {what}"
-        inputs, outputs = (
-            [strict_stream.device.data(tensor, where) for tensor in tensors] for tensors in (reads, writes)
-        )
         communicator = self._communicator(key, ranks, what)
+        take = partial(strict_stream.device.data, call=where, communicator=communicator)
+        inputs, outputs = [take(tensor, written=False) for tensor in reads], [take(t, written=True) for t in writes]
         log.append((self.label if key == "all" else f"{self.label}:{key}", what))
         done = communicator.submit(what, same or what, lambda gloo: run(gloo, inputs, outputs))
-        work = StrictWork(what, done, inputs, outputs, self.aborted)
+        work = StrictWork(what, done, inputs, outputs, self.aborted, communicator)
         strict_stream.device.enqueued(work)
         return work
 
@@ -217,8 +216,8 @@ class StrictGroup(ProcessGroup):
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictWork:
-        return [self._allgather_base(output, value) for output, value in zip(outputs, values, strict=True)][-1]
+    def allgather_into_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictBatch:
+        return StrictBatch([self._allgather_base(*pair) for pair in zip(outputs, values, strict=True)])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -239,10 +238,8 @@ class StrictGroup(ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictWork:
-        return [self._reduce_scatter_base(output, value, opts) for output, value in zip(outputs, values, strict=True)][
-            -1
-        ]
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, values: Any, opts: Any = None) -> StrictBatch:
+        return StrictBatch([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, values, strict=True)])
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -316,11 +313,9 @@ class StrictGroup(ProcessGroup):
     def _start_coalescing(self, device: Any = None) -> None:
         self.batched = True
 
-    def _end_coalescing(self, device: Any = None) -> StrictWork:
+    def _end_coalescing(self, device: Any = None) -> StrictBatch:
         self.batched = False
-        done: Future[None] = Future()
-        done.set_result(None)
-        return StrictWork("a batch", done, [], [], self.aborted)
+        return StrictBatch([])
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
@@ -332,13 +327,24 @@ def _check_size(call: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) 
         raise StrictError(f"{call}: {calls.shapes([whole])} is not {ranks} times {calls.shapes([part])}, contiguous")
 
 
-def install() -> None:
-    """`nccl` is this backend from now on, in this process."""
+def install(*, emulated_device: bool = False) -> None:
+    """`nccl` is this backend from now on, in this process.
+
+    Without `emulated_device` every tensor counts as the GPU's, and `wait` blocks until the data is there. With it see
+    `strict_device`; call it before anything starts threads, and `strict_device.answer_megatron` once
+    `megatron_dapo.actor.device` is prepared for the CPU.
+    """
+    if emulated_device:
+        from tests.emulated import strict_device
+
+        strict_stream.device = strict_device.EmulatedDevice()
+        strict_device.install(strict_stream.device)
     distributed_c10d.ProcessGroupNCCL = StrictGroup
     distributed_c10d.is_nccl_available = dist.is_nccl_available = lambda: True
     distributed_c10d._NCCL_AVAILABLE = True
-    distributed_c10d._get_object_coll_device = lambda group=None: "cpu"
-    distributed_c10d._get_pg_default_device = lambda group=None: torch.device("cpu")
+    where = "cuda:0" if emulated_device else "cpu"
+    distributed_c10d._get_object_coll_device = lambda group=None: where
+    distributed_c10d._get_pg_default_device = lambda group=None: torch.device(where)
     one_by_one = distributed_c10d.batch_isend_irecv
 
     def batch(ops: Any) -> Any:  # torch tells a group that is written in Python nothing of a batch

@@ -18,8 +18,8 @@ from tests.emulated.strict_board import Aborted, Hang, Mismatch, StrictError, pa
 LATENCY_S = 0.001
 """Between the last rank's arrival and the data: `wait` by itself must not suffice to see it."""
 
-SLACK_S = 30.0
-"""gloo's own limit lies so far beyond the patience."""
+THREADS = "strict-stream"
+"""How the names of the threads begin that stand for NCCL's streams."""
 
 ABORT_POLL_S = 0.02
 """How soon a thread that waits for a call sees that its group was aborted."""
@@ -28,8 +28,8 @@ ABORT_POLL_S = 0.02
 class Device:
     """What is known about the device of tensors. This one takes every tensor as the GPU's, and `wait` waits."""
 
-    def data(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
-        """The memory behind a tensor that is given to a call, as it is now."""
+    def data(self, tensor: torch.Tensor, call: str, *, written: bool, communicator: "Communicator") -> torch.Tensor:
+        """The memory of a tensor that is given to a call, as it is now: the tensor may get other memory later."""
         return tensor.detach()
 
     def enqueued(self, work: "StrictWork") -> None:
@@ -53,9 +53,13 @@ class StrictWork(dist._Work):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         aborted: threading.Event,
+        communicator: "Communicator | None" = None,
     ) -> None:
         super().__init__()
         self.what, self.done, self.reads, self.writes, self.aborted = what, done, reads, list(writes), aborted
+        self.communicator = communicator
+        self.settled = False
+        """The device's stream is ordered behind it: `wait` was called, or everything was synchronised."""
 
     def finish(self) -> None:
         """Block the host until the data is there."""
@@ -93,6 +97,27 @@ class StrictWork(dist._Work):
         return future
 
 
+class StrictBatch(dist._Work):
+    """Calls that torch gives out as one."""
+
+    def __init__(self, works: Sequence[StrictWork]) -> None:
+        super().__init__()
+        self.works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self.works:
+            work.wait()
+        return True
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
+
+
 class Communicator:
     """The ranks of one communicator, its gloo group, and the one thread that makes its calls in order."""
 
@@ -100,7 +125,7 @@ class Communicator:
         self.group, self.key, self.ranks = group, key, ranks
         self.calls = 0
         self._gloo: ProcessGroupGloo | None = None
-        self._stream = ThreadPoolExecutor(1, thread_name_prefix="strict-stream")
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix=THREADS)
 
     def submit(self, what: str, same: str, run: Callable[[Any], None]) -> "Future[None]":
         """`run` with the gloo group, once every rank has made this call; `same` must be equal on all of them."""
@@ -114,6 +139,8 @@ class Communicator:
         try:
             gloo = self._connected()
             self._compare(gloo, number, same)
+            if self.group.aborted.is_set():
+                raise Aborted(f"{self.group.label}: rank {self.group.mine}: {what}: aborted on this rank")
             time.sleep(LATENCY_S)
             run(gloo)
         except StrictError as error:
@@ -131,7 +158,7 @@ class Communicator:
     def _connected(self) -> Any:
         if self._gloo is None:
             here = self.ranks.index(self.group.mine)
-            limit = timedelta(seconds=patience_s() + SLACK_S)
+            limit = timedelta(seconds=patience_s())
             # A client of its own: one that waits in a thread lets no other thread of this process ask.
             store = PrefixStore(f"gloo/{self.key}", self.group.store.clone())
             self._gloo = ProcessGroupGloo(store, here, len(self.ranks), limit)
@@ -165,6 +192,6 @@ class Communicator:
         if missing:
             group.board.hang(why, missing)
         raise Hang(
-            f"{group.label}: rank {group.mine} hangs in {why}: every rank has made the call, and one has ended within "
-            f"{patience_s():g} s of it ({error})"
+            f"{group.label}: rank {group.mine} hangs in {why}: every rank has made the call, and one has ended "
+            f"or aborted it since ({error})"
         )
