@@ -54,6 +54,7 @@ class StandIn:
         self.slow_updates = 0.0
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
+        self.seeds: list[int | None] = []
         self.groups: list[str] = []
         self.aborted_single: list[str] = []
         self.stream_interval: int | None = None
@@ -172,6 +173,7 @@ class StandIn:
         assert not self.released
         number = len(self.prompts)
         self.prompts.append(body["input_ids"])
+        self.seeds.append(body["sampling_params"].get("sampling_seed"))
         self.calls.append(f"generate {self.label}")
         status = self.fails(number)
         if status == 200:
