@@ -55,8 +55,7 @@ class StandIn:
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
-        self.groups: list[str] = []
-        self.aborted_single: list[str] = []
+        self.groups, self.aborted_single = list[str](), list[str]()
         self.stream_interval: int | None = None
         """Tokens of a segment; None: a server that cannot stream without repeating itself."""
         self.packs = True
