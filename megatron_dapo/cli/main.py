@@ -204,8 +204,18 @@ def plan(
         Path | None, typer.Option(help="Constants of the hardware instead of the package's.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run ranks symbolically at true size; needs CUDA wheels, no GPU.")
+    ] = False,
+    ranks: Annotated[str, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and neighbours.")] = "",
+    layers: Annotated[str, typer.Option(help="With --trace: te (TransformerEngine, stood in for) or local.")] = "te",
+    jobs: Annotated[int, typer.Option(min=1, help="With --trace: ranks at once.")] = 2,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
+    if trace:
+        from megatron_dapo.cli.trace import trace_command
+
+        raise typer.Exit(trace_command(config, overrides or [], calibration, ranks=ranks, layers=layers, jobs=jobs))
     from megatron_dapo.cli.plan import plan_command
     from megatron_dapo.plan.plan import Assumptions
 

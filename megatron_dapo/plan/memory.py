@@ -8,6 +8,10 @@ weights' type (t = tensor-parallel size; with sequence parallel the first term i
     selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
     full        h, and for the one layer that is being repeated what `none` has
 
+Backward of a layer's MLP needs besides the gradients of the first product's output, less what is freed by then
+(ffn / t), and of its input (h); with sequence parallel also that input, gathered again (h). On the last stage this and
+the logits are not there at the same time: the larger counts.
+
 Pipeline stage i of p keeps them for min(p - i, micro-batches) micro-batches at once (1F1B); with v virtual chunks a
 stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
 """
@@ -143,13 +147,18 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
     spare = 1 + constants.fragmentation
     repeated = tokens * size * _kept_numbers(hf, actor, "none")
     kept = activation_bytes(hf, actor, size, tokens, layers=layers) * _alive(stage, config, batches)
-    kept += repeated if actor.recompute == "full" else 0
-    last = stage == layout.pipeline - 1
-    forward = {"activations": repeated * spare}
-    update = {"activations": kept * spare}
-    if last:
+    whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
+    layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
+    layer += repeated if actor.recompute == "full" else 0
+    forward, update = {}, {}
+    if stage == layout.pipeline - 1:
+        if layout.sequence_parallel:
+            # Megatron keeps the buffer that it gathers the output layer's input in.
+            resident["gathered hidden states"] = float(tokens * size * hf.hidden_size)
         forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
+    forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
+    update["activations"] = (kept + max(0.0, layer - sum(update.values()))) * spare
     sync = {"sync bucket": rank_bytes(config, hf)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
@@ -177,7 +186,8 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
         # Hidden states whole on each rank, their gradient in float32, the gradient of the layer's weight.
         hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
         return piece + hidden * size + (hidden * (4 + size) + weight * size if backward else 0)
-    return piece + tokens * columns * size * (2 if backward else 1)
+    # The second: their gradient; in forward alone those of the micro-batch before, which Megatron's schedule holds.
+    return piece + 2 * tokens * columns * size
 
 
 def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> dict[str, float]:

@@ -1,0 +1,51 @@
+"""`megatron-dapo plan --trace`: what ranks of a config hold and call, found by running them without a GPU."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.shapes import model_shape
+from megatron_dapo.plan.trace.agreement import RankTrace, covered
+from megatron_dapo.plan.trace.cuda_stub import TraceError
+from megatron_dapo.plan.trace.findings import Findings
+from megatron_dapo.plan.trace.orchestrate import telling_ranks, trace_ranks
+
+
+def trace_command(
+    path: Path, overrides: Sequence[str], calibration: Path | None, *, ranks: str, layers: str, jobs: int
+) -> ExitCode:
+    """Print peaks, calls and faults. FINISHED without a fault, FAILED with one, CONFIG if nothing could be traced."""
+    try:
+        config = load_config(path, overrides)
+        layout = config.actor.layout
+        if layers not in ("te", "local"):
+            raise ConfigError(f"--layers {layers}: te or local")
+        if ranks == "all":
+            asked = list(range(layout.world_size))
+        elif ranks and not all(one.strip().isdecimal() for one in ranks.split(",")):
+            raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
+        else:
+            asked = [int(one) for one in ranks.split(",")] if ranks else telling_ranks(layout)
+        constants, hf = load_calibration(calibration), model_shape(config.model.path).hf
+        print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
+        traces = trace_ranks(
+            path, overrides, config, asked, layers="te" if layers == "te" else "local", jobs=jobs, told=_tell
+        )
+    except (ConfigError, TraceError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIG
+    findings = Findings.of(traces, config, hf, constants)
+    print(f"\n{traces[0].kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
+    print(findings.tables())
+    print(
+        f"\nCheckpoint: these ranks write {covered(traces):.1%} of its numbers, none of them twice unless told below."
+    )
+    print("\n".join(["", "Faults:", *findings.faults] if findings.faults else ["", "No fault was found."]))
+    return ExitCode.FAILED if findings.faults else ExitCode.FINISHED
+
+
+def _tell(trace: RankTrace) -> None:
+    print(f"rank {trace.rank}: {len(trace.calls)} calls, {trace.seconds:.0f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,72 @@
+"""Builds the stand-in for the CUDA driver and names what a trace lacks. Imports no torch: the child does."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cuda_stub.c")
+
+
+class TraceError(Exception):
+    """A trace cannot be made; the message says what to do."""
+
+
+def stub_environment(cache: Path | None = None) -> dict[str, str]:
+    """The variables that a traced process needs: the stub is loaded first, and Dynamo stays off.
+
+    `cache`: folder of the compiled stub; else below XDG_CACHE_HOME.
+
+    Raises:
+        TraceError: no CUDA build of torch, its headers, or gcc.
+    """
+    headers = _headers()
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise TraceError("--trace compiles a small stand-in for the CUDA driver, and there is no gcc; install gcc")
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-dapo"
+    digest = hashlib.sha256(SOURCE.read_bytes() + str(headers).encode()).hexdigest()[:16]
+    library = folder / f"cuda_stub_{digest}.so"
+    if not library.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, headers, library)
+    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1"}
+
+
+def _headers() -> Path:
+    """The folder of cuda_runtime_api.h that torch's CUDA packages brought."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        build = ""
+    remedy = "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
+    if spec is None or spec.origin is None:
+        raise TraceError(f"--trace needs a CUDA build of torch, and there is no torch here; {remedy}")
+    torch = Path(spec.origin).parent
+    if not (torch / "lib" / "libtorch_cuda.so").is_file():
+        raise TraceError(
+            f"--trace needs a CUDA build of torch (no GPU), and torch {build} here is a build for the CPU; {remedy}"
+        )
+    found = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
+    if not found:
+        raise TraceError(
+            f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
+        )
+    return found[0].parent
+
+
+def _compile(compiler: str, headers: Path, library: Path) -> None:
+    # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
+    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
+        made = Path(aside) / library.name
+        command = [compiler, *options, "-o", str(made), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
+        made.replace(library)

@@ -1,0 +1,316 @@
+"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB.json`, under `stub_environment`.
+
+What is replaced here is replaced in this process alone, which does nothing else.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+
+from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.config import Config, load_config
+from megatron_dapo.plan.memory import row_tokens
+from megatron_dapo.plan.shapes import model_shape
+from megatron_dapo.plan.trace.agreement import RankTrace, Shard
+from megatron_dapo.plan.trace.meter import Meter
+from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
+
+
+def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:
+    """Build the actor of `rank` and take it through log-probs, two updates, a checkpoint's plan and the export."""
+    start = time.monotonic()
+    meter = Meter()
+    recorder = RecordingGroup.recorder = Recorder(meter)
+    hf = model_shape(config.model.path).hf
+    layout = config.actor.layout
+    # Of a row that is full, on a pipeline rank.
+    split = layout.tensor if layout.sequence_parallel else 1
+    recorder.pipeline_shape = [row_tokens(config) // split, 1, hf.hidden_size]
+    _replace_torch(meter, recorder)
+    if transformer_engine:
+        from megatron_dapo.plan.trace.te_layers import install
+
+        install()
+    else:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
+    from megatron_dapo.actor import device
+
+    choice = device.prepare("cuda")
+    _replace_files(meter, recorder, hf, config)
+    # torch.tensor(..., device="cuda") shall make a CPU tensor and then copy it, which the meter sees.
+    torch._C._set_only_lift_cpu_tensors(True)
+    with FakeTensorMode(allow_non_fake_inputs=True), meter:
+        actor, shards = _run(config, rank, meter)
+    return RankTrace(
+        rank=rank,
+        world_size=layout.world_size,
+        place=actor.place(),
+        kernels=str(choice),
+        calls=recorder.calls,
+        waits=[(*wait, count) for wait, count in sorted(meter.waits.items())],
+        peaks=dict(meter.peaks),
+        shards=shards,
+        versions={name: version(name) for name in ("torch", "megatron-core")},
+        seconds=time.monotonic() - start,
+    )
+
+
+def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
+    from megatron_dapo.actor.actor import MegatronActor
+    from megatron_dapo.coordinator.batch import objective_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        actor = MegatronActor(
+            dataclasses.replace(config.actor, device="cuda"),
+            config.model,
+            rank=rank,
+            world_size=config.actor.layout.world_size,
+            rendezvous=f"file://{folder}/rendezvous",
+            steps_per_rollout=1,
+            seed=config.run.seed,
+            timeout_s=600,
+            keep_reference=config.algorithm.kl.coefficient > 0,
+        )
+    batch = _mini_batch(config, reference=actor.reference is not None)
+    temperature = config.rollout.temperature
+    objective, step = objective_of(config.algorithm), actor.optimizer.step
+
+    def measured_step() -> Any:
+        with meter.measured(f"{name}, optimizer step"):
+            return step()
+
+    actor.optimizer.step = measured_step  # type: ignore[method-assign]
+    for name in ("first update", "log-probs", "reference log-probs", "update"):
+        # The first update makes the moments, which are there ever after.
+        with meter.measured(name):
+            if name.endswith("update"):
+                actor.update([batch], objective, temperature)
+            elif name == "log-probs":
+                actor.log_probs(batch.responses, batch.plan, temperature)
+            elif actor.reference is not None:
+                actor.reference_log_probs(batch.responses, batch.plan, temperature)
+    with meter.measured("rollout"):
+        pass  # at rest
+    with meter.measured("checkpoint"):
+        shards = _shards(actor)
+    with meter.measured("weight sync"):
+        actor.stream_weights(_Sink(actor.device.device) if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
+    return actor, shards
+
+
+def _mini_batch(config: Config, *, reference: bool) -> Any:
+    """Full rows, as many on each data-parallel rank as fill the pipeline: one response of the longest length and, where
+    the row has room, one of the rest."""
+    from megatron_dapo.actor.messages import MiniBatch, Responses
+    from megatron_dapo.actor.packing import MicroBatchPlan
+
+    layout, longest = config.actor.layout, config.model.context_length
+    rest = row_tokens(config) * layout.context - longest
+    lengths = [longest] + ([rest] if rest >= 2 else [])
+    rows = max(2, layout.pipeline) * (layout.virtual_pipeline or 1)
+    indices = np.arange(layout.data * rows * len(lengths)).reshape(layout.data, rows, len(lengths))
+    responses = Responses(
+        token_ids=np.zeros(layout.data * rows * sum(lengths), np.int32),
+        sequence_lengths=np.tile(np.array(lengths, np.int32), layout.data * rows),
+        prompt_lengths=np.ones(indices.size, np.int32),
+    )
+    plan = MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in indices), num_responses=indices.size)
+    column = np.ones(responses.num_response_tokens, np.float32)
+    return MiniBatch(
+        responses=responses,
+        weights=column,
+        plan=plan,
+        advantages=column,
+        old_log_probs=column,
+        reference_log_probs=column if reference else None,
+    )
+
+
+def _shards(actor: Any) -> list[Shard]:
+    """What this rank writes of a checkpoint."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    from megatron_dapo.actor import checkpoint
+
+    with actor.memory.resident("parameters", "optimizer"):
+        state = checkpoint._sharded_state(actor.optimizer, loading=False)
+        found, _ = extract_sharded_tensors_and_factories(state)
+        own = []
+        for one in _leaves(found):
+            for part in _leaves(one.build()) if isinstance(one, ShardedTensorFactory) else [one]:
+                number = part.replica_id if isinstance(part.replica_id, int) else sum(part.replica_id)
+                if number == 0:
+                    size = (
+                        *[1] * part.prepend_axis_num,
+                        *part.local_shape[-(len(part.global_shape) - part.prepend_axis_num) :],
+                    )
+                    own.append(
+                        Shard(part.key, str(part.dtype)[6:], tuple(part.global_shape), tuple(part.global_offset), size)
+                    )
+    return own
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    for value in tree.values() if isinstance(tree, Mapping) else tree:
+        if isinstance(value, Mapping | list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+class _Sink:
+    """Where the weights go on rank 0: a new buffer for each bucket."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def put(self, bucket: Any, tensors: Any) -> None: ...
+
+
+def _replace_torch(meter: Meter, recorder: Recorder) -> None:
+    """Groups that note, waits that are counted, storages that tell when they are resized."""
+    distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc]
+    FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, not one a number
+    tensor = torch.tensor
+
+    def numbers(data: Any) -> Any:
+        if isinstance(data, list | tuple):
+            return [numbers(one) for one in data]
+        return data.item() if isinstance(data, FakeTensor) else data
+
+    torch.tensor = lambda data, **options: tensor(numbers(data), **options)
+
+    def counted(owner: Any, name: str, what: str) -> None:
+        own: Callable[..., Any] = getattr(owner, name)
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            meter.wait(what)
+            return own(*args, **kwargs)
+
+        setattr(owner, name, wait)
+
+    counted(torch.cuda, "synchronize", "torch.cuda.synchronize")
+    counted(torch.cuda.Stream, "synchronize", "Stream.synchronize")
+    counted(torch.cuda.Event, "synchronize", "Event.synchronize")
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        meter.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+
+    def gathered(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
+        meter.wait("objects gathered")
+        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), "all_gather_object", [])
+        into[:] = [value] * len(into)
+
+    def broadcast(values: Any, src: int = 0, group: Any = None, **rest: Any) -> None:
+        meter.wait("objects broadcast")
+        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), f"broadcast_object_list from {src}", [])
+
+    for module in (dist, distributed_c10d):
+        module.all_gather_object = gathered  # type: ignore[attr-defined]
+        module.broadcast_object_list = broadcast  # type: ignore[attr-defined]
+
+
+def _replace_files(meter: Meter, recorder: Recorder, hf: HFModelConfig, config: Config) -> None:
+    """No weight files; the pipeline's other stages. Megatron is imported by now."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron_dapo.actor import weights
+
+    class Reader:
+        def __init__(self, folder: Path) -> None:
+            self.shapes: Mapping[str, tuple[int, ...]] = {}
+
+        def __enter__(self) -> "Reader":
+            return self
+
+        def __exit__(self, *error: Any) -> None: ...
+
+        def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: set[str]) -> None:
+            self.shapes = shapes
+
+        def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+            shape = list(self.shapes[name])
+            if not 0 <= start <= stop <= shape[dim]:
+                raise IndexError(f"{name}: {start} to {stop} of {shape[dim]} are read")
+            shape[dim] = stop - start
+            return torch.empty(shape, dtype=torch.bfloat16)
+
+    load = weights.load_hf_weights
+
+    def load_hf_weights(*args: Any) -> None:
+        with meter.symbolic_host():
+            load(*args)
+
+    weights.SafetensorsReader = Reader  # type: ignore[misc, assignment]
+    weights.load_hf_weights = load_hf_weights  # type: ignore[assignment]
+    HFModelConfig.load = classmethod(lambda cls, folder: hf)  # type: ignore[method-assign, assignment]
+
+    exchange = P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(self: Any, *args: Any) -> Any:
+        return tuple(recorder.pipeline_shape if shape else shape for shape in exchange(self, *args))
+
+    P2PCommunicator._communicate_shapes = communicate_shapes
+
+    gather = dist.all_gather_object
+
+    def stage_names(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
+        gather(into, value, group, **rest)
+        if isinstance(value, set):  # of `gathered_parameters`: which stage holds which parameter
+            into[:] = _names_by_stage(
+                weights.model_shards(hf), hf, len(into), config.actor.layout.virtual_pipeline or 1
+            )
+            if value not in into:
+                raise AssertionError(f"this rank holds other parameters than thought: {sorted(value)[:3]} ...")
+
+    dist.all_gather_object = stage_names  # type: ignore[assignment]
+
+
+def _names_by_stage(names: Mapping[str, Any], hf: HFModelConfig, stages: int, virtual: int) -> list[set[str]]:
+    found: list[set[str]] = [set() for _ in range(stages)]
+    layers = hf.num_layers // (stages * virtual)
+    for name in names:
+        if name.startswith("decoder.layers."):
+            found[int(name.split(".")[2]) // layers % stages].add(name)
+        else:
+            found[0 if name.startswith("embedding.") else -1].add(name)
+    if hf.tied and stages > 1:
+        found[-1].add("embedding.word_embeddings.weight")
+    return found
+
+
+def main() -> None:
+    """Read the job, write the trace to the file that it names."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    config = load_config(Path(job["config"]), job["overrides"])
+    trace = trace_rank(config, job["rank"], transformer_engine=job["layers"] == "te")
+    Path(job["out"]).write_text(json.dumps(dataclasses.asdict(trace)))
+    sys.stdout.flush()
+    os._exit(0)  # torch's own end would wait for a device
+
+
+if __name__ == "__main__":
+    main()

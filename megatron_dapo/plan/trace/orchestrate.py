@@ -1,0 +1,86 @@
+"""Traces of several ranks of a config, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dapo.config import Config
+from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard
+from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
+
+Layers = Literal["te", "local"]
+"""Whose transformer layers: TransformerEngine's, which a GPU node has, or those of Megatron and this project."""
+
+RANK_SECONDS = 1800
+"""Longest that one rank may take; measured: about a minute on one core."""
+
+
+def telling_ranks(layout: LayoutConfig) -> list[int]:
+    """One rank of each pipeline stage, and of the last one also its neighbours in the tensor-, context- and
+    data-parallel groups: every kind of group has two traced members."""
+    stage = layout.tensor * layout.context * layout.data
+    last = (layout.pipeline - 1) * stage
+    steps = {1: layout.tensor, layout.tensor: layout.context, layout.tensor * layout.context: layout.data}
+    neighbours = [last + step for step, size in steps.items() if size > 1]
+    return sorted({number * stage for number in range(layout.pipeline)} | set(neighbours))
+
+
+def trace_ranks(
+    path: Path,
+    overrides: Sequence[str],
+    config: Config,
+    ranks: Sequence[int],
+    *,
+    layers: Layers,
+    jobs: int,
+    told: Callable[[RankTrace], None] = lambda trace: None,
+) -> list[RankTrace]:
+    """The traces of `ranks`, in that order; `told` hears of each when it is there.
+
+    Raises:
+        TraceError: something is missing here, a rank does not exist, or one failed: then with what it printed last.
+    """
+    world = config.actor.layout.world_size
+    if wrong := [rank for rank in ranks if not 0 <= rank < world]:
+        raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
+    environment = os.environ | stub_environment() | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+
+        def one(rank: int) -> RankTrace:
+            job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
+            trace = _run(Path(folder) / f"{rank}.json", job, environment)
+            told(trace)
+            return trace
+
+        return list(pool.map(one, ranks))
+
+
+def _run(file: Path, job: dict[str, Any], environment: dict[str, str]) -> RankTrace:
+    out = file.with_suffix(".trace.json")
+    file.write_text(json.dumps(job | {"out": str(out)}))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", str(file)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=RANK_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise TraceError(f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller") from None
+    if done.returncode or not out.is_file():
+        last = "\n".join(done.stderr.strip().splitlines()[-25:])
+        raise TraceError(f"rank {job['rank']}: the trace ended with exit code {done.returncode}:\n{last}")
+    return read_trace(out)
+
+
+def read_trace(file: Path) -> RankTrace:
+    """What `one_rank` wrote."""
+    fields = json.loads(file.read_text())
+    calls = [Call(one[0], tuple(one[1]), *one[2:]) for one in fields.pop("calls")]
+    shards = [Shard(key, dtype, *map(tuple, blocks)) for key, dtype, *blocks in fields.pop("shards")]
+    return RankTrace(calls=calls, shards=shards, waits=[tuple(wait) for wait in fields.pop("waits")], **fields)

@@ -1,0 +1,50 @@
+"""Faults planted in the ranks of a small model: the trace finds each, and names it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.shapes import model_shape
+from megatron_dapo.plan.trace.cuda_stub import stub_environment
+from megatron_dapo.plan.trace.findings import Findings
+from megatron_dapo.plan.trace.orchestrate import read_trace
+from tests.symbolic.test_recipes import FOLDER
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("cpu_tensor_in_a_collective", r"all_reduce SUM of a CPU tensor float32\[3\] over NCCL"),
+        ("rank_that_skips_a_collective", "call .* is all_reduce SUM .* on rank 0 and .* on rank 1"),
+        ("number_read_in_the_loop", "a number read from the device in the loop over micro-batches"),
+        ("send_that_nobody_receives", "missing on rank 0|send .* on rank 1 and missing on rank 0"),
+        ("copy_that_doubles_the_gradients", "update: peak"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, told: str, tiny: Path, tmp_path: Path) -> None:
+    path = FOLDER / "qwen2.5_7b_8gpu.yaml"
+    overrides = ["actor.layout.tensor=2", f"model.path={tiny}"]
+    traces = []
+    for rank in (0, 1):
+        out, file = tmp_path / f"{rank}.trace.json", tmp_path / f"{rank}.json"
+        job = {"config": str(path), "overrides": overrides, "rank": rank, "layers": "te", "out": str(out)}
+        file.write_text(json.dumps(job))
+        command = [sys.executable, "-W", "ignore", "-m", "tests.symbolic.planted", fault, str(file)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | stub_environment(), capture_output=True, text=True, timeout=900
+        )
+        assert out.is_file(), done.stderr[-3000:]
+        traces.append(read_trace(out))
+    config = load_config(path, overrides)
+    findings = Findings.of(traces, config, model_shape(config.model.path).hf, load_calibration())
+    assert any(re.search(told, line) for line in findings.faults), findings.faults

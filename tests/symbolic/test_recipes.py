@@ -1,0 +1,48 @@
+"""Every shipped recipe that names a machine: its telling ranks, with TransformerEngine's layers."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.shapes import model_shape
+from megatron_dapo.plan.trace.agreement import covered
+from megatron_dapo.plan.trace.findings import Findings
+from megatron_dapo.plan.trace.orchestrate import Layers, telling_ranks, trace_ranks
+
+FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
+NO_MACHINE = {"paper", "verl"}
+"""They name no layout: compared with the others, not run."""
+
+RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO_MACHINE]
+pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
+
+
+def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: Layers = "te") -> Findings:
+    config = load_config(path, overrides)
+    asked = telling_ranks(config.actor.layout) if ranks is None else ranks
+    traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)
+    return Findings.of(traces, config, model_shape(config.model.path).hf, load_calibration())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_s_ranks_agree_and_hold_what_is_planned(recipe: Path, page: dict[str, str]) -> None:
+    findings = findings_of(recipe, [])
+    page[recipe.stem] = findings.tables()
+    page["versions"] = ", ".join(f"{name} {number}" for name, number in findings.traces[0].versions.items())
+    assert not findings.faults, "\n".join(findings.faults)
+
+
+def test_local_layers_agree_too() -> None:
+    findings = findings_of(FOLDER / "h100_32.yaml", [], layers="local")
+    assert not findings.disagreements, "\n".join(findings.disagreements)
+    assert all(reason for _, reason in findings.waits.values()), findings.waits
+
+
+def test_all_ranks_together_write_every_number_of_a_checkpoint_once(tiny: Path) -> None:
+    layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
+    plain = ["actor.layout.sequence_parallel=false", f"model.path={tiny}"]
+    findings = findings_of(FOLDER / "qwen2.5_7b_8gpu.yaml", [*layout, *plain], ranks=[0, 1, 2, 3])
+    assert not findings.disagreements, "\n".join(findings.disagreements)
+    assert covered(findings.traces) == 1.0
