@@ -169,8 +169,9 @@ class RolloutFleet:
         prompt = np.concatenate([request.prompt_ids, *(part.token_ids for part, _ in parts)])
         left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
         sampling = replace(request.sampling, max_new_tokens=left)
-        seed = request.seed if self.config.deterministic else None
         member = await self._balancer.acquire(request.group_id, request.priority, avoid)
+        # A server that heeds seeds takes the same one for all requests without: equal prompts, equal responses.
+        seed = request.seed if member.info is not None and member.info.deterministic else None
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
         segments: list[Reply] = []

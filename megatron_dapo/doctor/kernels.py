@@ -24,6 +24,12 @@ IMPORT_DEADLINE_S = 180.0
 _DRIVERS = {12: 525, 13: 580}
 """Least driver for each CUDA, as NVIDIA's table of minor version compatibility has them."""
 
+_COMPILERS = (
+    ("CC", ("gcc", "clang"), "c", "Python.h", "install gcc and Python's headers (python3-dev), or set CC"),
+    ("CXX", ("c++",), "c++", "vector", "install g++, or set CXX"),
+)
+"""Variable that names another one, programs, language, a header that must be found, the fix; the first for all runs."""
+
 _PINNED = ("torch", "sglang-kernel", "flashinfer-python", "torch-memory-saver")
 
 _MARK = "\x1e"
@@ -229,39 +235,29 @@ def check_pins(requires: Sequence[str], installed: Mapping[str, str]) -> Iterato
 
 def check_compilers(node: Node, torch: Torch | str, *, servers: bool) -> Iterator[Finding]:
     """Triton and torch.compile build a module in C for Python; the servers' kernels are compiled when first used."""
-    wrong = [finding for finding in (_c_compiler(node), _cxx_compiler(node) if servers else None) if finding]
+    wrong = [finding for row in (_COMPILERS if servers else _COMPILERS[:1]) for finding in _compiler(node, *row)]
     if servers:
         wrong += _cuda_compiler(node, torch)
         if node.which("ninja") is None:
-            bin_folder = Path(node.python[0]).parent
-            wrong.append(
-                failed("compilers", "no ninja on PATH: servers compile kernels by it", f"PATH={bin_folder}:$PATH")
-            )
+            found, folder = "no ninja on PATH: servers compile kernels by it", Path(node.python[0]).parent
+            wrong.append(failed("compilers", found, f"activate the environment, or PATH={folder}:$PATH"))
     yield from wrong or [passed("compilers", "C, C++, CUDA and ninja" if servers else "C")]
 
 
-def _c_compiler(node: Node) -> Finding | None:
-    compiler = node.environment.get("CC") or node.which("gcc") or node.which("clang")
-    fix = "install gcc, or set CC"
+def _compiler(
+    node: Node, variable: str, programs: Sequence[str], language: str, header: str, fix: str
+) -> Iterator[Finding]:
+    there = [path for path in map(node.which, programs) if path]
+    compiler = node.environment.get(variable) or next(iter(there), None)
     if compiler is None:
-        return failed("compilers", "no C compiler: Triton and torch.compile need one", fix)
-    includes = ("-I", str(node.headers), "-include", "Python.h")
-    answer = node.run([*compiler.split(), "-fsyntax-only", *includes, "-x", "c", "/dev/null"])
-    if answer.code == 0:
-        return None
-    if not (node.headers / "Python.h").is_file():
-        return failed("compilers", f"no {node.headers / 'Python.h'}", "install Python's headers (python3-dev)")
-    return failed("compilers", f"{compiler} cannot compile with Python.h: {_error_line(answer)}", "install libc6-dev")
-
-
-def _cxx_compiler(node: Node) -> Finding | None:
-    compiler = node.environment.get("CXX") or node.which("c++")
-    if compiler is None:
-        return failed("compilers", "no c++ on PATH: servers compile kernels by it", "install g++, or set CXX")
-    answer = node.run([*compiler.split(), "-fsyntax-only", "-include", "vector", "-x", "c++", "/dev/null"])
-    if answer.code == 0:
-        return None
-    return failed("compilers", f"{compiler} does not compile: {_error_line(answer)}", "install g++ with libstdc++")
+        yield failed("compilers", f"no {' or '.join(programs)} on PATH", fix)
+        return
+    options = ("-fsyntax-only", "-I", str(node.headers), "-include", header, "-x", language, "/dev/null")
+    answer = node.run([*compiler.split(), *options])
+    if answer.code != 0:
+        lines = answer.error.strip().splitlines() or [f"exit code {answer.code}"]
+        line = next((line for line in lines if "error" in line), lines[-1])
+        yield failed("compilers", f"{compiler} cannot include {header} ({node.headers}): {line[:300]}", fix)
 
 
 def _cuda_compiler(node: Node, torch: Torch | str) -> list[Finding]:
@@ -282,11 +278,6 @@ def _cuda_compiler(node: Node, torch: Torch | str) -> list[Finding]:
     if isinstance(torch, Torch) and torch.cuda and int(release[1]) != torch.cuda_major:
         return [warning("compilers", f"{home} is CUDA {release[1]}, torch is built for {torch.cuda}", fix)]
     return []
-
-
-def _error_line(answer: Answer) -> str:
-    lines = answer.error.strip().splitlines() or [f"exit code {answer.code}"]
-    return next((line for line in lines if "error" in line), lines[-1])[:300]
 
 
 def parts_of(config: Config | None) -> tuple[tuple[Part, ...], dict[str, str]]:

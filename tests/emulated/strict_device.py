@@ -182,9 +182,8 @@ class _Operations(TorchDispatchMode):
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
                 device.here.add(tensor) if side == "cuda" else device.here.discard(tensor)
-        if name == "copy_" and args[0] in device.pinned and args[1] in device.here:
-            if (len(args) > 2 and args[2]) or kwargs.get("non_blocking"):
-                device.late.add(args[0])
+        if name == "copy_" and _is_late(args, kwargs) and args[0] in device.pinned and args[1] in device.here:
+            device.late.add(args[0])
         return result
 
     def _check(self, name: str, used: Sequence[tuple[torch.Tensor, bool]], *, views: bool) -> None:
@@ -207,6 +206,11 @@ class _Operations(TorchDispatchMode):
                 f"aten::{name} of tensors on both sides: device {shapes(here)}, host {shapes(host)}: "
                 "expected all tensors to be on the same device"
             )
+
+
+def _is_late(args: Any, kwargs: Any) -> bool:
+    """Of a copy: whether it is non-blocking."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -243,7 +247,11 @@ class _Functions(TorchFunctionMode):
         kwargs["device"] = CPU
         args = tuple(arg for arg in args if not isinstance(arg, torch.device))
         with self.device.making(side):
-            return self._pinned(func(*args, **kwargs), pinned)
+            result = func(*args, **kwargs)
+        if side == "cuda":  # `torch.tensor` makes its memory where no operator is seen
+            for tensor in _tensors(result):
+                self.device.here.add(tensor)
+        return self._pinned(result, pinned)
 
     def _pinned(self, result: Any, pinned: bool) -> Any:
         if pinned and isinstance(result, torch.Tensor):

@@ -1,6 +1,7 @@
 """Runs a function on ranks whose process groups are strict, on tensors of the emulated device."""
 
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ class Broken:
 
     kind: str
     text: str
+    trace: str
 
 
 class StrictRanks:
@@ -45,7 +47,7 @@ def _on_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ..
     try:
         return function(place, *args)
     except strict_board.StrictError as error:
-        return Broken(kind=type(error).__name__, text=str(error))
+        return Broken(kind=type(error).__name__, text=str(error), trace=traceback.format_exc())
 
 
 def _install_once() -> None:

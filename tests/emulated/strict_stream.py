@@ -80,6 +80,8 @@ class StrictWork(dist._Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         device.waited(self)
+        if timeout:  # torch's blocks the host then
+            self.finish()
         return True
 
     def synchronize(self) -> None:

@@ -54,8 +54,8 @@ class StandIn:
         self.slow_updates = 0.0
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
-        self.groups: list[str] = []
-        self.aborted_single: list[str] = []
+        self.seeds: list[int | None] = []
+        self.groups, self.aborted_single = list[str](), list[str]()
         self.stream_interval: int | None = None
         """Tokens of a segment; None: a server that cannot stream without repeating itself."""
         self.packs = True
@@ -172,6 +172,7 @@ class StandIn:
         assert not self.released
         number = len(self.prompts)
         self.prompts.append(body["input_ids"])
+        self.seeds.append(body["sampling_params"].get("sampling_seed"))
         self.calls.append(f"generate {self.label}")
         status = self.fails(number)
         if status == 200:

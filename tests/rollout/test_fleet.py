@@ -1,6 +1,7 @@
 """The fleet over scripted servers: balance, retries, restarts, deadlines, publishes."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -312,6 +313,22 @@ def test_a_server_that_ignores_seeds_is_refused_where_they_are_wanted() -> None:
         fleet = RolloutFleet(RolloutConfig(deterministic=True), [StandIn()], vocab_size=9, report=print, timing=FAST)
         with pytest.raises(ServerStartError, match="enable-deterministic-inference"):
             await fleet.start(2.0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_server_that_heeds_seeds_gets_each_response_s_own(heeds: bool) -> None:
+    """SGLang gives all requests without a seed the same one then: the responses of a group would be equal. So also
+    where the run did not ask for it, as of servers of others and of float32 ones on a GPU."""
+
+    async def test() -> None:
+        server = StandIn()
+        server.says = {"enable_deterministic_inference": heeds}
+        async with fleet_of(server) as fleet:
+            for number in range(3):
+                await fleet.generate(dataclasses.replace(request(), seed=number))
+        assert server.seeds == ([0, 1, 2] if heeds else [None] * 3)
 
     run(test)
 
