@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.actor.device import Asked, Found, choose, prepare_for
+from megatron_dapo.config.actor import ActorConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.tiny import save_tiny
 
@@ -147,11 +148,15 @@ def fp8_configs(place: RankPlace, folder: Path) -> list[tuple[Any, str]]:
 FP8: list[dict[str, Any]] = [
     {"fp8": "none"},
     {"fp8": "hybrid"},
-    {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
     {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 ]
 
 
 def test_fp8_reaches_megatrons_config(gloo, tmp_path):
     [seen] = gloo(1, fp8_configs, save_tiny(tmp_path, "qwen3", tied=True))
-    assert seen == [(None, "tensorwise"), ("hybrid", "tensorwise"), ("hybrid", "mxfp8"), ("e4m3", "blockwise")]
+    assert seen == [(None, "tensorwise"), ("hybrid", "tensorwise"), ("e4m3", "blockwise")]
+
+
+def test_a_recipe_whose_state_transformer_engine_does_not_load_again_is_no_choice():
+    with pytest.raises(ValueError, match="'tensorwise', 'blockwise' or 'mxfp8'"):
+        ActorConfig(fp8="hybrid", fp8_recipe="delayed")

@@ -1,10 +1,13 @@
 """Megatron runs on the CPU without anything else in the process noticing, and AdamW is AdamW."""
 
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.actor.device import cpu
 from tests.actor.gloo import RankError, RankPlace
 from tests.actor.tiny import save_tiny
 
@@ -116,3 +119,18 @@ def test_adam_is_torchs_in_the_layout_of_the_fused_one(gloo, decoupled):
     assert layout == {"step": 5, "state": ["exp_avg", "exp_avg_sq"]}
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-7)
+
+
+def test_the_memory_of_a_sent_tensor_is_kept_when_the_schedule_takes_it_out(monkeypatch):
+    """As Megatron's `deallocate_pipeline_outputs` does, while gloo's thread may still read it."""
+    monkeypatch.setattr(torch.distributed, "isend", lambda tensor, dst: None)
+    send = cpu._sends_that_are_kept()["isend"]
+    numbers = np.ones(4)
+    memory, sent = weakref.ref(numbers), torch.from_numpy(numbers)
+    del numbers
+    send(tensor=sent, dst=1)
+    sent.data = torch.empty(1)
+    assert memory() is not None
+    for _ in range(cpu.KEPT_SENDS):
+        send(torch.empty(1), 1)
+    assert memory() is None
