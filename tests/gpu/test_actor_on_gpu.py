@@ -42,7 +42,7 @@ KINDS = {
 
 OF_CPUS_BFLOAT16 = 2.0
 """What bfloat16 costs is measured where it is compared: the same gradient in bfloat16 on the CPU, against float32 there
-(3 to 9 % for these models). Other kernels round other sums, so that the GPU may be twice as far, for any kind of layer."""
+(3 to 9 % for these models). Other kernels round other sums: the GPU may be twice as far, for any kind of layer."""
 
 
 def by_kind(errors: dict[str, float]) -> dict[str, float]:
