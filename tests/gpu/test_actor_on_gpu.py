@@ -73,8 +73,10 @@ def test_float32_gradient_is_the_cpus(gloo, on_device, record, family, tied, fie
     errors = by_kind(relative_error(got, wanted))
     record(f"float32 gradient against the CPU, {family}, {fields}", errors)
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    assert errors["whole"] < 1e-5
-    assert max(errors.values()) < 1e-4, errors
+    # What is rounded grows 30 times on its way through this model (0.2 % to 6 % in bfloat16): 6e-8 to 2e-6, and more
+    # where attention's products are made of TF32 parts.
+    assert errors["whole"] < 5e-5
+    assert max(errors.values()) < 3e-4, errors
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
