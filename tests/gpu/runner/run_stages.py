@@ -252,6 +252,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
         results = Results(given.folder, given.device)
     except ValueError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stage's processes end too, and its state is written
     began = time.monotonic()
     command: dict[str, Any] = {"at": now(), "line": " ".join(["run_stages", *(arguments or sys.argv[1:])])}
     results.all["commands"].append(command)

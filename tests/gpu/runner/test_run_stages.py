@@ -50,7 +50,7 @@ def run(
         file = folder / f"test_{name}.py"
         file.write_text(HEAD + textwrap.dedent(BODIES[name]))
         plan = {"name": name, "tests": (str(file),), "shows": f"what {name} shows", "planned_s": 1, "cpu": True}
-        made.append(plan | {"deadline_s": 60} | fields)
+        made.append(plan | {"deadline_s": 40} | fields)
     code = (
         "import sys; from tests.gpu.runner import run_stages, stages\n"
         "run_stages.GRACE_S = 1.0; run_stages.visible_gpus = lambda: 1\n"
