@@ -179,10 +179,12 @@ class LocalServer:
         # A checkout that is not installed must be importable in the child too.
         package = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        # Kernels that are compiled at their first use call `ninja`, which an environment that is not activated hides.
+        programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
-        parent = {launch_server.PARENT: str(os.getpid())}
-        return group_environment(self.config) | os.environ | {"PYTHONPATH": path} | parent | key | gpus
+        ours = {"PYTHONPATH": path, "PATH": programs, launch_server.PARENT: str(os.getpid())}
+        return group_environment(self.config) | os.environ | ours | key | gpus
 
 
 class RemoteServer:

@@ -154,7 +154,8 @@ def _check_reachable(address: str) -> None:
         raise ClusterError(f"RAY_ADDRESS = {address}: nothing answers there ({error}); {remedy}") from None
     if os.environ.get("RAY_USE_TLS") == "1":
         return
-    with grpc.insecure_channel(address) as channel:
+    # As Ray's own channels: not through a proxy that `http_proxy` names.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
         except grpc.FutureTimeoutError:

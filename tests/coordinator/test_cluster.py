@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
-from megatron_dapo.coordinator.cluster import Cluster, ClusterError, check_memory
+from megatron_dapo.coordinator.cluster import Cluster, ClusterError, _check_reachable, check_memory
 from megatron_dapo.coordinator.placement import PlacementError
 from megatron_dapo.coordinator.waits import StopRequested
 from tests.processes import ROOT
@@ -40,6 +42,20 @@ def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
         with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: what listens there is not Ray"):
             Cluster(processes=1, device="auto")
         assert time.monotonic() - began < 15
+
+
+def test_ray_is_not_asked_through_a_proxy(monkeypatch):
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        monkeypatch.setattr("megatron_dapo.coordinator.cluster.CONNECT_DEADLINE_S", 5.0)
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        _check_reachable(f"127.0.0.1:{port}")
+    finally:
+        server.stop(None)
 
 
 def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed():

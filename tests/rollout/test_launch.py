@@ -278,3 +278,9 @@ def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_c
     monkeypatch.setenv(names[0], "1")
     environment = environment_of(weight_sync="distributed")
     assert tuple(environment[name] for name in names) == ("1", "0"), "a user's own value stays"
+
+
+def test_a_server_finds_the_programs_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's and flashinfer's kernels are built by a bare `ninja`; `.venv/bin/megatron-dapo` activates nothing."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert environment_of()["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"

@@ -63,6 +63,14 @@ def test_every_recipe_gives_a_script_that_bash_can_read(recipe, container, tmp_p
     assert "sleep" not in file.read_text()
 
 
+def test_the_step_gets_the_cores_that_the_job_asks_for():
+    """srun has not read the batch script's own line since Slurm 22.05."""
+    text = script(cpus_per_node=48)
+    assert "#SBATCH --cpus-per-task=48\n" in text
+    (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert "--cpus-per-task=48" in step.split()
+
+
 def test_names_with_spaces_and_quotes_stay_whole(tmp_path):
     overrides = [f"run.dir={tmp_path}/it's a run", "data.path=my data.jsonl"]
     text = script(overrides=overrides)
