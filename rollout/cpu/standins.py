@@ -3,7 +3,7 @@
 SGLang imports `triton`, `sgl_kernel` and `torchvision` at the top of modules that the CPU path shares with the GPU
 path, and never calls them there. `install()` answers such an import with an empty package whose attributes can be
 named, subclassed and used as decorators; executing one raises `GpuOnlyError`. A package that is really installed is
-never replaced.
+not replaced, but for one: the CUDA build of `sgl_kernel` needs a GPU driver and lacks what a CPU asks of it.
 """
 
 import enum
@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -106,7 +107,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 
 
 class _Finder:
-    """Import finder and loader of the stand-ins; stands last in `sys.meta_path`, so a real package always wins."""
+    """Import finder and loader of the stand-ins; first in `sys.meta_path`, it answers for its own packages alone."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self.packages = packages
@@ -123,9 +124,19 @@ class _Finder:
         vars(module).update(_CONTENTS.get(module.__name__, {}))
 
 
-def install(packages: Sequence[str] = PACKAGES, found: Callable[[str], object] = importlib.util.find_spec) -> list[str]:
-    """Answers imports of those `packages` that are absent with stand-ins, in this process; returns their names."""
-    absent = [package for package in packages if package not in sys.modules and found(package) is None]
+def install(
+    packages: Sequence[str] = PACKAGES, found: Callable[[str], ModuleSpec | None] = importlib.util.find_spec
+) -> list[str]:
+    """Answers imports of those `packages` that a CPU lacks with stand-ins, in this process; returns their names."""
+    absent = [name for name in packages if name not in sys.modules and not _usable(found(name))]
     if absent:
-        sys.meta_path.append(_Finder(frozenset(absent)))
+        sys.meta_path.insert(0, _Finder(frozenset(absent)))
     return absent
+
+
+def _usable(spec: ModuleSpec | None) -> bool:
+    if spec is None or spec.name != "sgl_kernel":
+        return spec is not None
+    # The build for CPUs has its library at the top, the one for CUDA has a folder for each GPU architecture.
+    folders = spec.submodule_search_locations or ()
+    return any(any(Path(folder).glob("common_ops.*")) for folder in folders)

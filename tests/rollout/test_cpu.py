@@ -98,13 +98,28 @@ def test_a_stand_in_can_be_imported_decorated_with_and_subclassed_but_not_called
     assert out == "gpu_only_b.empty was called, but gpu_only_b is not installed here"
 
 
+@pytest.mark.parametrize(("library", "stood_in"), [("sm90/common_ops.abi3.so", True), ("common_ops.abi3.so", False)])
+def test_the_cuda_build_of_sgl_kernel_is_replaced_and_the_cpu_build_is_not(library, stood_in, tmp_path) -> None:
+    """The CUDA build cannot be imported without a driver, and lacks functions that SGLang asks of it on a CPU."""
+    place = tmp_path / "sgl_kernel" / library
+    place.parent.mkdir(parents=True)
+    place.touch()
+    (tmp_path / "sgl_kernel" / "__init__.py").write_text("real = True")
+    out = python(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from rollout.cpu import standins\n"
+        "print(standins.install(('sgl_kernel',)))\n"
+        "from sgl_kernel import real\n"
+        "print(real is True)\n"
+    )
+    assert out == ("['sgl_kernel']\nFalse" if stood_in else "[]\nTrue")
+
+
 def test_a_kernel_of_an_absent_triton_is_a_plain_function_that_cannot_be_launched() -> None:
     out = python(
         "import importlib.util, sys\n"
         "from rollout.cpu import standins\n"
         "standins.install(('triton',), found=lambda name: None)\n"
-        # Where the real one is installed the path finder would come first.
-        "sys.meta_path.insert(0, sys.meta_path.pop())\n"
         "import triton, triton.language as tl\n"
         "@triton.autotune(configs=[triton.Config({'BLOCK': 4}, num_warps=2)], key=['n'])\n"
         "@triton.jit(do_not_specialize=['n'])\n"

@@ -123,7 +123,8 @@ def _build(python: Path, site: Path, pin: Pin, folder: Path, progress: Progress,
             done, total = int(match[1]), int(match[2])
 
     def on_tick() -> None:
-        left = (total - done) * (progress.elapsed / done if done > jobs else SECONDS_A_SOURCE / jobs)
+        elapsed = progress.elapsed
+        left = (total - done) * elapsed / done if done > jobs else total * SECONDS_A_SOURCE / jobs - elapsed
         progress.show(f"building TransformerEngine: {done} of {total} sources, {jobs} at a time", left_s=max(left, 5))
 
     # pip keeps built wheels by version alone: one from its cache may have been built against another torch.
