@@ -158,7 +158,8 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
         forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
-    update["activations"] = (kept + max(0.0, layer - sum(update.values()))) * spare
+    update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
+    update["activations"] = kept * spare
     sync = {"sync bucket": rank_bytes(config, hf)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
