@@ -11,11 +11,9 @@ from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.shapes import model_shape
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.orchestrate import Layers, telling_ranks, trace_ranks
+from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
-NO_MACHINE = {"paper", "verl"}
-"""They name no layout: compared with the others, not run."""
-
 RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO_MACHINE]
 pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
 
