@@ -3,8 +3,9 @@
 #   VENV         where the environment goes (.venv)
 #   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
 #                https://download.pytorch.org/whl/cpu
+#   WITHOUT_TE   1: install-gpu leaves TransformerEngine out (no context parallelism, no FP8)
+#   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core, as memory allows)
 #   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 --pdb" one test after the other
-#   GPU_FIGURES  JSON file that `make test-gpu` writes what it measures to (none)
 #   SYMBOLIC_VENV  environment with CUDA wheels for `make test-symbolic` (.venv-symbolic, made where it is missing)
 #   SYMBOLIC_PAGE  page that `make test-symbolic` writes its tables to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
@@ -29,13 +30,16 @@ TESTS := $(BIN)/python -m pytest
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-slurm test-gpu test-symbolic check format base-model ladder data docs clean clean-venv
+.PHONY: help install install-gpu demo test test-slow test-slurm test-gpu test-symbolic check format base-model ladder data docs clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: ## make .venv from the lock of the Python at hand; does nothing when it is there
 	@"$(INSTALLER)" -m tools.install --venv "$(VENV)"
+
+install-gpu: ## make .venv for GPU nodes (Python 3.12, no GPU needed for it); builds TransformerEngine, 25 core minutes
+	@"$(INSTALLER)" -m tools.install --gpu $(if $(WITHOUT_TE),--without-te) --venv "$(VENV)"
 
 demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run is kept aside)
 	@if [ -e "$(DEMO_DIR)" ]; then \
@@ -54,8 +58,8 @@ test-slow: install ## run the tests that take minutes each
 test-slurm: install ## run a job on a Slurm of two virtual nodes; installs Debian's Slurm (needs root)
 	OMP_NUM_THREADS=1 $(TESTS) tests/slurm -m slurm -rs $(ARGS)
 
-test-gpu: install ## run the tests that need a CUDA device
-	$(TESTS) tests/gpu -m gpu $(ARGS)
+test-gpu: install ## check and measure on the GPUs of this machine, 25 minutes; results in runs/gpu
+	$(BIN)/python -m tests.gpu.runner.run_stages $(ARGS)
 
 test-symbolic: ## trace the recipes' ranks at true size: CUDA wheels (4 GB), gcc, no GPU
 	@test -x "$(SYMBOLIC_VENV)/bin/pytest" || { \

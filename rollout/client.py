@@ -22,9 +22,9 @@ KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
 READ_AHEAD = 1 << 20
-"""Bytes of an answer that may wait to be read. At aiohttp's own 64 KiB a long one stops and resumes its connection
-several times, though it is awaited whole."""
+"""Bytes of an answer that may wait to be read; at aiohttp's own 64 KiB a long one stops its connection now and then."""
 
+_ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, of a request that was aborted before it was sent on
 _FRAMES = {"Accept": packed.MEDIA_TYPE}
 """Asked for always: a server that knows no frames answers in JSON, and the answer says what it is."""
@@ -32,8 +32,7 @@ _FRAMES = {"Accept": packed.MEDIA_TYPE}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1,
-    deterministic=False, streams=True)"""
+    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)"""
 
     version: str
     device: str
@@ -44,6 +43,8 @@ class ServerInfo:
     """Whether it heeds the seeds of requests."""
     streams: bool = False
     """Whether it can pass on a response in segments that do not repeat each other."""
+    altered: str = ""
+    """What makes its weights others than those it is given, as SGLang names it (`quantization`); empty: nothing."""
 
 
 class SglangClient:
@@ -165,8 +166,7 @@ class SglangClient:
         await self._call("GET", "/health", None, deadline_s)
 
     async def answers(self, deadline_s: float) -> None:
-        """Returns if the HTTP process answers. For servers of others: their /health draws a token, as SGLang comes,
-        which waits in a paused server and keeps its cache from being flushed."""
+        """Returns if the HTTP process answers. For servers of others, whose /health may draw a token."""
         await self._call("GET", "/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
@@ -180,6 +180,7 @@ class SglangClient:
                 tensor_parallel=answer["tp_size"],
                 deterministic=bool(answer.get("enable_deterministic_inference", False)),
                 streams=bool(answer.get("incremental_streaming_output", False)),
+                altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 
     async def weight_label(self) -> str:
@@ -202,8 +203,7 @@ class SglangClient:
         await self._call("POST", "/continue_generation", {}, None)
 
     async def flush_cache(self) -> None:
-        """Forgets all cached prefixes. Fails while a request runs: its keys and values would be of old weights. That
-        may be one that nobody here waits for any more."""
+        """Forgets all cached prefixes. Fails while a request runs, also one that nobody here waits for any more."""
         try:
             await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
         except AccessDenied:

@@ -25,7 +25,8 @@ class ServerSpec:
     context_length: int
     """Longest prompt and response together, in tokens; at most what the model's config allows."""
     seed: int
-    """Of the server's own sampling, where requests bring no seed."""
+    """Of the server's own sampling, where requests bring no seed; another one for each server of a fleet, which would
+    otherwise draw the same noise."""
     log_path: Path
     """Everything that the server prints is appended here."""
     api_key_file: Path | None = None
@@ -64,7 +65,13 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         flags.append("--incremental-streaming-output")
         arguments["--stream-interval"] = str(config.stream_every)
     if spec.shares_memory and spec.device == "cuda":
+        # The backup: after a checkpoint, for one, they draw on with the weights that they had.
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+        arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
+    if spec.device == "cuda" and spec.dtype == "float32":
+        # FlashAttention 3 and FlashInfer take 16-bit types alone, and so does SGLang's RMS norm outside this mode.
+        arguments["--attention-backend"] = "triton"
+        flags += [] if config.deterministic else ["--enable-deterministic-inference"]
     if spec.device == "cpu":
         arguments |= {
             "--attention-backend": "torch_native",

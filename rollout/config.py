@@ -22,7 +22,8 @@ class RolloutConfig:
     """Nucleus of training responses. Below 1 the engine's log-probs are not those of the distribution sampled from."""
 
     servers: PositiveInt = 1
-    """SGLang servers to start; not read when `urls` names running ones."""
+    """SGLang servers to start; not read when `urls` names running ones. The run begins without one of ten that cannot
+    be started, and goes on starting it; a smaller fleet must be whole."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs (CPU: processes) of one server."""
@@ -37,8 +38,8 @@ class RolloutConfig:
     Servers that the run starts always ask for a key of the run's own."""
 
     host: str = "127.0.0.1"
-    """Address that started servers listen on. On a Ray cluster that was joined, loopback means each node's own address
-    in the cluster."""
+    """Address that started servers listen on. On a Ray cluster that was joined, loopback and 0.0.0.0 mean each node's
+    own address in the cluster."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first started server, the next ones follow; 0 takes free ones."""
@@ -65,8 +66,9 @@ class RolloutConfig:
     trainer's rank 0 and each rank of a server hold at most two buckets besides the model."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to reach every server, and for the servers to meet in a process group. One that is late is
-    restarted and reads the weights from disk."""
+    """Seconds for a bucket to reach every server, for the servers to meet in a process group, and for a server to
+    report the checksums of what it got. One that is late is restarted and reads the weights from disk; over NCCL all
+    servers of the group are, since the others wait for it on their GPUs."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
     """Tokens after which a server passes on what it has drawn of a response: when the server is lost, at most so many
@@ -84,4 +86,5 @@ class RolloutConfig:
     """Seconds that the run waits while every server is down."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Further arguments of `sglang.launch_server`, as they are."""
+    """Further arguments of `sglang.launch_server`, as they are. Refused are those that a key stands for, and those with
+    which published weights could not be verified (speculative decoding, quantization, LoRA)."""

@@ -27,6 +27,10 @@ class ServerEnded(ServerStartError):
     """Its process ended while it started."""
 
 
+class ServerUnfit(ServerStartError):
+    """It answers, but not as this run needs it: started again, it would be the same."""
+
+
 class KeyFileError(RolloutError):
     """A file that should hold an API key. The message names it and the mend."""
 

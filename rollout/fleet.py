@@ -15,7 +15,7 @@ from rollout.balancer import Balancer, Member, State
 from rollout.checksums import Checksums
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
-from rollout.errors import RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import RolloutError, ServerRefused, ServerUnavailable, ServerUnfit
 from rollout.in_flight import InFlight
 from rollout.messages import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.occupation import Occupation
@@ -86,20 +86,20 @@ class RolloutFleet:
         self._supervisor: Supervisor | None = None
 
     async def start(self, deadline_s: float) -> None:
-        """Starts the engines and returns when every one answers.
+        """Starts the engines and returns when every one answers; of ten or more, one in ten may come later.
 
         A server that is restarted later has `deadline_s` too.
 
         Raises:
             ServerStartError: names each server that is not ready, or ended twice, with the tail of its log. All are
-                ended then.
+                ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
         self._members = tuple(
             Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
         )
         self._balancer = Balancer(self._members, config.max_running_requests)
-        self._publisher = Publisher(self._members, self._balancer, timing)
+        self._publisher = Publisher(self._members, self._balancer, timing, sync_deadline_s=config.sync_deadline_s)
         self._occupation = Occupation(self._members, self._balancer, timing)
         supervisor = Supervisor(
             self._members,
@@ -112,28 +112,26 @@ class RolloutFleet:
             report=self.report,
         )
         self._supervisor = supervisor
-        results = await asyncio.gather(
-            *(self._start_member(supervisor, member, deadline_s) for member in self._members), return_exceptions=True
-        )
-        problems = [result for result in results if isinstance(result, BaseException)]
-        if problems:
+        try:
+            await supervisor.start_all(deadline_s, self._check_fit)
+        except Exception:
             await self.close()
-            unexpected = [problem for problem in problems if not isinstance(problem, RolloutError)]
-            if unexpected:
-                raise unexpected[0]
-            text = "\n".join(str(problem) for problem in problems)
-            raise ServerStartError(f"{len(problems)} of {len(results)} servers did not start\n{text}")
+            raise
         supervisor.start()
         self._in_background(self._in_flight.watch(timing.silence_s, config.request_deadline_s, self.report))
 
-    async def _start_member(self, supervisor: Supervisor, member: Member, deadline_s: float) -> None:
-        await supervisor.start_member(member, deadline_s)
-        if self.config.deterministic and member.info is not None and not member.info.deterministic:
-            raise ServerStartError(
+    def _check_fit(self, member: Member) -> None:
+        assert member.info is not None
+        if self.config.deterministic and not member.info.deterministic:
+            raise ServerUnfit(
                 f"{member.url}: rollout.deterministic is set, but this server runs without "
                 "--enable-deterministic-inference and would ignore the seeds"
             )
-        member.enter(State.READY)
+        if member.info.altered:
+            raise ServerUnfit(
+                f"{member.url}: it runs with {member.info.altered}, so that its weights are not those it is given and "
+                "no publish could be verified; start it without"
+            )
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives the loss of servers and publishes.
@@ -171,8 +169,9 @@ class RolloutFleet:
         prompt = np.concatenate([request.prompt_ids, *(part.token_ids for part, _ in parts)])
         left = request.sampling.max_new_tokens - (prompt.size - request.prompt_ids.size)
         sampling = replace(request.sampling, max_new_tokens=left)
-        seed = request.seed if self.config.deterministic else None
         member = await self._balancer.acquire(request.group_id, request.priority, avoid)
+        # A server that heeds seeds takes the same one for all requests without: equal prompts, equal responses.
+        seed = request.seed if member.info is not None and member.info.deterministic else None
         rid, version, publishes = uuid.uuid4().hex, member.weight_version, self._publisher.interruptions
         start = time.time()
         segments: list[Reply] = []
@@ -305,9 +304,9 @@ class RolloutFleet:
         """What the servers say of themselves, each kind once."""
         return tuple(dict.fromkeys(member.info for member in self._members if member.info is not None))
 
-    async def release_memory(self) -> float:
+    async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`. GB that each gave back, by
-        its own account. A server that cannot is ended, and restarted when the memory is the servers' again.
+        its own account. A server that cannot (None) is ended, and restarted when the memory is the servers' again.
 
         Raises:
             RolloutError: a request is in flight.

@@ -10,7 +10,7 @@ lines act there too. Nothing is written into the installed packages.
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -42,8 +42,18 @@ CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled by a C++ compiler that need not be there
 }
 
+SAVER = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+"""Of a server that leaves its GPUs' memory to the trainer: its decode graphs leave with the weights. Graphs of prefill
+cannot (`rollout.command` switches them off): SGLang's kind for them ends the server at start beside this variable."""
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""PyTorch's variables for its allocator, the old name and the new one."""
+
 MEETING_PLACE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's own variable: where the processes of a server meet, as torch.distributed writes it."""
+
+_MEET_ELSEWHERE = ("--dist-init-addr", "--nccl-port", "--nnodes", "--dp-size", "--data-parallel-size", "--dp")
+"""Arguments of servers whose processes do not all meet in one place on this machine."""
 
 _ENTRY_POINT = "rollout.cpu.plugin:register"
 
@@ -51,7 +61,7 @@ _ENTRY_POINT = "rollout.cpu.plugin:register"
 def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
     if "cpu" not in _values(arguments, "--device"):
-        return OFFLINE | SERVER
+        return OFFLINE | SERVER | (SAVER if "--enable-memory-saver" in arguments else {})
     deterministic = "--enable-deterministic-inference" in arguments
     mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
     sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
@@ -68,9 +78,28 @@ def _values(arguments: Sequence[str], flag: str) -> list[str]:
     return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
 
 
+def drop_expandable_segments(variables: MutableMapping[str, str]) -> list[str]:
+    """Takes that setting out of PyTorch's `variables`; the names of those that had it.
+
+    torch_memory_saver sees no memory of expandable segments: it refuses them under the old name of the variable, and
+    under the new one they would stay on the GPU.
+    """
+    changed = []
+    for name in ALLOCATOR:
+        settings = variables.get(name, "").split(",")
+        kept = [setting for setting in settings if setting.partition(":")[0].strip() != "expandable_segments"]
+        if kept != settings:
+            changed.append(name)
+            variables[name] = ",".join(kept)
+            if not kept:
+                del variables[name]
+    return changed
+
+
 def meeting_place() -> str:
     """A file in this process's memory, which only its owner's processes can open, and which is gone when it is.
-    SGLang's own choice is a port that torch opens on every interface."""
+    SGLang's own choice is a port that torch opens on every interface, from the range that the kernel gives to outgoing
+    connections: somebody else may have it when the server has loaded enough to bind it."""
     return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting-place')}"
 
 
@@ -87,12 +116,15 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the server until it is stopped. Call it as the first thing of a process."""
     end_with_parent()
     os.environ.update(environment(arguments))
+    if "--enable-memory-saver" in arguments:
+        for name in drop_expandable_segments(os.environ):
+            print(f"{name}: expandable_segments is left out, torch_memory_saver cannot release such memory", flush=True)
+    if not any(_values(arguments, flag) for flag in _MEET_ELSEWHERE):
+        os.environ.setdefault(MEETING_PLACE, meeting_place())
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
         if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
             sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
         prepare_imports()
-        if not _values(arguments, "--dist-init-addr"):  # else its processes are on several machines
-            os.environ.setdefault(MEETING_PLACE, meeting_place())
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

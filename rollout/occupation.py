@@ -38,12 +38,12 @@ class Occupation:
                     yield
                     return
 
-    async def release(self) -> float:
+    async def release(self) -> tuple[float | None, ...]:
         """Returns when no server holds memory. Requests wait from then on, and so do restarts of servers.
 
         Returns:
-            GB of an accelerator that a server says it gave back: weights and KV cache, the least of all servers; 0 if
-            none was serving.
+            Of each server, GB of each of its accelerators that it says it gave back, weights and KV cache; None: it was
+            not serving, or was ended.
 
         Raises:
             RolloutError: a request is in flight.
@@ -54,8 +54,7 @@ class Occupation:
         self._balancer.close()
         self._allowed.clear()
         async with self._starting:
-            given = await asyncio.gather(*(self._release(member) for member in self._members))
-        return min((gb for gb in given if gb is not None), default=0.0)
+            return tuple(await asyncio.gather(*(self._release(member) for member in self._members)))
 
     async def resume(self) -> None:
         """Returns when every server that gave its memory up has it back. The others may be restarted again."""

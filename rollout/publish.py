@@ -120,10 +120,14 @@ class Published:
 class Publisher:
     """Holds the newest published weights and brings servers to them."""
 
-    def __init__(self, members: Sequence[Member], balancer: Balancer, timing: Timing) -> None:
+    def __init__(
+        self, members: Sequence[Member], balancer: Balancer, timing: Timing, *, sync_deadline_s: float
+    ) -> None:
+        """`sync_deadline_s`: for the checksums of weights that came without a file."""
         self.members = members
         self.balancer = balancer
         self.timing = timing
+        self.sync_deadline_s = sync_deadline_s
         self.current: Published | None = None
         self.interruptions = 0
         """Publishes that ended running requests; tells a request whether its abort was ours."""
@@ -256,7 +260,8 @@ class Publisher:
 
         async def take() -> int:
             if failure is None:
-                return await member.call(self._serve(member, published))
+                # Over NCCL this is the first answer that comes after the data, if that comes at all.
+                return await member.call(self._serve(member, published, self.sync_deadline_s))
             if not failure.answers:
                 raise ServerUnavailable(failure.reason)
             folder = await published.folder()
@@ -315,16 +320,16 @@ class Publisher:
             await self._stop_drawing(member)
             with member.work():
                 await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
-            return await self._serve(member, published)
+            return await self._serve(member, published, self.timing.load_deadline_s)
         finally:
             checksums.cancel()
 
-    async def _serve(self, member: Member, published: Published) -> int:
+    async def _serve(self, member: Member, published: Published, deadline_s: float) -> int:
         """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
         assert member.info is not None
         await member.client.flush_cache()
         with member.work():
-            reported = await member.client.checksums(self.timing.load_deadline_s)
+            reported = await member.client.checksums(deadline_s)
         verify(await published.checksums(member.info), reported, member.url)
         await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label

@@ -27,6 +27,9 @@ STOP_SHOWS_S = 5.0
 
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
+"""Below those that the kernel gives to outgoing connections."""
+_PORT_SHARES = 64
+"""Servers of one run on one machine draw from different shares of the ports, so that no two draw the same."""
 _PORT_ATTEMPTS = 50
 
 
@@ -60,6 +63,18 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Ends it in order."""
+
+
+def group_environment(config: RolloutConfig) -> dict[str, str]:
+    """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
+
+    They are what SGLang sets for itself; a trainer with NCCL's defaults would exchange memory handles of another kind.
+    """
+    if config.weight_sync != "distributed":
+        return {}
+    symmetric = "--enable-symm-mem" in config.extra_args
+    sharp = symmetric or "--enable-nccl-nvls" in config.extra_args
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(sharp))}
 
 
 class LocalServer:
@@ -150,7 +165,7 @@ class LocalServer:
 
     def _choose_port(self) -> int:
         if not self.config.port:
-            return _free_port(self.config.host)
+            return free_port(self.config.host, self.spec.index)
         wanted = self.config.port + self.spec.index
         problem = _problem_of_port(self.config.host, wanted)
         if problem:
@@ -166,7 +181,8 @@ class LocalServer:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
-        return os.environ | {"PYTHONPATH": path, launch_server.PARENT: str(os.getpid())} | key | gpus
+        parent = {launch_server.PARENT: str(os.getpid())}
+        return group_environment(self.config) | os.environ | {"PYTHONPATH": path} | parent | key | gpus
 
 
 class RemoteServer:
@@ -214,13 +230,13 @@ def _problem_of_port(host: str, port: int) -> str | None:
     return None
 
 
-def _free_port(host: str) -> int:
-    """A port that stays free while the server starts, which takes it only after a minute on a busy machine.
+def free_port(host: str, index: int) -> int:
+    """A port that stays free while server `index` starts, which takes it only after a minute on a busy machine.
 
     Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
     """
     draw = random.SystemRandom()  # neither moves nor follows the run's own random numbers
-    for port in draw.sample(_PORTS, _PORT_ATTEMPTS):
+    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
         if _problem_of_port(host, port) is None:
             return port
     raise ServerStartError(f"rollout.host = {host}: {_problem_of_port(host, 0) or 'no free port'}; name a rollout.port")

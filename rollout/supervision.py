@@ -6,13 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 
 from rollout.balancer import Balancer, Member, State
-from rollout.errors import AccessDenied, FleetLost, ServerEnded, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import (
+    AccessDenied,
+    FleetLost,
+    ServerEnded,
+    ServerRefused,
+    ServerStartError,
+    ServerUnavailable,
+    ServerUnfit,
+)
 from rollout.occupation import Occupation
 from rollout.publish import Publisher, describe
 from rollout.timing import Timing
 
 _READY_POLL_S = 0.25
 _GUARD_POLL_S = 0.25
+
+ONE_SPARE_IN = 10
+"""A fleet starts without one server in so many; a smaller one needs all."""
+PATIENCE = 2.0
+"""Times the seconds that enough servers took to start: so long the last ones are waited for."""
 
 
 class Supervisor:
@@ -50,6 +63,53 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def start_all(self, deadline_s: float, check: Callable[[Member], None]) -> None:
+        """Starts all servers and returns when they are READY, or enough of them: those that failed and those that take
+        far longer than the others are DOWN then, and brought up like any that is lost later.
+
+        Args:
+            check: raises ServerUnfit for a server that answers, and that the run cannot use.
+
+        Raises:
+            ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
+        """
+
+        async def begin(member: Member) -> None:
+            await self.start_member(member, deadline_s)
+            check(member)
+            member.enter(State.READY)
+
+        began, spare = time.monotonic(), len(self.members) // ONE_SPARE_IN
+        starting = {asyncio.ensure_future(begin(member)): member for member in self.members}
+        pending, problems, until = set(starting), dict[Member, ServerStartError](), 0.0
+        try:
+            while pending:
+                left_s = max(0.0, until - time.monotonic()) if until else None
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    error = task.exception()
+                    if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
+                        problems[starting[task]] = error
+                    elif error is not None:
+                        raise error
+                if not until and len(pending) + len(problems) <= spare:
+                    until = began + PATIENCE * (time.monotonic() - began)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        missing = [member for member in self.members if member.state is not State.READY]
+        if len(missing) > spare:
+            text = "\n".join(str(problem) for problem in problems.values())
+            raise ServerStartError(f"{len(missing)} of {len(self.members)} servers did not start\n{text}")
+        for member in missing:
+            late = f"it was not ready {time.monotonic() - began:.0f} s after the start of the fleet"
+            member.enter(State.DOWN, str(problems.get(member, late)).splitlines()[0])
+        if missing:
+            self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
 
     async def start_member(self, member: Member, deadline_s: float) -> None:
         """Starts a server and returns when it is ready. One that ends meanwhile is started once more; one that is
@@ -94,7 +154,7 @@ class Supervisor:
                 member.weight_label = await member.client.weight_label()
                 return
             except AccessDenied as error:  # it will not change its mind
-                raise ServerStartError(
+                raise ServerUnfit(
                     f"{error}\nrollout.api_key_file names the file with the key that it asks for"
                 ) from None
             except (ServerUnavailable, ServerRefused) as error:
@@ -134,7 +194,7 @@ class Supervisor:
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
                     if member.state is State.SUSPECT or asked - member.answered > self.timing.probe_interval_s:
-                        await member.probe(self.timing.probe_deadline_s)
+                        await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
@@ -180,6 +240,10 @@ class Supervisor:
             await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
+        if not member.engine.ours:
+            # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
+            with member.work():
+                await member.client.checksums(self.timing.scheduler_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
         load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
         try:

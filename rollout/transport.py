@@ -9,10 +9,12 @@ import functools
 import os
 import pickle
 import socket
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -21,20 +23,16 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore, distributed_c10d
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, distributed_c10d
 
 from rollout.client import ServerInfo, SglangClient
 from rollout.errors import RolloutError, ServerRefused
 
-GRACE_S = 10.0
+GRACE_S = 3.0
 """For the servers of a group to notice that it is broken."""
 
-UNANSWERED = "it waits in a broken process group"
-LATE = "the bucket did not get there within rollout.sync_deadline_s"
-
-_POLL_S = 0.002
-_abandoned: list[object] = []
-"""Groups with a broadcast that was given up: to delete one would wait for it."""
+_NEVER = timedelta(days=7)
+"""Limit of torch's own watchdog: the deadlines here are the transport's, and one of the watchdog's ends the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +194,9 @@ def check_this_machine(url: str) -> None:
 class GroupTransport:
     """A process group of this process, as rank 0, and all ranks of the servers; one broadcast a bucket.
 
-    It stays from publish to publish. After a failure it is of no use: make a new one.
+    It stays from publish to publish. After a failure it is of no use: make a new one. Our end of each call runs in a
+    thread of its own: NCCL makes its communicator in the first broadcast, and blocks that thread until every rank has
+    come. Torch's `abort` does not reach a communicator that is being made, so such a thread may never end.
     """
 
     def __init__(self, targets: Sequence[Target], *, backend: str, device: torch.device, deadline_s: float) -> None:
@@ -207,11 +207,11 @@ class GroupTransport:
         """
         self.targets = tuple(targets)
         self.broken = False
-        self._name = f"weights-{uuid.uuid4().hex[:12]}"
+        self.name = f"weights-{uuid.uuid4().hex[:12]}"
+        """The servers' name of the group."""
         self._backend, self._device, self._deadline_s = backend, device, deadline_s
         self._host = host = address_towards(targets)
         self._world = 1 + sum(target.info.tensor_parallel for target in targets)
-        timeout = timedelta(seconds=deadline_s)
         # Torch by itself would listen on every interface.
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._store = TCPStore(
@@ -219,12 +219,11 @@ class GroupTransport:
             listener.getsockname()[1],
             self._world,
             is_master=True,
-            timeout=timeout,
+            timeout=timedelta(seconds=deadline_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._group: ProcessGroup | None = None
-        self._threads = ThreadPoolExecutor(1)
+        self._group: Any = None
 
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -239,18 +238,13 @@ class GroupTransport:
                 port=self._store.port,
                 rank_offset=offset,
                 world_size=self._world,
-                group_name=self._name,
+                group_name=self.name,
                 backend=self._backend,
                 deadline_s=self._deadline_s,
             )
             offset += target.info.tensor_parallel
-        made = self._threads.submit(self._make)
-        failures = await self._together(calls, made.done)
-        if not failures and (error := made.exception()) is not None:
-            return self._all_failed(error)
-        if not failures:
-            self._group = made.result()
-        return failures
+        # A server's end over NCCL is made without the others: it waits for nobody yet.
+        return await self._together("the joining of the process group", calls, self._make, held=False)
 
     async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
         names = list(bucket.shapes)
@@ -259,88 +253,116 @@ class GroupTransport:
                 names=names,
                 dtypes=[bucket.dtype_name] * len(names),
                 shapes=[list(shape) for shape in bucket.shapes.values()],
-                group_name=self._name,
+                group_name=self.name,
                 label=label,
                 deadline_s=self._deadline_s,
             )
             for url, client in clients.items()
         }
-        assert self._group is not None
-        sent = self._group.broadcast(bucket.buffer, 0)
-        failures = await self._together(calls, sent.is_completed)
-        if failures:
-            _abandoned.extend((self._group, sent, bucket.buffer))
-            return failures
-        try:
-            sent.wait()
-        except RuntimeError as error:
-            return self._all_failed(error)
-        return {}
-
-    def _all_failed(self, error: BaseException) -> dict[str, Failure]:
-        """Our own end of the group failed, though every server answered well: none of them can be trusted."""
-        self.broken = True
-        return {
-            target.url: Failure(reason=f"{target.url}: the trainer's end: {error}", answers=True)
-            for target in self.targets
-        }
-
-    @property
-    def name(self) -> str:
-        """The servers' name of the group."""
-        return self._name
+        # A new thread would begin with another stream than the one that fills the bucket.
+        stream = torch.cuda.current_stream(bucket.buffer.device) if bucket.buffer.is_cuda else None
+        ours = functools.partial(self._broadcast, bucket.buffer, stream)
+        return await self._together(f"the broadcast of {names[0]}", calls, ours, held=self._backend == "nccl")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        if self._group is not None and not self.broken:
-            torch.distributed.destroy_process_group(self._group)
-        self._group = None
+        """Leaves the group. Nothing is waited for: the end of a group over NCCL can need the other ranks."""
+        group, self._group = self._group, None
+        if group is not None:
+            _in_thread(group.abort)
 
-    def _make(self) -> ProcessGroup:
-        """This process's end; SGLang's server makes its own the same way, prefix by prefix."""
-        store = PrefixStore(self._name, self._store)
-        group, _ = distributed_c10d._new_process_group_helper(
-            self._world,
-            0,
-            [],
-            distributed_c10d.Backend(self._backend),
-            store,
-            group_name=self._name,  # type: ignore[arg-type]
-            backend_options=None,
-            timeout=timedelta(seconds=self._deadline_s),
-        )
-        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self._world)}
-        return group
+    def _make(self) -> None:
+        """This process's end, on the store alone. By torch's own function it would be split from the trainer's group,
+        in a call that every trainer rank has to make. The prefixes are those of SGLang's end, which is made by it."""
+        device = "cuda" if self._backend == "nccl" else "cpu"  # the first one that torch registers the backend for
+        store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        if self._backend == "gloo":
+            self._group = ProcessGroupGloo(store, 0, self._world, timedelta(seconds=self._deadline_s))
+            return
+        options = distributed_c10d.ProcessGroupNCCL.Options()
+        options.group_name = self.name  # type: ignore[assignment]
+        options._timeout = _NEVER
+        with _watchdog_that_spares_the_process():
+            self._group = distributed_c10d.ProcessGroupNCCL(store, 0, self._world, options)
 
-    async def _together(self, calls: "Mapping[str, Any]", ours: Callable[[], bool]) -> dict[str, Failure]:
-        """The servers' answers, and our own part. The first failure ends the wait for both: the others would wait for
-        the one that is missing."""
+    def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            # With a limit NCCL lets the host wait too, until the bucket is sent.
+            self._group.broadcast([buffer], BroadcastOptions()).wait(timedelta(seconds=self._deadline_s))
+
+    async def _together(
+        self, what: str, calls: "Mapping[str, Any]", ours: Callable[[], None], *, held: bool
+    ) -> dict[str, Failure]:
+        """The servers' answers, and our own part. The first failure ends the wait for all of them: the others would
+        wait for the one that is missing.
+
+        Args:
+            held: whether a server that takes part may stay in the call for ever, whatever it answers: over NCCL its
+                answer comes before the data, and its device waits on.
+        """
         tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
-        deadline = asyncio.get_running_loop().time() + self._deadline_s
-        while True:
-            failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
-            late = asyncio.get_running_loop().time() > deadline
-            if failed or late or (ours() and all(task.done() for task in tasks.values())):
-                break
-            await asyncio.sleep(_POLL_S)
-        if not failed and not late:
+        own = asyncio.wrap_future(_in_thread(ours))
+        everybody = {own, *tasks.values()}
+        await asyncio.wait(everybody, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        if all(task.done() and task.exception() is None for task in everybody):
             return {}
         self.broken = True
-        if self._group is not None and self._backend == "nccl":
-            self._group.abort()
-        # The others learn of it by a broken connection, or not at all.
-        await asyncio.wait(tasks.values(), timeout=GRACE_S)
-        reasons = {}
-        for url, task in tasks.items():
-            if not task.done():
-                task.cancel()
-                reasons[url] = Failure(reason=f"{url}: {LATE if late else UNANSWERED}", answers=False)
-            elif (error := task.exception()) is not None:
-                reasons[url] = _failure(error)
-            else:
-                reasons[url] = Failure(reason=f"{url}: another server failed, and the group with it", answers=True)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return reasons
+        late = not any(task.done() and task.exception() for task in everybody)
+        if not late:  # who broke it is known a little later than that it broke
+            await asyncio.wait(tasks.values(), timeout=GRACE_S)
+        failed = [url for url, task in tasks.items() if task.done() and task.exception()]
+        silent = [url for url, task in tasks.items() if not task.done()]
+        if failed:
+            cause = f"{what} failed at {', '.join(failed)}"
+        elif late:
+            cause = (
+                f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+                f"{', '.join(silent) or 'nobody'}; the trainer {'has done its part' if own.done() else 'waits in it'}"
+            )
+        else:
+            cause = f"{what} failed at the trainer: {own.exception()}"
+        for task in everybody:
+            task.cancel()
+        results = await asyncio.gather(own, *tasks.values(), return_exceptions=True)
+        if self._group is not None:
+            _in_thread(self._group.abort)
+        failures = {}
+        for url, error in zip(tasks, results[1:], strict=True):
+            failure = _failure(error) if url in failed else Failure(reason=f"{url}: {cause}", answers=url not in silent)
+            failures[url] = replace(failure, answers=failure.answers and not held)
+        return failures
+
+
+@contextmanager
+def _watchdog_that_spares_the_process() -> Iterator[None]:
+    """For a group that is made inside: torch ends the process when a rank of it is lost, unless it is told otherwise;
+    a lost server must not end the trainer."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _in_thread(work: Callable[[], object]) -> "Future[None]":
+    """Runs `work` in a thread that keeps nothing from ending, should it wait for ever."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    return done
 
 
 async def failures_of(calls: "Mapping[str, Any]") -> dict[str, Failure]:

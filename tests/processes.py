@@ -43,12 +43,14 @@ class Running:
         self._log = log
         self._began = time.monotonic()
         self._began_at = time.time()
+        # After our own: packages may lie outside the environment, as on a machine that nothing can be installed on.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         _adopt(True)
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 cwd=cwd,
-                env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

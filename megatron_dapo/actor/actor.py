@@ -77,6 +77,7 @@ class MegatronActor:
                 device=config.device,
                 dtype=model.dtype,
                 reducing_ranks=config.layout.data * config.layout.context,
+                context=config.layout.context,
                 fp8=config.fp8,
                 fp8_recipe=config.fp8_recipe,
             )

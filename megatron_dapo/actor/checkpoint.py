@@ -56,6 +56,9 @@ from megatron_dapo.durable import sync_file
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
 
+EXTRA_STATE = "_extra_state"
+"""Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
+`actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
 
 T = TypeVar("T")
 
@@ -187,7 +190,8 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     _check_common_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
-        chunk.load_state_dict(loaded[name])
+        lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
+        assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
@@ -248,6 +252,11 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
+    if loading:
+        state = {
+            name: {key: shard for key, shard in shards.items() if not key.endswith(EXTRA_STATE)}
+            for name, shards in state.items()
+        }
     model_state = state["model"] if "model" in state else dict(state)
     optimizer_state = sharded_optimizer_state(optimizer.megatron, model_state, metadata, loading=loading)
     return state | {"optimizer": optimizer_state}

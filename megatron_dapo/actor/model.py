@@ -106,19 +106,18 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         gradient_accumulation_fusion=device.gradient_accumulation,
         fp8=None if actor.fp8 == "none" else actor.fp8,
         fp8_recipe=actor.fp8_recipe,
-        **_pipeline_settings(layout, cuda=cuda),
+        **_pipeline_settings(layout),
         **_recompute_settings(actor),
     )
 
 
-def _pipeline_settings(layout: LayoutConfig, *, cuda: bool) -> dict[str, object]:
+def _pipeline_settings(layout: LayoutConfig) -> dict[str, object]:
     """Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher."""
     settings: dict[str, object] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     settings["deallocate_pipeline_outputs"] = True
     if layout.virtual_pipeline:
-        # Batched point-to-point calls give wrong gradients with virtual stages over gloo. Single ones run while the
-        # next stage computes, and a send over gloo still reads its tensor then: it must stay.
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": cuda}
+        # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return settings
 
 

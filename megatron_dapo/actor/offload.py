@@ -100,6 +100,8 @@ class DeviceMemory:
         if part == "gradients":
             # Master weights keep views of the gradient buffers until the next step.
             self._megatron.zero_grad()
+        if part == "parameters":
+            self._forget_fp8_weights()
         storages = self._storages(part)
         if part != "gradients":
             earlier = self._host.get(part, {})
@@ -111,6 +113,12 @@ class DeviceMemory:
             self._sizes[storage._cdata] = storage.nbytes()
             storage.resize_(0)
         self._away[part] = storages
+
+    def _forget_fp8_weights(self) -> None:
+        """TransformerEngine's layers keep their weights in FP8, and make them anew when they find none."""
+        for chunk in self._chunks:
+            for module in chunk.modules():
+                vars(module).get("_fp8_workspaces", {}).clear()
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         weights = {_storage(parameter)._cdata: _storage(parameter) for parameter in self._parameters()}

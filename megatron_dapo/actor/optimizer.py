@@ -67,7 +67,10 @@ class ActorOptimizer:
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
         no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=_is_vector))
         self.megatron = get_megatron_optimizer(
-            megatron_config, self.chunks, config_overrides={no_decay: {"wd_mult": 0.0}}
+            megatron_config,
+            self.chunks,
+            config_overrides={no_decay: {"wd_mult": 0.0}},
+            use_gloo_process_groups=False,
         )
         self.memory = DeviceMemory(self.chunks, self.megatron)
         self.scheduler = OptimizerParamScheduler(

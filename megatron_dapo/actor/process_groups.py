@@ -61,6 +61,9 @@ def initialise(
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
             context_parallel_size=layout.context,
             distributed_timeout_minutes=timeout_s / 60,
+            # Only checkpoint formats that are not used here gather over them, and over several nodes each would need
+            # an address that gloo finds by the machine's name.
+            create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed)
 

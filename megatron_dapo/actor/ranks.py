@@ -198,13 +198,13 @@ def _serve(pipe: Connection, device: Literal["cpu", "cuda"], stack: str) -> None
     from megatron_dapo.actor.device import prepare
 
     torch.set_num_threads(1)
-    prepare(device)  # before a function imports anything of Megatron
     while True:
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
         try:
+            prepare(device)  # before a function imports anything of Megatron
             function, place, args = pickle.loads(message)
             answer = pickle.dumps((True, function(place, *args)))
         except Exception:

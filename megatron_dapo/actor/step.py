@@ -83,7 +83,7 @@ class ForwardBackward:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
         `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
         states instead of logits. `row_multiple`: what a rank's tokens of a micro-batch are rounded up to."""
-        self.chunks = list(chunks)
+        self.chunks: list[Any] = list(chunks)
         self.layout = layout
         self.vocabulary = vocabulary
         self.chunk_tokens = chunk_tokens
@@ -133,6 +133,9 @@ class ForwardBackward:
         responses = mini_batch.responses
         inputs = [self._input(pack, mini_batch, responses) for pack in self._pack(responses, mini_batch.plan)]
         loss = partial(self._loss, objective=objective, temperature=temperature)
+        for chunk in self.chunks:
+            # Reductions that overlap with backward are begun by the wrapper, which asks itself and not the schedule.
+            chunk.force_all_reduce = whole_gradients
         results = self._run(inputs, loss, forward_only=False, force_all_reduce=whole_gradients)
         names = (*_BASE_SUMS, *objective.stat_names)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)

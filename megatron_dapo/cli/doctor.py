@@ -1,4 +1,4 @@
-"""`megatron-dapo doctor`: can this machine run that config; one line a check, with the mend."""
+"""`megatron-dapo doctor`: can this machine run that config; one line a check, with the fix."""
 
 import os
 import sys
@@ -12,15 +12,20 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, needed_gpus, visible_gpus
+from megatron_dapo.doctor.gpu_node import examine_gpu_node, on_gpus
+from megatron_dapo.doctor.hardware import check_collectives, check_gpus, needed_gpus, visible_gpus
 from megatron_dapo.doctor.machine import (
+    SHARED_MEMORY_BYTES,
+    SHARED_MEMORY_GPU_BYTES,
     check_disk,
     check_open_files,
     check_ports,
     check_run_dir,
     check_shared_memory,
 )
-from megatron_dapo.doctor.result import Ask, Finding, Status, ask, failed
+from megatron_dapo.doctor.network import check_port_range
+from megatron_dapo.doctor.node import Node
+from megatron_dapo.doctor.result import Finding, Status, failed
 from megatron_dapo.doctor.run import (
     bytes_on_disk,
     check_data,
@@ -49,7 +54,7 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
             config = load_config(path, overrides)
         except ConfigError as error:
             _print(console, counts, failed("config", str(error), "the message says it"))
-    for finding in examine(config, ask):
+    for finding in examine(config, Node()):
         _print(console, counts, finding)
     if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
         console.print("dry run: starting trainer and servers")
@@ -58,16 +63,21 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
     return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED
 
 
-def examine(config: Config | None, asked: Ask) -> Iterator[Finding]:
+def examine(config: Config | None, node: Node) -> Iterator[Finding]:
     """All checks but the dry run; without a config, those of the machine alone."""
     yield from software()
-    gpus = visible_gpus(asked)
-    cores = len(os.sched_getaffinity(0))
-    yield from check_gpus(gpus, config, on_cluster="RAY_ADDRESS" in os.environ, cores=cores)
-    yield from check_interconnect(asked)
-    yield check_collectives(gpus=bool(gpus))
+    gpus = visible_gpus(node.ask)
+    on_cluster = "RAY_ADDRESS" in node.environment
+    yield from check_gpus(gpus, config, on_cluster=on_cluster, cores=len(os.sched_getaffinity(0)))
+    gpu_node = on_gpus(config, gpus)
+    if gpu_node:
+        yield from examine_gpu_node(config, gpus, node)
+    else:
+        yield check_collectives()
     yield from check_ports(config)
-    yield check_shared_memory()
+    yield from check_port_range(node)
+    wanted = SHARED_MEMORY_GPU_BYTES if gpu_node else SHARED_MEMORY_BYTES
+    yield check_shared_memory(node.root / "dev/shm", wanted)
     yield check_open_files()
     if config is None:
         yield from check_disk(Path.cwd(), 0.0, 0.0)
@@ -90,5 +100,5 @@ def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:
         (f"{finding.status:<8}", _STYLES[finding.status]), (f"{finding.check}: ", "bold"), finding.found
     )
     console.print(line)
-    if finding.mend:
-        console.print(Text(f"        mend: {finding.mend}"))
+    if finding.fix:
+        console.print(Text(f"        fix: {finding.fix}"))

@@ -234,7 +234,7 @@ def doctor(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
 ) -> None:
-    """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its mend."""
+    """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
     from megatron_dapo.cli.doctor import doctor_command
 
     raise typer.Exit(doctor_command(config, overrides or [], with_dry_run=dry_run))

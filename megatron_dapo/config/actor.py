@@ -86,7 +86,7 @@ class ActorConfig:
     """FP8 format of the matrix products inside the layers, by TransformerEngine on CUDA; `hybrid`: E4M3 forward, E5M2
     backward. Weights, gradients, embedding and output layer stay as they are. Refused where it cannot be had."""
 
-    fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """How TransformerEngine scales FP8 tensors; `blockwise` needs Hopper, `mxfp8` Blackwell."""
 
     logprob_chunk_tokens: PositiveInt | None = None

@@ -34,8 +34,36 @@ GOVERNED = {
     "--enable-deterministic-inference": "rollout.deterministic",
     "--enable-memory-saver": "run.mode",
     "--enable-weights-cpu-backup": "run.mode",
+    "--stream-interval": "rollout.stream_every",
+    "--incremental-streaming-output": "rollout.stream_every",
 }
 """Options of SGLang's command line that a key stands for."""
+
+REFUSED = {
+    ("--speculative-", "--decoupled-spec-", "--enable-multi-layer-eagle"): (
+        "a draft model gets no new weights, and its tensors are among the server's checksums"
+    ),
+    ("--quantization", "--quantize-and-serve", "--modelopt-", "--torchao-config", "--rl-quant-profile"): (
+        "the server would hold rounded weights, whose checksums are not those of the trainer's"
+    ),
+    ("--enable-lora", "--lora-", "--load-format", "--custom-weight-loader", "--weight-cache-", "--cpu-offload-"): (
+        "the server would not hold the published weights under the names and on the device that its checksums are for"
+    ),
+    (
+        "--pp-size",
+        "--pipeline-parallel-size",
+        "--dp",
+        "--dp-size",
+        "--data-parallel-size",
+        "--enable-dp-",
+        "--nnodes",
+    ): ("a server is rollout.tensor_parallel GPUs of one node; set that or rollout.servers"),
+    ("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--nccl-port", "--base-gpu-id", "--gpu-id-step"): (
+        "the run gives each server its GPUs, and its processes meet without a port"
+    ),
+}
+"""Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
+so."""
 
 SMALLEST_SHARE = 1e-9
 """Share of the prompts below which a file of a mixture is there in name only."""
@@ -143,8 +171,12 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
     for word in rollout.extra_args:
-        if key := GOVERNED.get(word.partition("=")[0].replace("_", "-")):
+        option = word.partition("=")[0].replace("_", "-")
+        if key := GOVERNED.get(option):
             yield f"rollout.extra_args: {word} is what {key} decides, and the server would heed the former; set {key}"
+        for names, reason in REFUSED.items():
+            if any(option == name or (name.endswith("-") and option.startswith(name)) for name in names):
+                yield f"rollout.extra_args: {word} cannot be used: {reason}; remove it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

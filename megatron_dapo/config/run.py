@@ -22,7 +22,8 @@ class RunConfig:
     `algorithm.dynamic_sampling.ahead` and `.max_staleness` say how far ahead."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response."""
+    """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response. Servers
+    take it and the numbers after it."""
 
     resume: bool = False
     """Continue the run in `dir` from its newest complete checkpoint; the ledger goes on where that checkpoint

@@ -117,7 +117,7 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         device="cuda" if on_gpu else "cpu",
         dtype=config.model.dtype,
         context_length=config.model.context_length,
-        seed=config.run.seed,
+        seed=(config.run.seed + index) % 2**32,
         log_path=logs / f"server{index}.log",
         api_key_file=logs.parent / KEY_FILE,
         index=index,

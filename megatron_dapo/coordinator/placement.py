@@ -6,6 +6,7 @@ both share (`run.mode: colocated`) a bundle holds whole groups and whole servers
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -49,7 +50,7 @@ class Placement:
 
     group: PlacementGroup
     trainer: tuple[int, ...]
-    """Bundle of each trainer rank."""
+    """Bundle of each trainer process; those of a node follow each other. `by_node_and_gpu` makes ranks of them."""
     servers: tuple[int, ...]
     """Bundle of each server that Ray starts; none where the coordinator's machine starts them itself."""
 
@@ -58,6 +59,11 @@ class Placement:
         return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         }
+
+    def stands(self, bundle: int) -> bool:
+        """Whether a living node has the bundle. That of a lost node gets another node as soon as one has room."""
+        home = placement_group_table(self.group)["bundles_to_node_id"].get(bundle)
+        return any(node["NodeID"] == home and node["Alive"] for node in ray.nodes())
 
 
 def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
@@ -126,13 +132,32 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     await waits.wait_for("placement", "Ray", config.run.start_deadline_s, _reference(group.ready()))
     size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
     groups = range(config.actor.layout.world_size // size)
-    # Neighbouring ranks talk most: groups on one node get neighbouring numbers.
+    # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    ordered = sorted(groups, key=lambda bundle: (node_of[bundle], bundle))
+    address = {node["NodeID"]: int(ip_address(node["NodeManagerAddress"])) for node in ray.nodes()}
+    ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
     own = tuple(range(len(groups), len(bundles)))
     beside = trainer[:: config.rollout.tensor_parallel]
     return Placement(group=group, trainer=trainer, servers=beside if shared else own)
+
+
+def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
+    """Which of the trainer's processes is rank 0, 1, ...: the nodes in the order in which they come, on a node by GPU.
+
+    So a tensor-parallel group has neighbouring GPUs, and pipeline and data peers on full nodes the GPU of the same
+    number, whose network card is on the same rail.
+
+    Args:
+        places: node and GPU of each process; the GPU is a number, a UUID, or empty on the CPU.
+    """
+    nodes = list(dict.fromkeys(node for node, _ in places))
+
+    def key(at: int) -> tuple[int, int, str, int]:
+        node, gpu = places[at]
+        return nodes.index(node), int(gpu) if gpu.isdigit() else -1, gpu, at
+
+    return sorted(range(len(places)), key=key)
 
 
 def cluster_nodes() -> list[Node]:

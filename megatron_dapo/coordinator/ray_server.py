@@ -1,6 +1,7 @@
 """A server on whatever node of the Ray cluster has its place: an actor there starts and watches the process."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,15 +18,19 @@ from rollout.server import LocalServer, tail
 
 LOOK_INTERVAL_S = 1.0
 ANSWER_DEADLINE_S = 60.0
-"""For the actor to start, restart or end its process: it does nothing else."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""For the actor to restart or end its process: it does nothing else."""
+START_DEADLINE_S = 180.0
+"""For a new actor to start its process: Python and what it imports may come from a shared file system."""
+PLACE_DEADLINE_S = 60.0
+"""For Ray to find another node for a server whose node is gone."""
+NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
 class ServerHost:
     """Body of the Ray actor: one server process, which ends with the actor."""
 
     def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
-        if config.host in LOOPBACK:  # the coordinator may be on another node
+        if config.host in NOT_REACHED:  # the coordinator may be on another node
             config = replace(config, host=ray.util.get_node_ip_address())
         self._server = LocalServer(config, spec)
 
@@ -77,6 +82,12 @@ class RayServer:
         return self._url
 
     async def start(self) -> None:
+        """Starts it in its place, which Ray moves when the node is gone and another one has room.
+
+        Raises:
+            ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
+        """
+        await self._placed()
         on_gpu = self._spec.device == "cuda"
         gpus, spec = self._config.tensor_parallel if on_gpu else 0, self._spec
         if self._shared_gpus is not None:
@@ -86,7 +97,11 @@ class RayServer:
         self._host = remote.options(
             num_cpus=cpus, num_gpus=gpus, max_restarts=0, **self._placement.at(self._bundle)
         ).remote(self._config, spec)
-        self._url = await self._ask(self._host.start.remote())
+        try:
+            self._url = await self._ask(self._host.start.remote(), START_DEADLINE_S)
+        except BaseException:
+            self.kill()
+            raise
         self._alive = True
         self._watch = asyncio.create_task(self._look())
 
@@ -144,13 +159,25 @@ class RayServer:
             self._watch.cancel()
             self._watch = None
 
-    async def _ask(self, reference: Any) -> Any:
+    async def _placed(self) -> None:
+        deadline = time.monotonic() + PLACE_DEADLINE_S
+        while not self._placement.stands(self._bundle):
+            if time.monotonic() > deadline:
+                raise ServerStartError(
+                    f"server {self._spec.index}: its node is gone, and no other node of the Ray cluster has room for "
+                    f"rollout.tensor_parallel = {self._config.tensor_parallel}; give the cluster another node"
+                )
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _ask(self, reference: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
         """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
         try:
-            async with asyncio.timeout(ANSWER_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 return await _reference(reference)
         except TimeoutError:
-            raise ServerStartError(f"server {self._spec.index}: its Ray actor gave no answer") from None
+            raise ServerStartError(
+                f"server {self._spec.index}: its Ray actor gave no answer within {deadline_s:g} s"
+            ) from None
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             raise ServerStartError(f"server {self._spec.index}: {cause}") from None

@@ -23,11 +23,12 @@ from megatron_dapo.actor.messages import (
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.root import Config
-from megatron_dapo.coordinator.placement import Placement
+from megatron_dapo.coordinator.placement import Placement, by_node_and_gpu
 from megatron_dapo.coordinator.rank_timeline import RankTimeline
 from megatron_dapo.coordinator.turns import DeviceMemory
 from megatron_dapo.coordinator.waits import Stalled, Waits
 from rollout.client import ServerInfo
+from rollout.server import group_environment
 
 if TYPE_CHECKING:
     from rollout.checksums import Checksums
@@ -63,17 +64,25 @@ class TrainerStalled(Stalled):
 class TrainerRank:
     """Body of one Ray actor. Everything it prints goes to its own log file."""
 
-    def __init__(self, rank: int, log: str, threads: int) -> None:
-        self._rank = rank
-        self._run_dir = Path(log).parent.parent
+    def __init__(self, run_dir: Path, threads: int) -> None:
+        self._run_dir = run_dir
         self._timeline: RankTimeline | None = None
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def place(self) -> tuple[str, str]:
+        """Ray's name of this process's node, and its GPU there."""
+        return ray.get_runtime_context().get_node_id(), self.gpu()
+
+    def become(self, rank: int) -> None:
+        """Gives this process its number, and its output a file."""
+        self._rank = rank
+        log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file, stream.fileno())
         os.close(file)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
 
     def endpoint(self) -> str:
         """A free port on this process's node, for the ranks to meet."""
@@ -103,6 +112,7 @@ class TrainerRank:
 
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         """Join the other ranks and load the model. Returns MegatronActor.describe()."""
+        os.environ.update(_environment(config) | os.environ)
         from megatron_dapo.actor.actor import MegatronActor
 
         self._actor = MegatronActor(
@@ -138,6 +148,13 @@ class TrainerRank:
             return getattr(part, method)(*arguments)
 
 
+def _environment(config: Config) -> dict[str, str]:
+    """Of a rank, before it uses NCCL, where nobody has set it."""
+    group = group_environment(config.rollout)
+    # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a rank.
+    return group and group | {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
 class Trainer:
     """All ranks of the actor. Every call goes to every rank; the answer is rank 0's."""
 
@@ -161,10 +178,14 @@ class Trainer:
         remote = ray.remote(TrainerRank)
         self._ranks = [
             remote.options(num_cpus=1, num_gpus=int(self.on_gpu), max_restarts=0, **placement.at(bundle)).remote(
-                rank, str(self._run_dir / "logs" / f"trainer-rank{rank}.log"), self._config.actor.threads
+                self._run_dir, self._config.actor.threads
             )
-            for rank, bundle in enumerate(placement.trainer)
+            for bundle in placement.trainer
         ]
+        # Which GPU of a node a process gets is Ray's choice, so it gets its number after that.
+        places = await self._all_of("trainer start", deadline, [rank.place.remote() for rank in self._ranks])
+        self._ranks = [self._ranks[at] for at in by_node_and_gpu(places)]
+        await self._ask("trainer start", deadline, [rank.become.remote(at) for at, rank in enumerate(self._ranks)])
         rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote()])
         built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
         described = await self._ask("trainer build", deadline, built)

@@ -45,7 +45,7 @@ class DeviceMemory:
 class Fleet(Protocol):
     """What is used of rollout.fleet.RolloutFleet."""
 
-    async def release_memory(self) -> float: ...
+    async def release_memory(self) -> Sequence[float | None]: ...
 
     async def resume_memory(self) -> None: ...
 
@@ -82,18 +82,23 @@ class Turns:
         if not self._shared or self._trainers:
             return
         before = await self._look()
-        claimed = await self._wait("memory for the trainer", self._fleet.release_memory())
+        claims = await self._wait("memory for the trainer", self._fleet.release_memory())
         after = await self._look()
         self._trainers = True
         given = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
-        short = [now.line() for now in after if given[now.rank] < LEAST_GIVEN * claimed * GIB]
+        # Servers are on the GPUs of neighbouring ranks, all on as many. One that was down had nothing to leave.
+        claimed = {now.rank: claims[now.rank * len(claims) // len(after)] or 0.0 for now in after}
+        short = [
+            f"{now.line()}, {claimed[now.rank]:.1f} claimed"
+            for now in after
+            if given[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB
+        ]
         if short:
             raise MemoryNotFree(
-                f"rollout servers say that they left {claimed:.1f} GiB of each GPU, but less became free:\n  "
-                + "\n  ".join(short)
+                "less memory became free than rollout servers say that they left:\n  " + "\n  ".join(short)
             )
         if after and not self._given:
-            least = min(given.values()) / GIB
+            least = min(given[rank] for rank in given if claimed[rank] == max(claimed.values())) / GIB
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")
         self._given = given
 

@@ -1,1 +1,1 @@
-"""Whether this machine can run a config: one line a check, with the mend where something is wrong."""
+"""Whether this machine can run a config: one line a check, with the fix where something is wrong."""

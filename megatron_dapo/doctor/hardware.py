@@ -4,15 +4,23 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.result import Ask, Finding, failed, passed, warning
+from megatron_dapo.doctor.node import Ask
+from megatron_dapo.doctor.result import Finding, failed, passed, warning
 from megatron_dapo.plan.plan import share_gpus
 
-INFINIBAND = Path("/sys/class/infiniband")
 _BUSY_SHARE = 0.1
-_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+_FIELDS = (
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "compute_mode",
+    "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+)
+_QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 
 def needed_gpus(config: Config) -> int:
@@ -29,12 +37,34 @@ class Gpu:
     memory: float
     used: float
     driver: str
+    compute_mode: str
+    """Default, Exclusive_Process or Prohibited."""
+    mig: bool
+    uncorrected: int
+    """Memory errors since the driver was loaded that ECC could not correct."""
 
 
 def visible_gpus(ask: Ask) -> list[Gpu]:
     """None where nvidia-smi is not there or finds no device."""
     rows = [[cell.strip() for cell in line.split(",")] for line in (ask(_QUERY) or "").splitlines()]
-    return [Gpu(name=row[0], memory=float(row[1]), used=float(row[2]), driver=row[3]) for row in rows if len(row) == 4]
+    return [
+        Gpu(
+            name=row[0],
+            memory=_number(row[1]),
+            used=_number(row[2]),
+            driver=row[3],
+            compute_mode=row[4],
+            mig=row[5] == "Enabled",
+            uncorrected=int(_number(row[6])),
+        )
+        for row in rows
+        if len(row) == len(_FIELDS)
+    ]
+
+
+def _number(text: str) -> float:
+    """0 for what a GPU does not report, "[N/A]"."""
+    return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0
 
 
 def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, cores: int) -> Iterator[Finding]:
@@ -52,14 +82,34 @@ def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, 
     busy = [str(at) for at, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]
     short = config is not None and not on_cluster and needed_gpus(config) > len(gpus)
     if config is not None and short:
-        mend = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
-        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", mend)
+        fix = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
+        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", fix)
     if len(kinds) > 1:
         yield warning("GPUs", f"several kinds: {', '.join(kinds)}", "use equal ones: the slowest sets the pace")
     if busy:
         yield warning("GPUs", f"{shown}; memory of number {', '.join(busy)} is in use", "nvidia-smi names who uses it")
-    if not (short or busy or len(kinds) > 1):
+    states = list(_states(gpus, config))
+    yield from states
+    if not (short or busy or states or len(kinds) > 1):
         yield passed("GPUs", shown)
+
+
+def _states(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
+    """What an administrator has set, or a broken memory, in the way of a run."""
+    shared = config is not None and share_gpus(config)
+    numbered = [(str(at), gpu) for at, gpu in enumerate(gpus)]
+    if away := [at for at, gpu in numbered if gpu.compute_mode == "Prohibited"]:
+        yield failed("GPUs", f"compute mode of {', '.join(away)} is Prohibited", "nvidia-smi -c 0 (as root)")
+    if alone := [at for at, gpu in numbered if gpu.compute_mode == "Exclusive_Process"]:
+        found = f"compute mode of {', '.join(alone)} is Exclusive_Process: one process a GPU"
+        make = failed if shared else warning
+        yield make("GPUs", found, "nvidia-smi -c 0 (as root); run.mode: colocated has two processes a GPU")
+    if parted := [at for at, gpu in numbered if gpu.mig]:
+        found = f"MIG is on for {', '.join(parted)}: NCCL joins no two of its instances"
+        yield warning("GPUs", found, "nvidia-smi -mig 0 (as root), or ask for whole GPUs")
+    if broken := [at for at, gpu in numbered if gpu.uncorrected]:
+        found = f"uncorrected memory errors on {', '.join(broken)}"
+        yield warning("GPUs", found, "take the node out of use, reset the GPU (nvidia-smi -q -d ECC)")
 
 
 def _without_gpus(config: Config | None, *, on_cluster: bool, cores: int) -> Finding:
@@ -77,44 +127,31 @@ def _without_gpus(config: Config | None, *, on_cluster: bool, cores: int) -> Fin
     return passed("GPUs", "none: the run takes the CPU")
 
 
-def check_interconnect(ask: Ask, infiniband: Path = INFINIBAND) -> Iterator[Finding]:
-    """NVLink between the GPUs of this node, and adapters to the next one."""
+def check_interconnect(ask: Ask) -> Iterator[Finding]:
+    """NVLink between the GPUs of this node."""
     topology = ask(("nvidia-smi", "topo", "-m"))
     links = [re.split(r"\s+", line)[1:] for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
     count = len(links)
-    if count > 1:
-        between = {links[row][column] for row in range(count) for column in range(count) if row != column}
-        slow = sorted(link for link in between if not re.fullmatch(r"NV\d+", link))
-        if slow:
-            yield warning(
-                "interconnect",
-                f"{count} GPUs, some linked by {', '.join(slow)} only",
-                "keep actor.layout.tensor within GPUs that NVLink joins (nvidia-smi topo -m)",
-            )
-        else:
-            yield passed("interconnect", f"{count} GPUs, all joined by NVLink ({', '.join(sorted(between))})")
-    if count:
-        adapters = sorted(path.name for path in infiniband.glob("*"))
-        if adapters:
-            yield passed("network", f"InfiniBand or RoCE adapters: {', '.join(adapters)}")
-        else:
-            yield warning("network", "no InfiniBand or RoCE adapter", "a run over several nodes would crawl over TCP")
+    if count < 2:
+        return
+    between = {links[row][column] for row in range(count) for column in range(count) if row != column}
+    slow = sorted(link for link in between if not re.fullmatch(r"NV\d+", link))
+    if slow:
+        yield warning(
+            "interconnect",
+            f"{count} GPUs, some linked by {', '.join(slow)} only",
+            "keep actor.layout.tensor within GPUs that NVLink joins (nvidia-smi topo -m)",
+        )
+    else:
+        yield passed("interconnect", f"{count} GPUs, all joined by NVLink ({', '.join(sorted(between))})")
 
 
-def check_collectives(*, gpus: bool) -> Finding:
-    """NCCL for GPUs, gloo for CPUs, as the installed torch has them."""
+def check_collectives() -> Finding:
+    """gloo, which a run on CPUs takes."""
     if importlib.util.find_spec("torch") is None:
         return failed("collectives", "torch is not installed", "make install")
     import torch
 
-    if not gpus:
-        if torch.distributed.is_available() and torch.distributed.is_gloo_available():
-            return passed("collectives", "gloo")
-        return failed("collectives", "this torch has no gloo", "install another build of torch")
-    if not torch.cuda.is_available():
-        return failed(
-            "collectives",
-            f"torch {torch.__version__} sees no GPU, nvidia-smi does",
-            "install a CUDA build of torch that the driver supports, and look at CUDA_VISIBLE_DEVICES",
-        )
-    return passed("collectives", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        return passed("collectives", "gloo")
+    return failed("collectives", "this torch has no gloo", "install another build of torch")

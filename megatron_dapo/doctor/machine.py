@@ -14,8 +14,10 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.run_dir import OWN_NAMES
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 
-SHARED_MEMORY = Path("/dev/shm")
-_SHARED_MEMORY_BYTES = 2e9
+SHARED_MEMORY_BYTES = 2e9
+SHARED_MEMORY_GPU_BYTES = 10e9
+"""Ray puts the object store of a large node on the disk below /tmp where there is less."""
+
 _PROBE_BYTES = 64 * 2**20
 _SLOW_SYNC_S = 300.0
 _CLOCK_SKEW_S = 2.0
@@ -33,7 +35,7 @@ def check_disk(run_dir: Path, needed: float, weights: float) -> Iterator[Finding
     """
     folder = existing_parent(run_dir)
     if not os.access(folder, os.W_OK | os.X_OK):
-        yield failed("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or mend its rights")
+        yield failed("disk", f"{folder} cannot be written to", "set run.dir to a folder of yours, or fix its rights")
         return
     free = shutil.disk_usage(folder).free
     room = f"{free / GB:.0f} GB free in {folder}"
@@ -104,14 +106,14 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> Finding:
     return passed("run directory", f"{run_dir} {'goes on' if holds else 'is free'}")
 
 
-def check_shared_memory(path: Path = SHARED_MEMORY, wanted: float = _SHARED_MEMORY_BYTES) -> Finding:
+def check_shared_memory(path: Path, wanted: float = SHARED_MEMORY_BYTES) -> Finding:
     """Ray's object store and the ranks of a node talk through it."""
-    mend = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
+    fix = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
     if not path.is_dir():
-        return warning("shared memory", f"no {path}", mend)
+        return warning("shared memory", f"no {path}", fix)
     free = shutil.disk_usage(path).free
     shown = f"{free / GB:.1f} GB free in {path}"
-    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, mend)
+    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, fix)
 
 
 def check_open_files(limit: int | None = None) -> Finding:
@@ -137,7 +139,7 @@ def check_ports(config: Config | None) -> Iterator[Finding]:
     taken = [(port, error) for port in wanted if (error := _bind_error(host, port)) is not None]
     if taken:
         what = ", ".join(f"{host}:{port} ({error})" for port, error in taken)
-        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or mend rollout.host")
+        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
     else:
         yield passed("ports", f"{host} can be listened on")
 

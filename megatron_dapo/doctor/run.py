@@ -110,7 +110,7 @@ def check_data(config: Config) -> Finding:
     except (DataError, ConfigError, OSError) as error:
         return failed("data", str(error), "the message says it; megatron-dapo preview shows what is read")
     except (TokenizerError, ImportError):
-        return warning("data", "not looked at: prompts are counted in tokens", "mend the tokenizer first")
+        return warning("data", "not looked at: prompts are counted in tokens", "fix the tokenizer first")
     return passed("data", f"prompts: {prompts.summary()}; held out: {heldout.summary()}")
 
 

@@ -89,16 +89,19 @@ def check_lock(lock: Path, installed: Mapping[str, str]) -> Finding:
     ]
     if not other:
         return passed("lock", f"as in {lock.name}")
+    target = "install-gpu" if lock.name.startswith("gpu") else "install"
     more = f" and {len(other) - _SHOWN_DIFFERENCES} more" if len(other) > _SHOWN_DIFFERENCES else ""
     return warning(
         "lock",
         f"not the versions that were run together: {', '.join(other[:_SHOWN_DIFFERENCES])}{more}",
-        f"if something fails, make clean-venv install takes {lock.name} as it is",
+        f"if something fails, make clean-venv {target} takes {lock.name} as it is",
     )
 
 
-def lock_of_this_python() -> Path:
-    return LOCKS / f"py{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
+def lock_of(installed: Mapping[str, str]) -> Path:
+    """The lock of this Python: that of GPU nodes where the servers' kernels are installed."""
+    kind = "gpu" if "sglang-kernel" in installed else "py"
+    return LOCKS / f"{kind}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
 
 
 def software() -> Iterator[Finding]:
@@ -111,7 +114,7 @@ def software() -> Iterator[Finding]:
         yield failed("versions", f"{PACKAGE} itself is not installed", "make install, or pip install --no-deps -e .")
     else:
         yield from check_versions(requirements, installed)
-    yield check_lock(lock_of_this_python(), installed)
+    yield check_lock(lock_of(installed), installed)
 
 
 def _pins(lock: Path) -> Iterator[tuple[str, str]]:

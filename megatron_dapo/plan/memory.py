@@ -173,9 +173,10 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
 def _away(offload: OffloadConfig, phase: str) -> set[str]:
     """What of the state is in host memory during a phase."""
     away = {"master weights", "moments"} if offload.optimizer_state and phase != "optimizer step" else set()
-    if phase == "rollout" and offload.between_phases != "none":
+    # Log-probs and a weight sync bring back the parameters alone.
+    if phase in ("rollout", "log-probs", "weight sync") and offload.between_phases != "none":
         away |= {"gradients", "master weights", "moments"}
-        away |= {"parameters"} if offload.between_phases == "all" else set()
+        away |= {"parameters"} if offload.between_phases == "all" and phase == "rollout" else set()
     return away
 
 

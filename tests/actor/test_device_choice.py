@@ -54,6 +54,14 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         ["matrix products: FP8 hybrid, tensorwise scaling (actor.fp8 asks for it)"],
     ),
     ({"device": "auto", "fp8": "e4m3", "fp8_recipe": "blockwise"}, H100 | TE, (True, True, False, False), ["FP8 e4m3"]),
+    (
+        {"device": "cuda", "context": 2},
+        H100 | TE,
+        (True, True, False, False),
+        ["TransformerEngine's dot-product attention"],
+    ),
+    ({"device": "cuda", "context": 2, "dtype": "float32"}, H100, (False, False, False, False), [LOCAL]),
+    ({"device": "cpu", "context": 2}, {}, (False, False, False, False), [LOCAL]),
 ]
 
 
@@ -79,6 +87,7 @@ REFUSED = [
         r"needs compute capability 8\.9, .* 8\.0",
     ),
     ({"device": "cuda", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, H100 | TE, r"mxfp8: needs compute capability 10\.0"),
+    ({"device": "auto", "context": 2}, H100, "actor.layout.context = 2: .*Engine is not importable; .*Install"),
 ]
 
 
@@ -115,7 +124,7 @@ def test_megatron_has_the_names(gloo):
     [names] = gloo(1, megatron_names)
     assert "e4m3" in names["fp8"]
     assert "hybrid" in names["fp8"]
-    assert names["recipes"] >= {"tensorwise", "blockwise", "delayed", "mxfp8"}
+    assert names["recipes"] >= {"tensorwise", "blockwise", "mxfp8"}
     assert names["overlap"]
     assert names["fused"]
 
@@ -138,11 +147,11 @@ def fp8_configs(place: RankPlace, folder: Path) -> list[tuple[Any, str]]:
 FP8: list[dict[str, Any]] = [
     {"fp8": "none"},
     {"fp8": "hybrid"},
-    {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
     {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 ]
 
 
 def test_fp8_reaches_megatrons_config(gloo, tmp_path):
     [seen] = gloo(1, fp8_configs, save_tiny(tmp_path, "qwen3", tied=True))
-    assert seen == [(None, "tensorwise"), ("hybrid", "tensorwise"), ("hybrid", "delayed"), ("e4m3", "blockwise")]
+    assert seen == [(None, "tensorwise"), ("hybrid", "tensorwise"), ("hybrid", "mxfp8"), ("e4m3", "blockwise")]

@@ -145,6 +145,11 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["run.dir=~/x"], ["run.dir = ~/x", "in full"]),
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
+        ("", ["rollout.extra_args=[--speculative-algorithm, EAGLE]"], ["--speculative-algorithm", "draft model"]),
+        ("", ["rollout.extra_args=[--quantization=fp8]"], ["--quantization=fp8", "rounded weights", "remove it"]),
+        ("", ["rollout.extra_args=[--enable_lora]"], ["--enable_lora", "names"]),
+        ("", ["rollout.extra_args=[--dp, '2']"], ["--dp", "rollout.servers"]),
+        ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "without a port"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "set it to all"]),
         ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
@@ -156,6 +161,12 @@ def test_a_wrong_config_is_refused_with_place_rule_and_remedy(file, text, overri
         load_config(file(text), overrides)
     for part in expected:
         assert part in str(error.value)
+
+
+def test_other_options_of_a_server_are_passed_on(file):
+    options = ("--kv-cache-dtype", "fp8_e4m3", "--enable-fp32-lm-head", "--cuda-graph-backend-prefill=full")
+    config = load_config(file(), [f"rollout.extra_args={json.dumps(options)}"])
+    assert config.rollout.extra_args == options
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path):

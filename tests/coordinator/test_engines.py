@@ -54,3 +54,9 @@ def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
     assert places(tmp_path, ()) == [()]
     remote = own_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
     assert [type(engine) for engine in remote] == [RemoteServer]
+
+
+def test_no_two_servers_draw_the_same_noise(tmp_path):
+    overrides = ["run.seed=4294967294", "rollout.servers=3"]
+    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=())
+    assert [engine.spec.seed for engine in engines] == [4294967294, 4294967295, 0]

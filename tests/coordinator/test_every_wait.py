@@ -165,12 +165,12 @@ def test_each_call_to_the_trainer(monkeypatch, call: Callable[[Trainer], Awaitab
 def test_the_start_of_the_trainer(monkeypatch) -> None:
     async def test() -> None:
         config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.start_deadline_s={SHORT}"])
-        rank = SimpleNamespace(endpoint=SimpleNamespace(remote=never))
+        rank = SimpleNamespace(place=SimpleNamespace(remote=never))
         kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: rank))
         monkeypatch.setattr(trainer_module.ray, "remote", lambda _: kind)
         trainer = Trainer(config, None, Path(), Waits(), use_gpu=False)
         where = SimpleNamespace(trainer=(0, 0), at=lambda bundle: {})
-        with pytest.raises(TrainerStalled, match=r"trainer start: 1 trainer rank\(s\) gave no answer within 0\.2 s"):
+        with pytest.raises(TrainerStalled, match=r"trainer start: 2 trainer rank\(s\) gave no answer within 0\.2 s"):
             await trainer.start(where)
 
     asyncio.run(test())

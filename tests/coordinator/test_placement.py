@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator.placement import Node, PlacementError, check_fit, needed_bundles
+from megatron_dapo.coordinator.placement import Node, PlacementError, by_node_and_gpu, check_fit, needed_bundles
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
@@ -51,3 +51,16 @@ def test_the_error_says_what_is_asked_for_and_what_there_is():
         check_fit(bundles("actor.layout.tensor=2", servers=2), nodes(2, 1))
     for part in ("1 x trainer (TP group of 2): 2 GPUs", "2 x server (TP 1): 1 GPUs", "n0: 2 GPUs", "n1: 1 GPUs"):
         assert part in str(caught.value)
+
+
+def test_ranks_are_numbered_by_gpu_within_a_node_and_the_nodes_keep_their_order():
+    places = [("b", "7"), ("b", "10"), ("b", "2"), ("a", "GPU-8a"), ("a", "GPU-1c"), ("a", "0")]
+    assert [places[at] for at in by_node_and_gpu(places)] == [
+        ("b", "2"),
+        ("b", "7"),
+        ("b", "10"),
+        ("a", "GPU-1c"),
+        ("a", "GPU-8a"),
+        ("a", "0"),
+    ]
+    assert by_node_and_gpu([("a", ""), ("a", ""), ("b", "")]) == [0, 1, 2], "on the CPU as they come"

@@ -1,13 +1,15 @@
 """The trainer's weights as the fleet asks for them: sent, or written for a server that has to read them."""
 
 import asyncio
+import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megatron_dapo.coordinator.publish import TrainerWeights
-from megatron_dapo.coordinator.trainer import Trainer
+from megatron_dapo.coordinator.trainer import Trainer, TrainerRank
 from megatron_dapo.coordinator.waits import Waits
 from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
@@ -75,3 +77,47 @@ def test_the_request_names_what_the_group_is_made_of(
         assert request.targets[0].starts == 2
 
     asyncio.run(test())
+
+
+class Built(Exception):
+    """Instead of an actor."""
+
+
+@pytest.mark.parametrize(
+    ("sync", "users", "wanted"),
+    [
+        ("distributed", {}, ("0", "0", "0")),
+        ("distributed", {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0", "0")),
+        ("disk", {}, (None, None, None)),
+    ],
+)
+def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_uses_nccl(
+    monkeypatch: pytest.MonkeyPatch, sync: str, users: dict, wanted: tuple
+) -> None:
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ENABLE_MONITORING")
+    found: list[tuple] = []
+
+    def actor(*_: object, **__: object) -> None:
+        found.append(tuple(os.environ.get(name) for name in names))
+        raise Built
+
+    for name in names:
+        monkeypatch.setenv(name, users.get(name, ""))  # what the rank sets goes with the test
+        if name not in users:
+            monkeypatch.delenv(name)
+    module = ModuleType("megatron_dapo.actor.actor")
+    module.MegatronActor = actor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rank = TrainerRank.__new__(TrainerRank)
+    rank._rank = 0
+    layout = SimpleNamespace(world_size=1)
+    config = SimpleNamespace(
+        rollout=RolloutConfig(weight_sync=sync),
+        actor=SimpleNamespace(layout=layout),
+        model=None,
+        algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
+        run=SimpleNamespace(seed=1, step_deadline_s=1.0),
+    )
+    with pytest.raises(Built):
+        rank.build(config, "file:///nowhere")  # type: ignore[arg-type]
+    assert found == [wanted]

@@ -1,6 +1,7 @@
 """Whose turn it is in the GPUs' memory, and what is said when one side does not leave it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ class Gpus:
     async def release_memory(self):
         self.calls.append("release")
         self.held_by_servers = self.stays
-        return float(self.server)
+        return (float(self.server), float(self.server))
 
     async def resume_memory(self):
         self.calls.append("resume")
@@ -75,10 +76,31 @@ def test_without_shared_memory_nobody_is_told_anything(mode):
 
 def test_servers_that_keep_memory_are_named():
     async def test(turns):
-        with pytest.raises(MemoryNotFree, match=r"left 50\.0 GiB of each GPU, but less .*:\n  rank 0: 46\.0 of"):
+        with pytest.raises(MemoryNotFree, match=r"less memory .*:\n  rank 0: 46\.0 of .*, 50\.0 claimed"):
             await turns.trainer()
 
     with_turns(Gpus(stays=30), test)
+
+
+def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
+    class OneDown(Gpus):
+        """Its second server has just died: its GPU was free before already."""
+
+        async def release_memory(self):
+            return (*(await super().release_memory())[:1], None)
+
+        async def look(self):
+            first, second = await super().look()
+            return [first, replace(second, free=(TOTAL - self.trainer) * GIB)]
+
+    async def test(turns):
+        await turns.trainer()
+        await turns.servers()
+
+    lines = with_turns(OneDown(), test)
+    assert lines[0].startswith("colocated: servers leave 50.0 GiB of each GPU")
+    with pytest.raises(MemoryNotFree, match=r"rank 0: 46\.0 of"):
+        with_turns(OneDown(stays=30), test)
 
 
 def test_a_trainer_that_keeps_memory_is_named_before_the_servers_fail_for_it():

@@ -1,19 +1,23 @@
 """The command on the quickstart, healthy and with a fault planted in what its config names."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from megatron_dapo.cli.doctor import examine
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
+from megatron_dapo.doctor.node import Node
 from megatron_dapo.doctor.result import Status
 from megatron_dapo.doctor.run import bytes_on_disk, check_data, check_host_memory, check_model, check_tokenizer
 from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.shapes import BUILT_IN
 from tests.plan.conftest import RECIPES
+from tests.test_repository import imports, python_files, within
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -58,10 +62,46 @@ def test_the_machine_alone_passes():
     assert doctor().exit_code == 0
 
 
+def test_nothing_that_trains_imports_these_checks():
+    files = [f for f in python_files("megatron_dapo") if f.parent.name != "doctor" and f.name != "doctor.py"]
+    assert len(files) > 100
+    assert not [file for file in files for module in imports(file) if within(module, {"megatron_dapo.doctor"})]
+
+
+GPU_CHECKS = ("imports", "SGLang's pins", "compilers", "environment", "host name", "locked memory", "driver")
+
+
+def test_a_laptop_hears_nothing_of_gpu_nodes(tmp_path):
+    """An empty PATH: no nvidia-smi."""
+    answer = examine(load_config(QUICKSTART), Node(environment={"PATH": str(tmp_path)}))
+    assert not {finding.check for finding in answer} & set(GPU_CHECKS)
+
+
+def test_a_gpu_node_is_looked_at_as_one(machine):
+    findings = list(examine(None, machine.node))
+    assert {finding.check for finding in findings} >= set(GPU_CHECKS)
+    found = {finding.check: finding for finding in findings}
+    assert found["GPUs"].found == "8 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.65.06"
+    assert found["collectives"].found == "NCCL 2.28.9"
+    assert [f for f in findings if f.check in GPU_CHECKS and f.status is not Status.PASS] == []
+
+
+def test_the_command_asks_the_nvidia_smi_on_the_path(machine, monkeypatch):
+    """One whose GPUs nobody may use, on this Python: it has no kernels, and says so."""
+    machine.gpus("NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Prohibited, Disabled, 0")
+    monkeypatch.setenv("PATH", str(machine.programs))
+    monkeypatch.setenv("PYTHONPATH", str(machine.site), prepend=os.pathsep)
+    answer = doctor()
+    assert answer.exit_code == 1
+    assert "fail    GPUs: compute mode of 0, 1, 2, 3, 4, 5, 6, 7 is Prohibited" in answer.stdout
+    assert "fix: nvidia-smi -c 0 (as root)" in answer.stdout
+    assert "pass    imports: " in answer.stdout
+
+
 def test_a_fault_is_a_line_with_its_mend_and_an_exit_code(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "model.path=nowhere")
     assert answer.exit_code == 1
-    assert "fail    model: nowhere/config.json is not there\n        mend: set model.path" in answer.stdout
+    assert "fail    model: nowhere/config.json is not there\n        fix: set model.path" in answer.stdout
 
 
 def test_a_config_that_is_none_is_a_fault(tmp_path):

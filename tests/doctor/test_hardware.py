@@ -3,12 +3,14 @@
 import pytest
 
 from megatron_dapo.config import load_config
+from megatron_dapo.doctor.gpu_node import on_gpus
 from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, visible_gpus
 from megatron_dapo.doctor.result import Status
 from megatron_dapo.plan.alternatives import changed
 from tests.plan.conftest import RECIPES
 
-H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.65.06\n"
+H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.65.06, Default, Disabled, 0\n"
+HERE = {"on_cluster": False, "cores": 64}
 TOPOLOGY = (
     "\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\n"
     "GPU0\t X \t{link}\tPIX\t0-31\t0\n"
@@ -53,7 +55,7 @@ def test_memory_in_use_and_a_second_kind_are_warnings(config):
     [finding] = check_gpus(gpus(4, 60000, *[4] * 6), config, on_cluster=False, cores=64)
     assert finding.status is Status.WARNING
     assert "number 1" in finding.found
-    mixed = [*gpus(*[4] * 7), *visible_gpus(lambda command: "NVIDIA A100, 81920, 3, 580\n")]
+    mixed = [*gpus(*[4] * 7), *visible_gpus(lambda command: "NVIDIA A100, 81920, 3, 580, Default, [N/A], [N/A]\n")]
     assert statuses(check_gpus(mixed, config, on_cluster=False, cores=64)) == [Status.WARNING]
 
 
@@ -67,26 +69,57 @@ def test_without_a_gpu_the_cpu_takes_what_it_can_hold(config):
 
 
 @pytest.mark.parametrize(("link", "status"), [("NV18", Status.PASS), ("SYS", Status.WARNING), ("PHB", Status.WARNING)])
-def test_gpus_without_nvlink_between_them_are_a_warning(link, status, tmp_path):
-    (tmp_path / "mlx5_0").mkdir()
-    found = list(check_interconnect(lambda command: TOPOLOGY.format(link=link), tmp_path))
-    assert statuses(found) == [status, Status.PASS]
-    assert link in found[0].found
-    assert "mlx5_0" in found[1].found
+def test_gpus_without_nvlink_between_them_are_a_warning(link, status):
+    [found] = check_interconnect(lambda command: TOPOLOGY.format(link=link))
+    assert found.status is status
+    assert link in found.found
 
 
-def test_no_adapter_is_a_warning_and_no_gpu_is_nothing_to_say(tmp_path):
-    assert statuses(check_interconnect(lambda command: TOPOLOGY.format(link="NV18"), tmp_path)) == [
-        Status.PASS,
-        Status.WARNING,
-    ]
-    assert list(check_interconnect(lambda command: None, tmp_path)) == []
+def test_without_a_gpu_there_is_no_link_to_speak_of():
+    assert list(check_interconnect(lambda command: None)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (("Default", "Prohibited"), Status.FAIL, "compute mode of 0 is Prohibited"),
+        (("Default", "Exclusive_Process"), Status.WARNING, "Exclusive_Process"),
+        (("Disabled", "Enabled"), Status.WARNING, "MIG is on for 0"),
+        ((", 0\n", ", 3\n"), Status.WARNING, "uncorrected memory errors on 0"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_as_it_is(change, status, said):
+    found = list(check_gpus(visible_gpus(lambda command: H100.format(used=4).replace(*change)), None, **HERE))
+    assert statuses(found) == [status]
+    assert said in found[0].found
+    assert "nvidia-smi" in found[0].fix
+
+
+def test_two_processes_a_gpu_need_a_gpu_that_takes_two(config):
+    exclusive = visible_gpus(lambda command: H100.format(used=4).replace("Default", "Exclusive_Process") * 8)
+    assert statuses(check_gpus(exclusive, config, **HERE)) == [Status.WARNING]
+    colocated = changed(config, {"run.mode": "colocated"})
+    assert statuses(check_gpus(exclusive, colocated, **HERE)) == [Status.FAIL]
+
+
+def test_what_a_gpu_does_not_report_counts_as_none():
+    [gpu] = visible_gpus(lambda command: "NVIDIA GB10, [N/A], [N/A], 580.95.05, Default, [N/A], [N/A]\n")
+    assert (gpu.memory, gpu.used, gpu.uncorrected, gpu.mig) == (0.0, 0.0, 0, False)
+    assert statuses(check_gpus([gpu], None, **HERE)) == [Status.PASS]
 
 
 def test_collectives_of_this_torch():
-    assert check_collectives(gpus=False).status is Status.PASS
+    assert check_collectives().status is Status.PASS
 
 
-def test_gpus_that_torch_does_not_see_fail(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert check_collectives(gpus=True).status is Status.FAIL
+@pytest.mark.parametrize(
+    ("device", "visible", "applies"),
+    [("auto", True, True), ("auto", False, False), ("cuda", False, True), ("cpu", True, False)],
+)
+def test_when_the_checks_of_a_gpu_node_apply(device, visible, applies, config):
+    assert on_gpus(changed(config, {"actor.device": device}), gpus(4) if visible else []) is applies
+
+
+def test_without_a_config_gpus_decide():
+    assert on_gpus(None, gpus(4))
+    assert not on_gpus(None, [])

@@ -34,7 +34,7 @@ def test_a_disk_with_room_passes_and_keeps_nothing(tmp_path):
 def test_a_disk_without_room_fails(tmp_path):
     [finding] = machine.check_disk(tmp_path, needed=1e18, weights=1e6)
     assert finding.status is Status.FAIL
-    assert "run.keep_checkpoints" in finding.mend
+    assert "run.keep_checkpoints" in finding.fix
 
 
 def test_a_folder_that_cannot_be_written_to_fails(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_open_files():
 def test_a_taken_port_fails(config, listener):
     [finding] = machine.check_ports(changed(config, {"rollout.port": listener.getsockname()[1], "rollout.servers": 1}))
     assert finding.status is Status.FAIL
-    assert "rollout.port=0" in finding.mend
+    assert "rollout.port=0" in finding.fix
 
 
 def test_free_ports_pass(config):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.doctor.result import Status
-from megatron_dapo.doctor.software import check_lock, check_python, check_versions, declared, lock_of_this_python
+from megatron_dapo.doctor.software import check_lock, check_python, check_versions, declared, lock_of
 
 REQUIREMENTS = ["torch>=2.11,<2.14", "sglang==0.5.17", "Typed_Name>=1"]
 GOOD = {"torch": "2.13.0+cpu", "sglang": "0.5.17", "typed-name": "1.2"}
@@ -30,7 +30,7 @@ def test_what_is_outside_or_missing_is_named_with_the_mend(change, said):
     [finding] = check_versions(REQUIREMENTS, installed)
     assert finding.status is Status.FAIL
     assert said in finding.found
-    assert "pip install --no-deps" in finding.mend
+    assert "pip install --no-deps" in finding.fix
 
 
 def test_a_package_that_declares_nothing_is_no_pass():
@@ -64,7 +64,15 @@ def test_another_version_than_the_locks_is_a_warning(tmp_path):
 
 
 def test_the_committed_lock_can_be_read():
-    assert check_lock(lock_of_this_python(), {"torch": "0.1"}).status is Status.WARNING
+    assert check_lock(lock_of({}), {"torch": "0.1"}).status is Status.WARNING
+
+
+def test_a_gpu_install_is_compared_with_the_lock_of_gpu_nodes(tmp_path):
+    assert lock_of({"sglang-kernel": "0.4.5"}).name.startswith("gpu3")
+    lock = tmp_path / "gpu312.lock.txt"
+    lock.write_text("torch==2.11.0\n")
+    assert check_lock(lock, {"torch": "2.11.0+cu130"}).status is Status.PASS
+    assert "make clean-venv install-gpu" in check_lock(lock, {"torch": "2.13.0"}).fix
 
 
 def test_pythons():

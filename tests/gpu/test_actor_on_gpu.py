@@ -1,4 +1,8 @@
-"""The actor on one GPU against itself on the CPU, where float64 and transformers have checked it."""
+"""The actor on one GPU against itself on the CPU, where float64 and transformers have checked it.
+
+float32 takes the layers of PyTorch; bfloat16 TransformerEngine's where it is installed: `kernels` in the figures says
+which. Both are compared with float32 on the CPU.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,9 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjec
 from megatron_dapo.config.actor import ActorConfig, OffloadConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
-from tests.actor.tiny import save_tiny
+from tests.gpu.place import DEVICE, ON_CPU, save_small
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 NONE_OF = ("reference_log_probs", "correction")
 SUPERVISED = ("advantages", "old_log_probs", *NONE_OF)
@@ -24,6 +28,29 @@ def config_for(device: str, **fields: Any) -> ActorConfig:
     # A large epsilon makes Adam's first steps a smooth function of the gradient, not its sign.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-2, warmup_rollout_steps=0)
     return ActorConfig(**{"device": device, "micro_batch_tokens": 40, "optimizer": optimizer} | fields)
+
+
+KINDS = {
+    "embedding": ("embed_tokens",),
+    "query, key, value": ("q_proj", "k_proj", "v_proj"),
+    "attention output": ("o_proj",),
+    "MLP": ("gate_proj", "up_proj", "down_proj"),
+    "norms": ("norm",),
+    "output layer": ("lm_head",),
+}
+"""Parts of Hugging Face names, by kind of layer."""
+
+BFLOAT16_WHOLE, BFLOAT16_EACH = 0.05, 0.2
+"""bfloat16 rounds each value by up to 0.4 %, 0.15 % in the mean square. Some 15 rounded products a layer, forward and
+backward, through 4 layers add to about 2 % of the whole gradient; a bias or a norm, whose gradient is a sum of terms of
+both signs, loses a few times more of itself."""
+
+
+def by_kind(errors: dict[str, float]) -> dict[str, float]:
+    """The worst relative error of each kind of layer, and of the whole gradient."""
+    found = {kind: [e for name, e in errors.items() if any(p in name for p in parts)] for kind, parts in KINDS.items()}
+    assert sum(map(len, found.values())) == len(errors) - 1, "every parameter is of one kind"
+    return {kind: max(values) for kind, values in found.items() if values} | {"whole": errors[""]}
 
 
 def gradient_of(
@@ -38,48 +65,32 @@ def gradient_of(
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
-@pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"fused_linear_log_prob": True}], ids=str)
-def test_float32_gradient_is_the_cpus(gloo, cuda, record, family, tied, fields, tmp_path):
-    folder = save_tiny(tmp_path, family, tied=tied)
+@pytest.mark.parametrize("fields", [{}, {"recompute": "full", "fused_linear_log_prob": True}], ids=str)
+def test_float32_gradient_is_the_cpus(gloo, on_device, record, family, tied, fields, tmp_path):
+    folder = save_small(tmp_path, family, tied=tied)
     data = columns(folder)
     loss, wanted = gloo(1, gradient_of, folder, data, "float32", False, "cpu", {})[0]
-    got_loss, got = cuda(gradient_of, folder, data, "float32", False, "cuda", fields)
-    errors = relative_error(got, wanted)
-    record(f"float32 gradient, {family}, {fields}", errors[""])
+    got_loss, got = on_device(gradient_of, folder, data, "float32", False, DEVICE, fields)
+    errors = by_kind(relative_error(got, wanted))
+    record(f"float32 gradient against the CPU, {family}, {fields}", errors)
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    assert errors[""] < 1e-5
+    assert errors["whole"] < 1e-5
     assert max(errors.values()) < 1e-4, errors
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 @pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
-def test_bfloat16_gradient_is_near(gloo, cuda, record, family, tied, fields, tmp_path):
+def test_bfloat16_gradient_is_near(gloo, on_device, record, family, tied, fields, tmp_path):
     """Cross-entropy: the clip's edge, which a rounded ratio may cross, is left out."""
-    folder = save_tiny(tmp_path, family, tied=tied)
+    folder = save_small(tmp_path, family, tied=tied)
     data = columns(folder)
     loss, wanted = gloo(1, gradient_of, folder, data, "float32", True, "cpu", {})[0]
-    got_loss, got = cuda(gradient_of, folder, data, "bfloat16", True, "cuda", fields)
-    errors = relative_error(got, wanted)
-    record(f"bfloat16 gradient, {family}, {fields}", errors[""])
+    got_loss, got = on_device(gradient_of, folder, data, "bfloat16", True, DEVICE, fields)
+    errors = by_kind(relative_error(got, wanted))
+    record(f"bfloat16 gradient against float32 on the CPU, {family}, {fields}", errors)
     assert got_loss == pytest.approx(loss, rel=0.02)
-    assert errors[""] < 0.05
-    assert max(errors.values()) < 0.2, errors
-
-
-@pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
-def test_fp8_gradient_points_the_same_way(gloo, cuda, record, fp8, tmp_path):
-    pytest.importorskip("transformer_engine.pytorch", reason="FP8 needs TransformerEngine")
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs a GPU of compute capability 8.9")
-    folder = save_tiny(tmp_path, "qwen2", tied=False)
-    data = columns(folder)
-    _, wanted = gloo(1, gradient_of, folder, data, "float32", True, "cpu", {})[0]
-    _, got = cuda(gradient_of, folder, data, "bfloat16", True, "cuda", {"fp8": fp8})
-    error = relative_error(got, wanted)[""]
-    _, plain = cuda(gradient_of, folder, data, "bfloat16", True, "cuda", {})
-    record(f"fp8 {fp8} gradient", error)
-    # Of the right direction, and not bfloat16's: otherwise FP8 did not reach the products.
-    assert relative_error(plain, wanted)[""] < error < 0.5
+    assert errors["whole"] < BFLOAT16_WHOLE
+    assert max(errors.values()) < BFLOAT16_EACH, errors
 
 
 def steps_of(place: RankPlace, folder: Path, data: Columns, device: str, dtype: str, offload: dict[str, Any]) -> Any:
@@ -95,19 +106,25 @@ def steps_of(place: RankPlace, folder: Path, data: Columns, device: str, dtype: 
     return numbers, trained.log_probs, reference.log_probs, actor.describe()
 
 
-@pytest.mark.parametrize(("dtype", "near", "nats"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.1, 0.5)])
-def test_steps_are_those_of_the_cpu(gloo, cuda, record, dtype, near, nats, tmp_path):
-    folder = save_tiny(tmp_path, "qwen2", tied=False)
+@pytest.mark.parametrize(("dtype", "near", "nats"), [("float32", 1e-3, 1e-3), ("bfloat16", 0.1, 0.1)])
+def test_log_probs_and_steps_are_those_of_the_cpu(gloo, on_device, record, dtype, near, nats, tmp_path):
+    """In bfloat16 a log-prob of 10 nats is a difference of logits that are rounded by 0.4 % at each of four layers: a
+    few hundredths of a nat in the mean. What Adam makes of a rounded gradient stays within its learning rate."""
+    folder = save_small(tmp_path)
     data = columns(folder)
     wanted, wanted_trained, wanted_start, _ = gloo(1, steps_of, folder, data, "cpu", "float32", {})[0]
-    got, trained, start, described = cuda(steps_of, folder, data, "cuda", dtype, {})
+    got, trained, start, described = on_device(steps_of, folder, data, DEVICE, dtype, {})
+    gaps = {
+        "start": float(np.abs(start - wanted_start).mean()),
+        "trained": float(np.abs(trained - wanted_trained).mean()),
+    }
     record(f"kernels, {dtype}", described["kernels"])
-    record(f"steps, {dtype}: loss and norm", got)
-    assert described["collectives"] == "nccl"
+    record(f"steps, {dtype}: loss and norm", {str(at): step for at, step in enumerate(map(list, got), 1)})
+    record(f"log-probs against the CPU, {dtype}, mean nats", gaps)
+    assert described["collectives"] == ("gloo" if ON_CPU else "nccl")
     # The loss is a small difference of large terms; the norm is not.
     np.testing.assert_allclose([norm for _, norm in got], [norm for _, norm in wanted], rtol=near)
-    assert np.abs(trained - wanted_trained).mean() < nats
-    assert np.abs(start - wanted_start).mean() < nats
+    assert max(gaps.values()) < nats
 
 
 def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str) -> dict[str, Any]:
@@ -137,12 +154,13 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str) -> 
     }
 
 
+@pytest.mark.skipif(ON_CPU, reason="a CPU has no other memory to leave to")
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 16), ("bfloat16", 18)])
-def test_offload_frees_device_memory_to_pinned_host_memory(cuda, record, dtype, bytes_each, tmp_path):
+def test_offload_frees_device_memory_to_pinned_host_memory(on_device, record, dtype, bytes_each, tmp_path):
     """Weights, float32 gradients and moments; in bfloat16 master weights too."""
-    folder = save_tiny(tmp_path, "qwen2", tied=False, hidden_size=512, intermediate_size=1024, vocab_size=4096)
+    folder = save_small(tmp_path, tied=False, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
     data = columns(folder)
-    seen = cuda(away_and_back, folder, data, dtype)
+    seen = on_device(away_and_back, folder, data, dtype)
     record(f"offload, {dtype}", seen)
     assert seen["equal"]
     assert seen["host"]
@@ -150,12 +168,13 @@ def test_offload_frees_device_memory_to_pinned_host_memory(cuda, record, dtype, 
     assert seen["again"] == pytest.approx(seen["there"], rel=0.02)
 
 
+@pytest.mark.skipif(ON_CPU, reason="as above")
 @pytest.mark.parametrize("offload", [{"optimizer_state": True}, {"between_phases": "all"}], ids=str)
-def test_training_with_offload_is_training_without(cuda, offload, tmp_path):
-    folder = save_tiny(tmp_path, "qwen2", tied=False)
+def test_training_with_offload_is_training_without(on_device, offload, tmp_path):
+    folder = save_small(tmp_path, tied=False)
     data = columns(folder)
-    plain, plain_trained, *_ = cuda(steps_of, folder, data, "cuda", "bfloat16", {})
-    got, trained, *_ = cuda(steps_of, folder, data, "cuda", "bfloat16", offload)
+    plain, plain_trained, *_ = on_device(steps_of, folder, data, "cuda", "bfloat16", {})
+    got, trained, *_ = on_device(steps_of, folder, data, "cuda", "bfloat16", offload)
     # Attention's backward adds in no fixed order.
     np.testing.assert_allclose(np.array(got), np.array(plain), rtol=1e-2, atol=1e-3)
     assert np.abs(trained - plain_trained).mean() < 0.02

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatron_dapo.actor.logprob import linear_token_log_probs, token_log_probs
 from megatron_dapo.actor.vocabulary import VocabularyShard
+from tests.gpu.place import DEVICE, ON_CPU
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 152064, 3584
 
@@ -28,8 +29,10 @@ def test_from_logits(dtype, value, gradient, chunk):
     shard = VocabularyShard(start=0, size=1000)  # nine columns are padding
     reference = logits.double().requires_grad_()
     wanted = float64(reference[:, :1000], targets, 0.8)
-    on_gpu = logits.cuda().requires_grad_()
-    got = token_log_probs(on_gpu, torch.arange(50, device="cuda"), targets.cuda(), shard, temperature=0.8, chunk=chunk)
+    on_gpu = logits.to(DEVICE).requires_grad_()
+    got = token_log_probs(
+        on_gpu, torch.arange(50, device=DEVICE), targets.to(DEVICE), shard, temperature=0.8, chunk=chunk
+    )
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=value, atol=value)
     (got[0].sum() - 0.1 * got[1].sum()).backward()
@@ -44,9 +47,9 @@ def test_fused_linear():
     references = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     wanted = float64(references[0] @ references[1].T, targets, 1.0)
     (wanted[0].sum() - 0.1 * wanted[1].sum()).backward()
-    ours = [tensor.cuda().requires_grad_() for tensor in (hidden, weight)]
-    rows = torch.arange(40, device="cuda")
-    got = linear_token_log_probs(*ours, rows, targets.cuda(), VocabularyShard(start=0, size=1000), block=128)
+    ours = [tensor.to(DEVICE).requires_grad_() for tensor in (hidden, weight)]
+    rows = torch.arange(40, device=DEVICE)
+    got = linear_token_log_probs(*ours, rows, targets.to(DEVICE), VocabularyShard(start=0, size=1000), block=128)
     (got[0].sum() - 0.1 * got[1].sum()).backward()
     torch.testing.assert_close(got[0].double().cpu(), wanted[0], rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(ours, references, strict=True):
@@ -74,14 +77,15 @@ def measured(forward: Callable[[], tuple[Tensor, Tensor]], leaves: list[Tensor])
     return {"gib": round(peak, 3), "ms": round(min(times[1:]), 2)}
 
 
+@pytest.mark.skipif(ON_CPU, reason="measures a GPU's memory")
 def test_memory_and_time_at_a_large_vocabulary(record):
     """At least 4 times less memory than the plain way, and not slower."""
     torch.manual_seed(0)
     shard = VocabularyShard(start=0, size=VOCABULARY)
-    rows = torch.arange(TOKENS, device="cuda")
-    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
-    hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (0.02 * torch.randn(VOCABULARY, HIDDEN, device="cuda")).bfloat16().requires_grad_()
+    rows = torch.arange(TOKENS, device=DEVICE)
+    targets = torch.randint(VOCABULARY, (TOKENS,), device=DEVICE)
+    hidden = torch.randn(TOKENS, HIDDEN, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(VOCABULARY, HIDDEN, device=DEVICE)).bfloat16().requires_grad_()
     logits = (hidden @ weight.T).detach().requires_grad_()
 
     def plain(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,10 @@ def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):
     config = changed(config, {"actor.offload.between_phases": "all"})
     [rank, _] = trainer_memory(config, HF, constants)
     assert set(rank.items["rollout"]) == {"framework"}
-    assert {"parameters", "gradients"} <= set(rank.items["log-probs"])
+    for phase in ("log-probs", "weight sync"):
+        assert "parameters" in rank.items[phase]
+        assert not {"gradients", *optimizer} & set(rank.items[phase])
+    assert {"parameters", "gradients"} <= set(rank.items["update"])
 
 
 def test_a_budget_below_one_sequence_saves_nothing(constants):

@@ -47,15 +47,15 @@ class StandIn:
         self.may_start.set()
         self.corrupt: str | None = None
         """Name of a tensor whose checksum is reported wrong."""
+        self.says: dict[str, object] = {}  # /server_info answers this too
         self.newer_checker = False
         """Answers /weights_checker in the shape of 0.5.23."""
-        self.refuse_updates = False
-        self.die_on_update = False
+        self.refuse_updates = self.die_on_update = False
         self.slow_updates = 0.0
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
-        self.groups: list[str] = []
-        self.aborted_single: list[str] = []
+        self.seeds: list[int | None] = []
+        self.groups, self.aborted_single = list[str](), list[str]()
         self.stream_interval: int | None = None
         """Tokens of a segment; None: a server that cannot stream without repeating itself."""
         self.packs = True
@@ -97,27 +97,28 @@ class StandIn:
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/server_info", self._info),
-                web.get("/model_info", self._model_info),
-                web.post("/generate", self._generate),
-                web.post("/abort_request", self._abort),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._resume),
-                web.post("/flush_cache", self._flush),
-                web.post("/update_weights_from_disk", self._update),
-                web.post("/weights_checker", self._checksums),
-                web.post("/release_memory_occupation", self._release_memory),
-                web.post("/resume_memory_occupation", self._resume_memory),
-            ]
-        )
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
         await site.start()
         self._port = self._runner.addresses[0][1]
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._health),
+            web.get("/server_info", self._info),
+            web.get("/model_info", self._model_info),
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.post("/pause_generation", self._pause),
+            web.post("/continue_generation", self._resume),
+            web.post("/flush_cache", self._flush),
+            web.post("/update_weights_from_disk", self._update),
+            web.post("/weights_checker", self._checksums),
+            web.post("/release_memory_occupation", self._release_memory),
+            web.post("/resume_memory_occupation", self._resume_memory),
+        ]
 
     def alive(self) -> bool:
         return self._runner is not None
@@ -161,7 +162,7 @@ class StandIn:
         memory = [{"memory_usage": {"weight": 1.5, "kvcache": 2.0}}]
         info = {"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
         info["incremental_streaming_output"] = self.stream_interval is not None
-        return web.json_response(info)
+        return web.json_response(info | self.says)
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
@@ -171,6 +172,7 @@ class StandIn:
         assert not self.released
         number = len(self.prompts)
         self.prompts.append(body["input_ids"])
+        self.seeds.append(body["sampling_params"].get("sampling_seed"))
         self.calls.append(f"generate {self.label}")
         status = self.fails(number)
         if status == 200:

@@ -1,6 +1,7 @@
 """The fleet over scripted servers: balance, retries, restarts, deadlines, publishes."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from rollout.client import SglangClient
 from rollout.config import RolloutConfig
-from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable
+from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable, ServerUnfit
 from rollout.fleet import RolloutFleet
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.folders import VOCABULARY
@@ -249,11 +250,85 @@ def test_a_server_that_is_killed_again_and_again_ends_the_start_at_its_deadline(
     run(test)
 
 
+def test_sixty_four_servers_start_without_six_bad_ones_which_are_brought_up_later() -> None:
+    async def test() -> None:
+        servers, reports = [StandIn() for _ in range(64)], list[str]()
+        for bad in servers[7:56:9]:
+            bad.start_fails = True
+        async with fleet_of(*servers, reports=reports) as fleet:
+            assert [status.state == "ready" for status in fleet.status()] == [not one.start_fails for one in servers]
+            assert "the run begins without 6 of 64 servers" in reports
+            asked = [request(f"r{i}") for i in range(128)]
+            for answer in await asyncio.gather(*map(fleet.generate, asked)):
+                check_tokens(answer, 1, 5)
+            await until(lambda: sum("is down: http" in line and "ended while it" in line for line in reports) == 6)
+            for server in servers:
+                server.start_fails = False
+            await until(lambda: all(status.state == "ready" for status in fleet.status()))
+
+    run(test)
+
+
+def test_more_bad_servers_than_one_in_ten_end_the_start() -> None:
+    async def test() -> None:
+        servers = [StandIn() for _ in range(20)]
+        for bad in servers[:3]:
+            bad.start_fails = True
+        fleet = RolloutFleet(RolloutConfig(), servers, vocab_size=VOCABULARY, report=print, timing=FAST)
+        with pytest.raises(ServerStartError, match=r"(?s)3 of 20 servers(.*last words of){3}"):
+            await fleet.start(5.0)
+        assert all(server.closed for server in servers)
+
+    run(test)
+
+
+def test_a_server_that_takes_far_longer_than_the_others_comes_later() -> None:
+    async def test() -> None:
+        servers, reports = [StandIn() for _ in range(10)], list[str]()
+        servers[4].may_start.clear()
+        async with fleet_of(*servers, reports=reports) as fleet:  # which gives the start 5 s
+            assert [status.state for status in fleet.status()].count("ready") == 9
+            assert "the run begins without 1 of 10 servers" in reports
+            servers[4].may_start.set()
+            await until(lambda: fleet.status()[4].state == "ready")
+
+    run(test)
+
+
+@pytest.mark.parametrize("setting", [{"quantization": "fp8"}, {"speculative_algorithm": "EAGLE"}])
+def test_one_server_whose_weights_could_not_be_verified_ends_the_start(setting: dict[str, str]) -> None:
+    async def test() -> None:
+        servers = [StandIn() for _ in range(10)]
+        servers[9].says = dict(setting)
+        fleet = RolloutFleet(RolloutConfig(), servers, vocab_size=9, report=print, timing=FAST)
+        with pytest.raises(ServerUnfit, match=f"it runs with {next(iter(setting))}, so that its weights"):
+            await fleet.start(5.0)
+        assert all(server.closed for server in servers)
+
+    run(test)
+
+
 def test_a_server_that_ignores_seeds_is_refused_where_they_are_wanted() -> None:
     async def test() -> None:
         fleet = RolloutFleet(RolloutConfig(deterministic=True), [StandIn()], vocab_size=9, report=print, timing=FAST)
         with pytest.raises(ServerStartError, match="enable-deterministic-inference"):
             await fleet.start(2.0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_server_that_heeds_seeds_gets_each_response_s_own(heeds: bool) -> None:
+    """SGLang gives all requests without a seed the same one then: the responses of a group would be equal. So also
+    where the run did not ask for it, as of servers of others and of float32 ones on a GPU."""
+
+    async def test() -> None:
+        server = StandIn()
+        server.says = {"enable_deterministic_inference": heeds}
+        async with fleet_of(server) as fleet:
+            for number in range(3):
+                await fleet.generate(dataclasses.replace(request(), seed=number))
+        assert server.seeds == ([0, 1, 2] if heeds else [None] * 3)
 
     run(test)
 

@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from rollout.checksums import expected_checksums
 from rollout.errors import FleetLost, WeightMismatch
 from rollout.publish import OnDisk
 from rollout.send import Sent
 from rollout.transport import Failure, Target
-from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
+from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import INFO, StandIn
 
 
@@ -96,6 +98,63 @@ def test_a_server_that_does_not_answer_is_restarted_and_reads_them_from_disk(fol
             assert [seen.restarts for seen in fleet.status()] == [1, 0]
             assert {seen.weight_version for seen in fleet.status()} == {1}
             assert stream.written == 1
+
+    run(test)
+
+
+class OfOthers(StandIn):
+    """Nobody here can restart it. Its device waits in a broken process group until `free`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = False
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def restart(self) -> None:
+        return None
+
+    async def _checksums(self, request: web.Request) -> web.Response:
+        await self.free.wait()
+        return await super()._checksums(request)
+
+
+def test_a_server_of_others_is_asked_for_nothing_until_it_left_a_broken_group(folders: list[Path]) -> None:
+    async def test() -> None:
+        servers = [StandIn(), OfOthers()]
+        async with fleet_of(*servers) as fleet:
+            await fleet.publish_stream(FromMemory(folders[0], *servers), 1)
+            servers[1].free.clear()
+            calls = len(servers[1].calls)
+            stream = FromMemory(folders[1], *servers)
+            stream.fails = {servers[1].url: Failure(reason="the group broke", answers=False)}
+            await fleet.publish_stream(stream, 2)
+            await asyncio.sleep(2.5)  # more than two deadlines of its scheduler
+            assert fleet.status()[1].state != "ready"
+            assert set(servers[1].calls[calls:]) <= {"pause", "resume", "flush"}, "of the publish itself"
+            assert not any(call.startswith("update") for call in servers[1].calls[calls:])
+            after = len(servers[1].calls)
+            assert set((await fleet.generate(request())).weight_versions) == {2}
+            assert len(servers[1].calls) == after
+            servers[1].free.set()
+            await until(lambda: fleet.status()[1].state == "ready")
+            assert "update 2" in servers[1].calls[after:]
+
+    run(test)
+
+
+def test_a_server_that_reports_no_checksums_keeps_a_publish_for_its_deadline_alone(folders: list[Path]) -> None:
+    """Over NCCL it is the first answer that needs the data."""
+
+    async def test() -> None:
+        servers = [StandIn(), OfOthers()]
+        async with fleet_of(*servers, sync_deadline_s=1.0, timing=replace(FAST, load_deadline_s=600.0)) as fleet:
+            servers[1].ours = True
+            servers[1].free.clear()
+            async with asyncio.timeout(10):
+                report = await fleet.publish_stream(FromMemory(folders[0], *servers), 1)
+            assert [server.url for server in report.servers] == [servers[0].url]
+            assert fleet.status()[1].state != "ready"
 
     run(test)
 

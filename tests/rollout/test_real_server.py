@@ -68,7 +68,8 @@ def test_a_server_that_left_its_memory_and_came_back_answers_as_before(places: d
     place = places["qwen2"]
     asked = requests_of(4, seed=5, temperature=0.0)
     before = place.run(all_of(place.fleet, asked))
-    assert place.run(place.fleet.release_memory()) > 0, "GiB of weights and KV cache, by its own account"
+    (given,) = place.run(place.fleet.release_memory())
+    assert (given or 0) > 0, "GiB of weights and KV cache, by its own account"
     place.run(place.fleet.resume_memory())
     after = place.run(all_of(place.fleet, asked))
     for first, second in zip(before, after, strict=True):

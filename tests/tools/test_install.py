@@ -45,6 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(check, "FOUND", ("alpha",))
     monkeypatch.setattr(check, "IMPORTED", ("torch", "alpha.part"))
     monkeypatch.setattr(check, "SHOWN", ("torch",))
+    monkeypatch.setattr(installer, "has_gpu", lambda: False)
     return Place(root=root, venv=tmp_path / "venv", requirements=root / "requirements")
 
 

@@ -1,5 +1,7 @@
-"""Writes a wheel of plain Python files; also copied into the tiny project of test_install.py as its build backend."""
+"""Writes packages of plain Python files; also copied into the tiny project of test_install.py as its build backend."""
 
+import io
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,6 +19,17 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
         for path, text in (files | {f"{info}/RECORD": record}).items():
             wheel.writestr(path, text)
     return f"{stem}-py3-none-any.whl"
+
+
+def write_source(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """A source package in `folder`, whose own pyproject.toml says how a wheel is built of it."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    files = files | {"PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
+    with tarfile.open(Path(folder) / f"{stem}.tar.gz", "w:gz") as source:
+        for path, text in files.items():
+            entry = tarfile.TarInfo(f"{stem}/{path}")
+            entry.size = len(text.encode())
+            source.addfile(entry, io.BytesIO(text.encode()))
 
 
 def build_editable(folder, config_settings=None, metadata_directory=None):

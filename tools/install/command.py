@@ -5,7 +5,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 TICK_S = 0.2
@@ -34,8 +34,9 @@ def run(
     log: Path,
     on_line: Callable[[str], None] = lambda line: None,
     on_tick: Callable[[], None] = lambda: None,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[int, list[str]]:
-    """Exit status of `command` and its lines; every line is appended to `log`.
+    """Exit status of `command` and its lines; every line is appended to `log`. `variables` join its environment.
 
     Raises:
         InstallError: the command was silent for `SILENCE_S` seconds and was ended.
@@ -45,7 +46,7 @@ def run(
         log.open("a") as record,
         subprocess.Popen(
             list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, env=environment(scratch),
+            stdin=subprocess.DEVNULL, env=environment(scratch) | dict(variables or {}),
         ) as process,
     ):  # fmt: skip
         record.write(f"$ {' '.join(command)}\n")

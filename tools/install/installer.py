@@ -3,6 +3,9 @@
 torch comes first and with its dependencies, by ordinary pip: whichever build pip's own configuration leads to (a CPU
 wheel where one is offered, else the CUDA build with the libraries it needs). Everything else follows from the lock of
 the running Python with --no-deps, because sglang declares another torch and GPU packages that a CPU does without.
+
+`make install-gpu` goes the same way with the lock of the GPU nodes, and builds TransformerEngine after the packages.
+An environment stays of its kind: `make install` on one of `make install-gpu` keeps that one up to date.
 """
 
 import argparse
@@ -18,18 +21,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.install import engine
 from tools.install.bytecode import compile_packages
 from tools.install.check import check_imports
 from tools.install.command import InstallError, run
 from tools.install.lock import Pins, missing, read_lock, unfinished
-from tools.install.pip import PipPhase, advice, pip_install, site_packages
+from tools.install.pip import PipPhase, advice, pip, pip_install, site_packages
 from tools.install.progress import Progress, duration
 from tools.install.state import LOCK, State, digest, read_state, wanted_state, write_state
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("environment", "torch", "packages", "bytecode", "project", "check")
+GPU_PHASES = ("environment", "torch", "packages", "engine", "bytecode", "project", "check")
+GPU_PYTHON = "3.12"
+GPU_MARKS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 UNPACKED = 4.5
 """Disk that an install takes while it runs, as a multiple of its wheels: packed once, unpacked, compiled."""
+GPU_UNPACKED = 3.3
+"""The same for GPU nodes, most of whose wheels are libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +48,9 @@ class Place:
     root: Path
     venv: Path
     requirements: Path
+    gpu: bool = False
+    engine: bool = True
+    """Whether TransformerEngine is installed, where `gpu` is set."""
 
     @property
     def python(self) -> Path:
@@ -58,7 +70,7 @@ class Place:
 
     @property
     def lock(self) -> Path:
-        return self.requirements / f"py{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
+        return self.requirements / f"{'gpu' if self.gpu else 'py'}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
 
     @property
     def cuda_lock(self) -> Path:
@@ -71,23 +83,32 @@ class Installer:
     def __init__(self, place: Place, *, torch_index: str) -> None:
         self._place = place
         self._torch_index = torch_index
-        self._state = wanted_state(place.venv)
+        self._state = wanted_state(place.venv, gpu=place.gpu, engine=place.engine)
         self._pins = read_lock(place.lock)
-        self._cuda = read_lock(place.cuda_lock)
+        # What torch's CUDA build brings along: for GPU nodes the same packages, at the versions of their lock.
+        self._cuda = {name: self._pins.get(name, pin) for name, pin in read_lock(place.cuda_lock).items()}
+        self._phases = GPU_PHASES if place.gpu else PHASES
         packages = digest(place.lock)
+        without = "" if place.engine else " without engine"
         project = digest(place.root / "pyproject.toml", *place.root.glob("megatron_dapo/__init__.py"))
         self._wanted = {
             "environment": self._pin_text("pip"),
             "torch": packages,
             "packages": packages,
-            "bytecode": packages,
+            "engine": packages + without,
+            "bytecode": packages + without,
             "project": project,
-            "check": packages + project,
+            "check": packages + project + without,
         }
+        if not place.gpu:
+            del self._wanted["engine"]
 
     def install(self) -> None:
         """Do the phases that are not done yet. Raises InstallError where one fails; the others stay done."""
         done = read_state(self._place.venv)
+        if not self._place.gpu and has_gpu():
+            print("This machine has a GPU, and `make install` makes an environment for the CPU: it lacks SGLang's GPU")
+            print(f"kernels and TransformerEngine. For GPUs: PYTHON=python{GPU_PYTHON} make install-gpu")
         if done is not None and self._usable(done) and done.phases == self._wanted:
             print(done.ready)
             return
@@ -111,26 +132,29 @@ class Installer:
         """Go on from an earlier install, or clear away one that cannot be used here."""
         if done is not None and self._usable(done):
             self._state = done
+            self._state.engine = self._place.engine
             return
         if done is not None:
-            print(f"{self._place.venv} was made elsewhere or from another Python ({done.base}): making it anew")
+            print(f"{self._place.venv} was made {_otherwise(done, self._state)}: making it anew")
             for path in self._place.venv.iterdir():
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_state(self._place.venv, self._state)
 
     def _work(self) -> dict[str, Callable[[Progress], str]]:
-        return {
+        work = {
             "environment": self._make_environment,
             "torch": self._install_torch,
             "packages": self._install_packages,
+            "engine": self._install_engine,
             "bytecode": self._compile,
             "project": self._install_project,
             "check": self._check,
         }
+        return {phase: work[phase] for phase in self._phases}
 
     def _do(self, phase: str, work: Callable[[Progress], str]) -> None:
-        progress = Progress(f"[{PHASES.index(phase) + 1}/{len(PHASES)}] {phase:<11}", sys.stdout)
+        progress = Progress(f"[{self._phases.index(phase) + 1}/{len(self._phases)}] {phase:<11}", sys.stdout)
         closing = work(progress)
         self._state.phases[phase] = self._wanted[phase]
         write_state(self._place.venv, self._state)
@@ -155,22 +179,57 @@ class Installer:
         return f"Python {sys.version.split()[0]}"
 
     def _install_torch(self, progress: Progress) -> str:
+        if self._place.gpu and self._place.engine and (lacking := engine.missing_tools()) and not self._has_engine():
+            engine.refuse_build(lacking)  # gigabytes before the build would
         torch = {pin.name: pin for pin in missing(self._pins, self._place.site) if pin.name == "torch"}
-        constraints = ["-c", str(self._place.lock), "-c", str(self._place.cuda_lock)]
+        constraints = ["-c", str(self._place.lock), *([] if self._place.gpu else ["-c", str(self._place.cuda_lock)])]
         index = ["--extra-index-url", self._torch_index] if self._torch_index else []
         if index and not torch:
             print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv install` starts over)")
         self._pip([self._pin_text("torch"), *constraints, *index], torch, progress, optional=self._cuda)
-        return self._version("torch")
+        version = self._version("torch")
+        if self._place.gpu and "+cpu" in version:
+            raise InstallError(
+                f"{version} is a CPU build, and a GPU node needs the CUDA build that PyPI has: unset TORCH_INDEX, and "
+                "take the folder or index that offers it out of `pip config list`; then make clean-venv install-gpu"
+            )
+        return version
 
     def _install_packages(self, progress: Progress) -> str:
-        pins = {pin.name: pin for pin in missing(self._pins, self._place.site)}
+        wanted = {name: pin for name, pin in self._pins.items() if name not in engine.PACKAGES}
+        pins = {pin.name: pin for pin in missing(wanted, self._place.site)}
         if pins:
-            self._pip(["--no-deps", "-r", str(self._place.lock)], pins, progress)
-        left = missing(self._pins, self._place.site)
+            asked = self._place.scratch / self._place.lock.name
+            asked.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in wanted.values()))
+            self._pip(["--no-deps", "-r", str(asked)], pins, progress)
+        left = missing(wanted, self._place.site)
         if left:
             raise InstallError("not installed, though pip ended well: " + ", ".join(pin.name for pin in left))
-        return f"{len(self._pins)} packages of {self._place.lock.name}"
+        return f"{len(wanted)} packages of {self._place.lock.name}"
+
+    def _install_engine(self, progress: Progress) -> str:
+        place = self._place
+        if not place.engine:
+            # Half of it would make `import megatron.core` fail, so all of it goes.
+            uninstall = [*pip(place.python), "uninstall", "--yes", *engine.PACKAGES]
+            status, lines = run(uninstall, scratch=place.scratch, log=place.log)
+            if status != 0:
+                raise InstallError(advice(lines, status, log=place.log))
+            return f"TransformerEngine is left out: {engine.LOST}"
+        wheel = engine.wheel_of(
+            place.python, place.site, self._pins, place.venv / "wheels", progress, scratch=place.scratch, log=place.log
+        )
+        pins = {name: self._pins[name] for name in engine.PACKAGES}
+        self._pip(["--no-deps", "--no-index", "--force-reinstall", str(wheel)], {}, progress)
+        rest = [self._pin_text(name) for name in engine.PACKAGES if name != engine.EXTENSION]
+        self._pip(["--no-deps", *rest], {pin.name: pin for pin in missing(pins, place.site)}, progress)
+        version = pins[engine.EXTENSION].version
+        return f"TransformerEngine {version}, its built wheel is kept in {os.path.relpath(wheel.parent)}"
+
+    def _has_engine(self) -> bool:
+        return engine.kept_wheel(self._place.venv / "wheels", self._pins) is not None or engine.has_wheel(
+            self._place.python, self._pins[engine.EXTENSION], scratch=self._place.scratch, log=self._place.log
+        )
 
     def _compile(self, progress: Progress) -> str:
         count = compile_packages(
@@ -185,10 +244,15 @@ class Installer:
         return "megatron-dapo, editable"
 
     def _check(self, progress: Progress) -> str:
-        versions = check_imports(
-            self._place.python, progress=progress, scratch=self._place.scratch, log=self._place.log
+        place = self._place
+        versions, untried = check_imports(
+            place.python, progress=progress, scratch=place.scratch, log=place.log, gpu=place.gpu, engine=place.engine
         )
-        self._state.ready = f"{os.path.relpath(self._place.venv)} is ready: {versions}"
+        self._state.ready = f"{os.path.relpath(place.venv)} is ready: {versions}"
+        if place.gpu and not place.engine:
+            self._state.ready += "; without TransformerEngine"
+        if untried:
+            self._state.ready += f"; this machine has no GPU driver, so a GPU node must still import {untried}"
         return "the packages import"
 
     def _pip(self, arguments: Sequence[str], pins: Pins, progress: Progress, *, optional: Pins | None = None) -> None:
@@ -210,12 +274,24 @@ class Installer:
     def _refuse_small_disk(self) -> None:
         megabytes = sum(pin.megabytes for pin in missing(self._pins, self._place.site))
         free = shutil.disk_usage(self._place.venv).free / 1e6
-        if free < UNPACKED * megabytes:
+        needed = (GPU_UNPACKED if self._place.gpu else UNPACKED) * megabytes
+        if free < needed:
+            more = "" if self._place.gpu else " (with a CUDA build of torch some 6 GB more)"
             raise InstallError(
                 f"{self._place.venv}: {free / 1e3:.1f} GB are free on this disk, the install needs about "
-                f"{UNPACKED * megabytes / 1e3:.1f} GB (with a CUDA build of torch some 6 GB more). Make room, or name "
-                "another place by VENV=path make install"
+                f"{needed / 1e3:.1f} GB{more}. Make room, or name another place by VENV=path"
             )
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver runs here."""
+    return shutil.which("nvidia-smi") is not None or any(mark.exists() for mark in GPU_MARKS)
+
+
+def _otherwise(done: State, wanted: State) -> str:
+    if done.gpu != wanted.gpu:
+        return "for GPUs" if done.gpu else "for the CPU"
+    return f"elsewhere or from another Python ({done.base})"
 
 
 @contextlib.contextmanager
@@ -234,23 +310,44 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.install", description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment goes")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project to install, with its folder requirements/")
+    parser.add_argument("--gpu", action="store_true", help="for GPU nodes (make install-gpu)")
+    parser.add_argument("--without-te", action="store_true", help=f"leave TransformerEngine out: {engine.LOST}")
     options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    place = Place(root=root, venv=options.venv.absolute(), requirements=root / "requirements")
+    command = "make install-gpu" if options.gpu else "make install"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if sys.platform != "linux":
         print(
-            f"make install: the locks are for Linux, this is {sys.platform}: use a Linux machine or container",
+            f"{command}: the locks are for Linux, this is {sys.platform}: use a Linux machine or container",
             file=sys.stderr,
         )
         return 1
     try:
+        place = place_of(
+            options.root.resolve(), options.venv.absolute(), gpu=options.gpu, with_engine=not options.without_te
+        )
         Installer(place, torch_index=os.environ.get("TORCH_INDEX", "")).install()
     except (InstallError, OSError) as error:
         # An OSError is the machine's own: a full disk, no permission; it names the file.
-        print(f"\nmake install: {error}", file=sys.stderr)
+        print(f"\n{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nmake install: interrupted; what is installed stays, `make install` goes on from here", file=sys.stderr)
+        print(f"\n{command}: interrupted; what is installed stays, `{command}` goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def place_of(root: Path, venv: Path, *, gpu: bool, with_engine: bool = True) -> Place:
+    """What to install at `venv`; an environment of `make install-gpu` that is asked for by `make install` stays one.
+
+    Raises:
+        InstallError: GPU nodes' packages are asked for and this Python has no lock for them.
+    """
+    done = read_state(venv)
+    if not gpu and done is not None and done.gpu:
+        gpu, with_engine = True, done.engine
+    if gpu and f"{sys.version_info[0]}.{sys.version_info[1]}" != GPU_PYTHON:
+        raise InstallError(
+            f"the GPU packages are locked for Python {GPU_PYTHON}, this is {sys.version.split()[0]}: "
+            f"PYTHON=python{GPU_PYTHON} make install-gpu"
+        )
+    return Place(root=root, venv=venv, requirements=root / "requirements", gpu=gpu, engine=with_engine)

@@ -71,18 +71,23 @@ class PipPhase:
         self._progress.show(text, left_s=max((total - unpacked) / rate, 1.0))
 
 
+def pip(python: Path) -> list[str]:
+    """The command that starts the pip of the environment of `python`."""
+    # -I: neither this folder's packages nor PYTHON* variables reach pip.
+    return [str(python), "-I", "-u", "-m", "pip"]
+
+
 def pip_install(python: Path, arguments: Sequence[str], *, phase: PipPhase, scratch: Path, log: Path) -> None:
     """Run `pip install ARGUMENTS` in the environment of `python`.
 
     Raises:
         InstallError: pip failed; the message holds pip's own errors and advice.
     """
-    # -I: neither this folder's packages nor PYTHON* variables reach pip.
-    base = [str(python), "-I", "-u", "-m", "pip"]
     options = ["--no-compile", "--progress-bar", _progress_bar(python)]
     status, lines = run(
-        [*base, "install", *options, *arguments], scratch=scratch, log=log, on_line=phase.line, on_tick=phase.tick
-    )
+        [*pip(python), "install", *options, *arguments],
+        scratch=scratch, log=log, on_line=phase.line, on_tick=phase.tick,
+    )  # fmt: skip
     if status != 0:
         raise InstallError(advice(lines, status, log=log))
 

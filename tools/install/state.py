@@ -33,16 +33,22 @@ class State:
     ready: str = ""
     """The closing line of the finished install."""
 
+    gpu: bool = False
+    """Made by `make install-gpu`."""
+
+    engine: bool = True
+    """TransformerEngine is wanted, where `gpu` is set."""
+
     def same_environment(self, other: "State") -> bool:
-        return (self.place, self.python, self.base) == (other.place, other.python, other.base)
+        return (self.place, self.python, self.base, self.gpu) == (other.place, other.python, other.base, other.gpu)
 
 
-def wanted_state(venv: Path) -> State:
+def wanted_state(venv: Path, *, gpu: bool = False, engine: bool = True) -> State:
     """The state of an environment at `venv` made from the running Python, before its first phase."""
     # In a virtual environment sys.executable is a link inside it; the base is what must be compared.
     base = getattr(sys, "_base_executable", None) or sys.executable
     python = ".".join(platform.python_version_tuple()[:2])
-    return State(place=str(venv.resolve()), python=python, base=str(Path(base).resolve()))
+    return State(place=str(venv.resolve()), python=python, base=str(Path(base).resolve()), gpu=gpu, engine=engine)
 
 
 def read_state(venv: Path) -> State | None:

@@ -1,5 +1,6 @@
 """The one place that chooses the device and the kernels, and that makes Megatron-Core run without CUDA."""
 
+import importlib
 import importlib.util
 import os
 import warnings
@@ -27,7 +28,8 @@ def prepare_for(asked: Asked) -> DeviceChoice:
 
     Raises:
         ValueError: CUDA or FP8 was asked for and cannot be had.
-        RuntimeError: the CPU is chosen and Megatron is already imported without the stand-ins.
+        RuntimeError: the CPU is chosen and Megatron is already imported without the stand-ins; or CUDA, and
+            TransformerEngine is installed but cannot be imported.
     """
     # Megatron warns about sequence parallelism on every layer without it; CUDA reads it when its context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -40,7 +42,22 @@ def prepare_for(asked: Asked) -> DeviceChoice:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
         seen = Found(capability=torch.cuda.get_device_capability(index), index=index)
+        _check_transformer_engine()
     return _use(choose(asked, _found_by_megatron(seen)))
+
+
+def _check_transformer_engine() -> None:
+    """Megatron takes one that cannot be imported for an absent one in some places, and stumbles over it in others."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # libraries, versions, CUDA: each of its checks fails in a way of its own
+        raise RuntimeError(
+            "TransformerEngine is installed but cannot be imported with torch "
+            f"{torch.__version__}: {type(error).__name__}: {error}. Build it again for this torch (docs/guide.md, "
+            "section 1), or uninstall transformer-engine: training then takes PyTorch's kernels"
+        ) from error
 
 
 def _found_by_megatron(seen: Found) -> Found:

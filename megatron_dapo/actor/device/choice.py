@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Least CUDA compute capability with TransformerEngine's kernels for an FP8 recipe: Ada, Hopper, Blackwell."""
 
 NO_CUDA = "no CUDA device is used"
@@ -40,8 +40,11 @@ class Asked:
     reducing_ranks: int = 1
     """Data- times context-parallel size: the ranks that gradients are summed over."""
 
+    context: int = 1
+    """Context-parallel size."""
+
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
-    fp8_recipe: Literal["tensorwise", "blockwise", "delayed", "mxfp8"] = "tensorwise"
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,8 @@ def choose(asked: Asked, found: Found) -> DeviceChoice:
     """The device, and for each part of the work the fastest kernels that are there and that it can use.
 
     Raises:
-        ValueError: CUDA or FP8 is asked for and cannot be had; the message names the key and what is missing.
+        ValueError: CUDA, FP8 or context parallelism is asked for and cannot be had; the message names the key and
+            what is missing.
     """
     if asked.device == "cuda" and found.capability is None:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
@@ -97,6 +101,12 @@ def choose(asked: Asked, found: Found) -> DeviceChoice:
     why_not = _why_no_transformer_engine(asked, found, cuda=cuda)
     if asked.fp8 != "none":
         _check_fp8(asked, why_not, capability)
+    if cuda and asked.context > 1 and asked.dtype == "bfloat16" and why_not is not None:
+        raise ValueError(
+            f"actor.layout.context = {asked.context}: on CUDA this needs TransformerEngine's attention, and {why_not}; "
+            "PyTorch's would take a mask of each sequence's tokens by its tokens. Install transformer-engine[pytorch], "
+            "or set actor.layout.context to 1"
+        )
     choice = DeviceChoice(
         device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
         backend="nccl" if cuda else "gloo",

@@ -4,6 +4,7 @@ Every `megatron.*` module gets, once it is imported, a stand-in for its global `
 that `torch.cuda.current_device()` is the CPU, streams and events do nothing, the CUDA generator is the CPU's, and
 factories take `device="cuda"` as the CPU. The real `torch`, and with it everything else in the process, stays as it
 is. Only two tensor methods have to be replaced themselves, since no module's global reaches them; they ask who calls.
+Packages of CUDA kernels that Megatron would prefer to PyTorch's are as if they were not installed.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import torch
 
 CPU = torch.device("cpu")
 FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+CUDA_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 RNG_MODULE = "megatron.core.tensor_parallel.random"
 
 
@@ -35,6 +37,9 @@ def install() -> None:
     early = [name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")]
     if early:
         raise RuntimeError(f"{early[0]} was imported before actor.device.prepare; call prepare first in this process")
+    loaded = [name for name in sys.modules if name.partition(".")[0] in CUDA_PACKAGES]
+    # Python's own way to say that a module cannot be found.
+    sys.modules.update(dict.fromkeys([*CUDA_PACKAGES, *loaded]))  # type: ignore[arg-type]
     sys.meta_path.insert(0, _MegatronFinder(_stand_in_for_torch()))
     _patch_tensor_methods()
     logging.getLogger(RNG_MODULE).addFilter(_not_about_shared_generator)
@@ -132,10 +137,10 @@ KEPT_SENDS = 16
 
 
 def _sends_that_are_kept() -> dict[str, Any]:
-    """Single point-to-point calls whose handle and tensor live on for a while.
+    """Single point-to-point calls whose handle and tensor's memory live on for a while.
 
-    Overlapped schedules drop both as soon as the next stage is computed. CUDA streams keep the memory; gloo's own
-    thread would still read it, and was seen to crash.
+    Overlapped schedules drop both as soon as the next stage is computed, and take the memory out of a tensor that was
+    sent. CUDA streams keep it; gloo's own thread would still read it, and was seen to crash.
     """
     kept: deque[tuple[Any, ...]] = deque(maxlen=KEPT_SENDS)
 
@@ -143,7 +148,8 @@ def _sends_that_are_kept() -> dict[str, Any]:
         @functools.wraps(call)
         def kept_call(*args: Any, **kwargs: Any) -> Any:
             work = call(*args, **kwargs)
-            kept.append((work, args, kwargs))
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            kept.append((work, *(tensor.detach() for tensor in tensors)))  # other tensors of the same memory
             return work
 
         return kept_call

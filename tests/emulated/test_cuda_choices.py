@@ -1,0 +1,141 @@
+"""CUDA's choices over gloo against one process without them: updates and certificates of one actor, in turns."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor import OffloadConfig
+from tests.actor.gloo import RankPlace, end_workers, run_ranks
+from tests.actor.mini_batches import (
+    TEMPERATURE,
+    Columns,
+    actor_config,
+    columns,
+    mini_batch,
+    relative_error,
+    start_actor,
+)
+from tests.actor.test_checkpoint import train
+from tests.actor.tiny import save_tiny
+from tests.emulated.cuda_choices import cuda_choices
+
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-2}
+"""With AdamW's usual epsilon a gradient of almost 0 is a whole step, and so is its rounding."""
+
+BOUND = 5e-6
+"""Relative, in float32 after three updates."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    end_workers()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What one actor gave."""
+
+    gradients: list[dict[str, torch.Tensor] | None]
+    reports: list[tuple[float, float]]
+    """(loss, gradient norm) of each update."""
+
+    log_probs: np.ndarray | None
+    seen: dict[str, int]
+
+
+def turns(
+    place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], options: dict[str, Any], forced: bool
+) -> Turns:
+    """Certificate, update, certificate, certificate, two updates, log-probs, certificate."""
+    with cuda_choices() if forced else nullcontext({}) as seen:
+        options = dict(options)
+        config = actor_config(layout, optimizer=OPTIMIZER | options.pop("optimizer", {}), **options)
+        actor = start_actor(place, folder, config)
+        batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
+        gradients, reports = [], []
+
+        def certify() -> None:
+            result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+            gradients.append(result and result[1])
+
+        def update() -> None:
+            [report] = actor.update([batch], PolicyObjective(), TEMPERATURE)
+            reports.append((report.loss, report.grad_norm))
+
+        for step in (certify, update, certify, certify, update, update):
+            step()
+        found = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
+        certify()
+        return Turns(gradients=gradients, reports=reports, log_probs=found and found.log_probs, seen=dict(seen))
+
+
+def size(layout: dict[str, Any]) -> int:
+    return int(np.prod([layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]))
+
+
+_alone: dict[Path, Turns] = {}
+
+
+def alone(folder: Path, data: Columns) -> Turns:
+    """One process with the CPU's own choices."""
+    if folder not in _alone:
+        [_alone[folder]] = run_ranks(1, turns, folder, data, {}, {}, False)
+    return _alone[folder]
+
+
+NOT_DISTRIBUTED = {"optimizer": {"distributed": False}}
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("model", {"data": 2}, {}),
+    ("model", {"data": 2}, NOT_DISTRIBUTED),
+    ("model", {"context": 2}, {}),
+    ("tied", {"context": 2}, NOT_DISTRIBUTED),
+    ("tied", {"data": 2}, {"recompute": "full", "offload": OffloadConfig(between_phases="all")}),
+    ("tied", {"data": 2}, {"fused_linear_log_prob": True, "offload": OffloadConfig(optimizer_state=True)}),
+    ("model", {"data": 2, "pipeline": 2}, {}),
+    ("tied", {"data": 2, "pipeline": 2}, NOT_DISTRIBUTED),
+    ("model", {"data": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    ("model", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    ("tied", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "options"), CASES, ids=str)
+def test_updates_and_certificates_in_turns_are_those_of_one_process(request, name, layout, options):
+    folder = request.getfixturevalue(name)
+    data = columns(folder)
+    wanted = alone(folder, data)
+    ranks = run_ranks(size(layout), turns, folder, data, layout, options, True, timeout_s=240)
+    got = ranks[0]
+    errors = [relative_error(one, other)[""] for one, other in zip(got.gradients, wanted.gradients, strict=True)]
+    print(layout, options, "gradients", errors, got.seen)
+    assert max(errors) < BOUND
+    np.testing.assert_allclose(got.reports, wanted.reports, rtol=BOUND)
+    np.testing.assert_allclose(got.log_probs, wanted.log_probs, rtol=0, atol=1e-5)
+    # The choices were at work: otherwise this test would compare the CPU with itself.
+    for rank in ranks:
+        assert rank.seen["fused weight gradients"] > 0
+        if layout.get("data", 1) * layout.get("context", 1) > 1:
+            assert rank.seen["reductions during backward"] >= 6
+
+
+def forced_train(place, folder, layout, data, options, forced, **places):
+    with cuda_choices() if forced else nullcontext():
+        return train(place, folder, layout, data, options, **places)

@@ -1,0 +1,187 @@
+"""The whole actor over the strict group, on tensors of the emulated device: every layout gives what one process gives.
+
+The process chooses what it chooses on CUDA (NCCL, overlapped gradient reduction, deallocated pipeline outputs), but
+for the kernels that a CPU does not have.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_dapo.actor.ranks import RankPlace
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor import OffloadConfig
+from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
+from tests.actor.tiny import save_tiny
+
+NONE_OF = ("reference_log_probs", "correction")
+OPTIMIZER = {"lr": 2e-2, "eps": 1e-2, "clip_norm": 0.5, "weight_decay": 0.3, "betas": (0.8, 0.9)}
+"""A large epsilon makes Adam's first steps a smooth function of the gradient, not its sign."""
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def data(model) -> Columns:
+    return columns(model)
+
+
+@contextmanager
+def chosen_as_on_cuda() -> Iterator[None]:
+    """The actor's choice of device, as CUDA makes it."""
+    from megatron_dapo.actor import device
+
+    real = device.prepare_for
+
+    def prepare_for(asked: device.Asked) -> device.DeviceChoice:
+        overlap = asked.reducing_ranks > 1
+        return dataclasses.replace(real(asked), device=GPU, backend="nccl", overlap_grad_reduce=overlap)
+
+    device.prepare_for = prepare_for
+    try:
+        yield
+    finally:
+        device.prepare_for = real
+
+
+class Kept:
+    """A sink that keeps the stream's tensors, in buffers on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.held = device, {}
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def put(self, bucket: Any, tensors: Any) -> None:
+        self.held |= {name: tensor.cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[str, Any], data: Columns, out: Path):
+    """All that a run asks of an actor, in one; on rank 0 what came out of it, by name."""
+    optimizer = OPTIMIZER | {"distributed": fields.pop("distributed", False)}
+    config = actor_config(layout, optimizer=optimizer, **fields)
+    actor = start_actor(place, folder, config)
+    batch = mini_batch(data, config, without=NONE_OF)
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> None:
+        if place.rank == 0:
+            found[name] = value
+
+    def log_probs(name: str) -> None:
+        result = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
+        note(name, None if result is None else result.log_probs)
+
+    def update(name: str) -> None:
+        (report,) = actor.update([batch], PolicyObjective(), TEMPERATURE)
+        note(name, np.array([report.loss, report.grad_norm]))
+
+    log_probs("log-probs")
+    result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    note("gradient", None if result is None else {name: value.numpy() for name, value in result[1].items()})
+    update("first update")
+    actor.offload()
+    update("second update")
+    actor.onload()
+    log_probs("log-probs after two updates")
+    actor.save_checkpoint(out / "two")
+    update("third update")
+    assert actor.begin_checkpoint(out / "three")
+    update("fourth update")
+    actor.finish_checkpoint()
+    actor.load_checkpoint(out / "two")
+    update("third update again")
+    sink = Kept(actor.device.device)
+    actor.stream_weights(sink if place.rank == 0 else None, 20_000)
+    note("weights", sink.held)
+    actor.export_hf(out / "export")
+    actor.close()
+    return found
+
+
+def strict_life(place: RankPlace, *args: Any) -> tuple[dict[str, Any], list[tuple[str, str]], set[str]]:
+    """The same over the strict group; with the calls that were made, and the backends of all groups."""
+    from tests.emulated import strict_nccl
+
+    made: set[str] = set()
+    real = dist.new_group
+    with chosen_as_on_cuda(), pytest.MonkeyPatch.context() as patch:
+        c10d = dist.distributed_c10d
+        helper = c10d._new_process_group_helper
+
+        def noting(*given: Any, **options: Any) -> Any:
+            made.add(str(options.get("backend", given[3] if len(given) > 3 else "")))
+            return helper(*given, **options)
+
+        patch.setattr(c10d, "_new_process_group_helper", noting)
+        found = life(place, *args)
+    assert real is dist.new_group
+    assert strict_nccl.faults == []
+    return found, list(strict_nccl.log), made
+
+
+@pytest.fixture(scope="module")
+def one_process(gloo, model, data, tmp_path_factory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What one process on plain gloo computes, and the weights that it exports."""
+    out = tmp_path_factory.mktemp("one")
+    (found,) = gloo(1, life, model, {}, {}, data, out)
+    return found, exported(out)
+
+
+def exported(out: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in (out / "export").glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def check(found: dict[str, Any], weights: dict[str, torch.Tensor], wanted: dict[str, Any], theirs: Any) -> None:
+    """Equal to what one process gives, and to itself after a resume."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        got, right = found[name], wanted[name]
+        if isinstance(right, dict):
+            assert got.keys() == right.keys()
+            error = np.sqrt(sum(((got[key] - right[key]) ** 2).sum() for key in right))
+            assert error / np.sqrt(sum((right[key] ** 2).sum() for key in right)) < 5e-6, name
+        else:
+            np.testing.assert_allclose(got, right, rtol=1e-4, atol=2e-5, err_msg=name)
+    np.testing.assert_array_equal(found["third update"], found["third update again"])
+    assert weights.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-6)
+    for name, array in found["weights"].items():
+        np.testing.assert_array_equal(array, weights[name].numpy(), err_msg=name)
+
+
+LAYOUTS = [
+    pytest.param({"data": 2}, {"distributed": True}, id="data"),
+    pytest.param({"tensor": 2, "sequence_parallel": True}, {}, id="tensor"),
+    pytest.param({"pipeline": 2}, {"offload": OffloadConfig(between_phases="all")}, id="pipeline"),
+    pytest.param({"pipeline": 2, "virtual_pipeline": 2}, {}, id="virtual pipeline"),
+    pytest.param({"context": 2}, {"distributed": True, "recompute": "full"}, id="context"),
+    pytest.param({"tensor": 2, "pipeline": 2}, {"distributed": True}, id="tensor, pipeline", marks=pytest.mark.slow),
+    pytest.param({"data": 2, "pipeline": 2}, {"distributed": True}, id="data, pipeline", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "fields"), LAYOUTS)
+def test_an_actor_over_nccl_lives_as_one_process_does(strict, one_process, layout, fields, model, data, tmp_path):
+    ranks = int(np.prod([layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]))
+    results = strict(ranks, strict_life, model, layout, fields, data, tmp_path)
+    assert not any(hasattr(result, "kind") for result in results), results
+    found, calls, made = results[0]
+    check(found, exported(tmp_path), *one_process)
+    assert made == {"nccl"}, "no group beside NCCL's"
+    assert len(calls) > 20

@@ -1,0 +1,200 @@
+"""Brings what `make test-gpu` needs to a GPU machine without network, through transfers of limited size.
+
+Here, with a network (`DIR` holds the prepared site of SGLang and, for --te, a wheel of TransformerEngine's extension):
+
+    python tests/gpu/runner/prepare.py pack --prepared DIR [--te]
+
+It downloads the wheels of `carried.txt` for Python 3.12 and cuts everything into sets, `.carry/1`, `.carry/2` and on,
+each small enough to travel beside the repository. It prints the sizes, and the command to give there for each set:
+
+    python3 tests/gpu/runner/prepare.py unpack .carry/1
+
+The command of the last set installs them all into a folder of their own and says how to go on. Only Python's standard
+library and pip are needed. Nothing of this belongs into a commit.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+LIST = Path(__file__).with_name("carried.txt")
+MIB = 1 << 20
+SET_MIB = 46
+"""Of a transfer of 64 MiB the repository takes some 14."""
+
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
+INTO = Path("/tmp/gpu-tests")
+
+
+def wanted(te: bool) -> list[str]:
+    """Requirements of carried.txt."""
+    lines = [line.strip() for line in LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return [line.removeprefix("te: ") for line in lines if te or not line.startswith("te: ")]
+
+
+def download(requirements: list[str], folder: Path) -> list[Path]:
+    """One wheel for each requirement, in their order.
+
+    Raises:
+        SystemExit: pip found none of a version for Python 3.12 on x86-64 Linux.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command += [
+        "--python-version",
+        "3.12",
+        "--implementation",
+        "cp",
+        "--abi",
+        "cp312",
+        "--abi",
+        "abi3",
+        "--abi",
+        "none",
+    ]
+    command += [word for platform in (*PLATFORMS, "any") for word in ("--platform", platform)]
+    if subprocess.run([*command, *requirements]).returncode:
+        raise SystemExit(f"pip could not download a wheel, see above; the list is {LIST}")
+    wheels = []
+    for requirement in requirements:
+        name, version = requirement.split("==")
+        found = [w for w in folder.glob("*.whl") if _project(w) == (name.replace("-", "_").lower(), version)]
+        if len(found) != 1:
+            raise SystemExit(f"{requirement}: {len(found)} wheels in {folder}; empty the folder and try again")
+        wheels += found
+    return wheels
+
+
+def _project(wheel: Path) -> tuple[str, str]:
+    name, version, *_ = wheel.name.split("-")
+    return name.lower().replace(".", "_"), version
+
+
+def pack(files: list[Path], into: Path, set_bytes: int) -> list[dict[str, Any]]:
+    """Cuts the files into sets; the manifest, which every set holds: of each file its name, size, SHA-256 and pieces
+    as (set, offset, size)."""
+    manifest: list[dict[str, Any]] = []
+    number, room = 1, set_bytes
+    for file in files:
+        data = file.read_bytes()
+        pieces = []
+        offset = 0
+        while offset < len(data):
+            if room == 0:
+                number, room = number + 1, set_bytes
+            size = min(room, len(data) - offset)
+            folder = into / str(number)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{file.name}.{offset}").write_bytes(data[offset : offset + size])
+            pieces.append([number, offset, size])
+            offset, room = offset + size, room - size
+        digest = hashlib.sha256(data).hexdigest()
+        manifest.append({"name": file.name, "size": len(data), "sha256": digest, "pieces": pieces})
+    for each in range(1, number + 1):
+        (into / str(each) / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    return manifest
+
+
+def unpack(folder: Path, into: Path) -> list[int]:
+    """Puts one set's pieces in their places; the sets that are still missing. The last one installs everything.
+
+    Raises:
+        ValueError: a file is not what was packed.
+    """
+    manifest = json.loads((folder / "manifest.json").read_text())
+    store = into / "files"
+    store.mkdir(parents=True, exist_ok=True)
+    for file in manifest:
+        for _, offset, _ in file["pieces"]:
+            piece = folder / f"{file['name']}.{offset}"
+            if piece.exists():
+                target = store / file["name"]
+                target.touch()
+                with target.open("r+b") as whole:
+                    whole.seek(offset)
+                    whole.write(piece.read_bytes())
+                (store / f".{piece.name}.here").touch()
+    missing = {
+        number
+        for file in manifest
+        for number, offset, _ in file["pieces"]
+        if not (store / f".{file['name']}.{offset}.here").exists()
+    }
+    if not missing:
+        _install(manifest, store, into)
+    return sorted(missing)
+
+
+def _install(manifest: list[dict[str, Any]], store: Path, into: Path) -> None:
+    for file in manifest:
+        if hashlib.sha256((store / file["name"]).read_bytes()).hexdigest() != file["sha256"]:
+            raise ValueError(f"{store / file['name']} is damaged: send its sets again")
+    names = [file["name"] for file in manifest]
+    prepared = into / "prepared"
+    prepared.mkdir(exist_ok=True)
+    for name in names:
+        if ".tar" in name:
+            with tarfile.open(store / name) as archive:
+                archive.extractall(prepared, filter="tar")
+    wheels = [str(store / name) for name in names if name.endswith(".whl")]
+    if wheels:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-cache-dir"]
+        subprocess.run([*command, "--no-compile", "--upgrade", "--target", str(into / "site"), *wheels], check=True)
+    lines = [f"export PYTHONPATH={into / 'site'}:{prepared}", f"export TVM_FFI_CACHE_DIR={into / 'kernels'}"]
+    lines += ["export RAY_AUTH_MODE=disabled PYTHONUNBUFFERED=1"]
+    (into / "env.sh").write_text("\n".join(lines) + "\n")
+
+
+def report(manifest: list[dict[str, Any]], into: Path) -> str:
+    """Sizes, and the command for each set."""
+    sets: dict[int, int] = {}
+    for file in manifest:
+        for number, _, size in file["pieces"]:
+            sets[number] = sets.get(number, 0) + size
+    largest = sorted(manifest, key=lambda file: -file["size"])[:12]
+    lines = [f"{file['size'] / MIB:8.1f} MiB  {file['name']}" for file in largest]
+    lines += [
+        f"{sum(file['size'] for file in manifest) / MIB:8.1f} MiB  in {len(manifest)} files, {len(sets)} sets",
+        "",
+    ]
+    lines += ["Transfer each set with the repository, and give there, one after the other:"]
+    for number, size in sets.items():
+        lines.append(f"  python3 tests/gpu/runner/prepare.py unpack {into.name}/{number}   # {size / MIB:.1f} MiB")
+    lines += ["then, as often as it takes until no stage is left:"]
+    lines += [f"  . {INTO}/env.sh && python3 -m tests.gpu.runner.run_stages --resume --minutes 9.5"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="download and cut into sets")
+    packing.add_argument("--prepared", type=Path, help="folder with archives (.tar.*) and wheels to carry as they are")
+    packing.add_argument("--te", action="store_true", help="TransformerEngine too")
+    packing.add_argument("--set-mib", type=int, default=SET_MIB, help="size of a set (%(default)s)")
+    packing.add_argument("--into", type=Path, default=ROOT / ".carry")
+    unpacking = commands.add_parser("unpack", help="on the GPU machine, for each set")
+    unpacking.add_argument("set", type=Path)
+    unpacking.add_argument("--into", type=Path, default=INTO)
+    given = parser.parse_args()
+    if given.command == "pack":
+        prepared = sorted(given.prepared.iterdir()) if given.prepared else []
+        files = [file for file in prepared if given.te or not file.name.startswith("transformer_engine")]
+        files += download(wanted(given.te), given.into / "wheels")
+        if old := [folder for folder in given.into.iterdir() if folder.name.isdigit()]:
+            raise SystemExit(f"{given.into} holds sets already ({len(old)}): remove them first")
+        print(report(pack(files, given.into, given.set_mib * MIB), given.into))
+        return 0
+    missing = unpack(given.set, given.into)
+    print(f"sets {missing} are still missing" if missing else f"all there: . {given.into}/env.sh")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

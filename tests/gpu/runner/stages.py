@@ -1,0 +1,54 @@
+"""The stages of `make test-gpu`, in their order: what is cheap and tells most comes first.
+
+The planned seconds are guesses until a GPU has run them: a page that the runner wrote (gpu.md) holds measured ones.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One child process that runs pytest over some files."""
+
+    name: str
+    tests: tuple[str, ...]
+    """Files below the repository's root, or absolute paths."""
+    shows: str
+    """What a pass means, in one line."""
+    planned_s: int
+    deadline_s: int
+    """After it every process of the stage is killed."""
+    gpus: int = 1
+    """Least number of GPUs. A stage that needs several is skipped on fewer."""
+    cpu: bool = False
+    """Whether it also runs with `--device cpu`, at small sizes."""
+
+
+def _stage(name: str, file: str, shows: str, planned_s: int, deadline_s: int, **more: int | bool) -> Stage:
+    return Stage(
+        name=name,
+        tests=(f"tests/gpu/test_{file}_on_gpu.py",),
+        shows=shows,
+        planned_s=planned_s,
+        deadline_s=deadline_s,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+STAGES = (
+    _stage("environment", "environment", "driver, CUDA and every compiled package load and compute", 75, 150, cpu=True),
+    _stage("server", "server", "an SGLang server answers; greedy tokens are transformers'", 120, 260, cpu=True),
+    _stage("actor", "actor", "log-probs, gradients by kind of layer and steps are the CPU's", 150, 300, cpu=True),
+    _stage("quickstart", "quickstart", "one step of the quickstart, bfloat16 and float32", 240, 420),
+    _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 150, 300, cpu=True),
+    _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 150, 300),
+    _stage("checkpoint", "checkpoint", "a CPU's checkpoint resumes on the GPU and back", 60, 150, cpu=True),
+    _stage("fp8", "fp8", "FP8 steps and resume with TransformerEngine", 75, 180),
+    _stage("log-prob kernel", "logprob", "log-probs against float64; memory and time against naive", 40, 120, cpu=True),
+    _stage("hashing", "hashing", "checksums on the GPU and on a CPU thread, GB/s", 20, 60, cpu=True),
+    _stage("update speed", "throughput", "tokens/s and MFU of an update at true widths", 240, 360, cpu=True),
+    _stage("two GPUs: layouts", "layouts", "TP2, PP2, DP2 and, with TE, CP2 over NCCL are one GPU", 120, 240, gpus=2),
+    _stage("two GPUs: publish", "nccl_publish", "weights by NCCL to a server on another GPU", 100, 240, gpus=2),
+)
+"""Planned for one GPU: 1320 s, 22 minutes. With two GPUs 220 s more: a limit of 26 minutes then leaves out the last
+stage where every stage takes what is planned."""

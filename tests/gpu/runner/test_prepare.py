@@ -1,0 +1,72 @@
+"""What a GPU machine without network gets: cut into sets, put together again in any order, and checked."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.runner import prepare
+from tests.tools.wheels import write_wheel
+
+SET = 1500
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """An archive of a prepared site, and a wheel."""
+    inside = tmp_path / "inside" / "prepared_package"
+    inside.mkdir(parents=True)
+    (inside / "__init__.py").write_text(f"NOISE = {os.urandom(900).hex()!r}\n")
+    archive = tmp_path / "site.tar.xz"
+    with tarfile.open(archive, "w:xz") as made:
+        made.add(inside, "prepared_package")
+    return [archive, tmp_path / write_wheel(tmp_path, "carried-package", "1.0", {"carried_package/__init__.py": ""})]
+
+
+def test_sets_are_small_and_come_together_in_any_order(files: list[Path], tmp_path: Path) -> None:
+    manifest = prepare.pack(files, tmp_path / "carry", SET)
+    sets = sorted((tmp_path / "carry").iterdir(), key=lambda folder: int(folder.name))
+    assert len(sets) >= 2
+    for folder in sets:
+        assert sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json") <= SET
+    text = prepare.report(manifest, tmp_path / "carry")
+    assert [f"unpack carry/{folder.name} " in text for folder in sets] == [True] * len(sets)
+    into = tmp_path / "there"
+    for at, folder in enumerate(reversed(sets), 1):
+        assert len(prepare.unpack(folder, into)) == len(sets) - at
+    line = (into / "env.sh").read_text().splitlines()[0]
+    environment = os.environ | {"PYTHONPATH": line.partition("=")[2]}
+    code = "import carried_package, prepared_package as p; print(carried_package.__file__, p.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == [
+        str(into / "site" / "carried_package" / "__init__.py"),
+        str(into / "prepared" / "prepared_package" / "__init__.py"),
+    ], found.stderr
+
+
+def test_a_damaged_file_is_named(files: list[Path], tmp_path: Path) -> None:
+    prepare.pack(files, tmp_path / "carry", 1 << 20)
+    folder = tmp_path / "carry" / "1"
+    piece = folder / "site.tar.xz.0"
+    piece.write_bytes(piece.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"site\.tar\.xz is damaged"):
+        prepare.unpack(folder, tmp_path / "there")
+
+
+def test_the_list_names_each_package_once_with_its_version() -> None:
+    lines = prepare.wanted(te=True)
+    names = [line.partition("==")[0] for line in lines]
+    assert all(version for _, _, version in (line.partition("==") for line in lines))
+    assert len(set(names)) == len(names)
+    assert set(prepare.wanted(te=False)) < set(lines)
+
+
+def test_the_manifest_travels_with_every_set(files: list[Path], tmp_path: Path) -> None:
+    prepare.pack(files, tmp_path / "carry", SET)
+    manifests = {(folder / "manifest.json").read_text() for folder in (tmp_path / "carry").iterdir()}
+    assert [file["name"] for file in json.loads(manifests.pop())] == [file.name for file in files]
+    assert not manifests

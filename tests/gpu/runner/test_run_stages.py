@@ -1,0 +1,190 @@
+"""The runner with stages that crash, hang, raise and skip: none stops the others, and all of it is written."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.gpu.runner.gpu_page import page
+from tests.gpu.runner.stages import STAGES
+
+ROOT = Path(__file__).parents[3]
+HEAD = "import pytest\npytestmark = pytest.mark.gpu\n"
+BODIES = {
+    "good": "def test_good(record):\n    record('speed', {'GB/s': 2.5})",
+    "crash": "import os, signal\ndef test_crash():\n    os.kill(os.getpid(), signal.SIGSEGV)",
+    "hang": """
+        import subprocess, sys, time
+        def test_first():
+            pass
+        def test_hang(record):
+            # A child in a session of its own, as a server is.
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            record("child", child.pid)
+            time.sleep(600)
+    """,
+    "raise": "def test_raise():\n    raise ValueError('no | kernel')\ndef test_after():\n    pass",
+    "skip": "def test_skip():\n    pytest.skip('no TransformerEngine')",
+    "broken": "import a_package_that_is_not_there\ndef test_broken():\n    pass",
+    "leaves": """
+        import subprocess, sys
+        def test_leaves():
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    """,
+}
+
+
+def run(
+    folder: Path, stages: dict[str, dict[str, Any]], *arguments: str, device: str = "cpu", **environment: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit code, results and output of the runner over stages made of BODIES; a process of its own, since it kills
+    every process below it."""
+    made = []
+    for name, fields in stages.items():
+        file = folder / f"test_{name}.py"
+        file.write_text(HEAD + textwrap.dedent(BODIES[name]))
+        plan = {"name": name, "tests": (str(file),), "shows": f"what {name} shows", "planned_s": 1, "cpu": True}
+        made.append(plan | {"deadline_s": 60} | fields)
+    code = (
+        "import sys; from tests.gpu.runner import run_stages, stages\n"
+        "run_stages.GRACE_S = 1.0; run_stages.visible_gpus = lambda: 1\n"
+        f"sys.exit(run_stages.main({list(arguments)!r}, [stages.Stage(**fields) for fields in {made!r}]))"
+    )
+    arguments_of_place = ["--device", device, "--folder", str(folder / "results")]
+    code = code.replace("main([", f"main({arguments_of_place!r} + [")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    file = folder / "results" / "results.json"
+    assert file.exists(), done.stderr
+    return done.returncode, json.loads(file.read_text()), done.stdout
+
+
+def test_no_stage_stops_the_others(tmp_path: Path) -> None:
+    wanted: dict[str, dict[str, Any]] = {
+        "crash": {},
+        "hang": {"deadline_s": 15},
+        "raise": {},
+        "broken": {},
+        "leaves": {},
+        "skip": {},
+        "good": {},
+    }
+    code, results, output = run(tmp_path, wanted, OUT=str(tmp_path / "out"))
+    stages = results["stages"]
+    outcomes = {name: stage["outcome"] for name, stage in stages.items()}
+    assert outcomes == {
+        "crash": "crashed",
+        "hang": "timed out",
+        "raise": "failed",
+        "broken": "failed",
+        "leaves": "failed",
+        "skip": "skipped",
+        "good": "passed",
+    }
+    assert code == 1
+    assert stages["crash"]["reason"] == "SIGSEGV in test_crash.py::test_crash"
+    assert stages["hang"]["reason"].endswith("in test_hang.py::test_hang")
+    assert stages["hang"]["tests"]["test_hang.py::test_first"]["outcome"] == "passed"
+    assert not psutil.pid_exists(stages["hang"]["figures"]["child"])
+    assert "no | kernel" in stages["raise"]["reason"]
+    assert stages["raise"]["tests"]["test_raise.py::test_after"]["outcome"] == "passed"
+    assert "a_package_that_is_not_there" in stages["broken"]["reason"]
+    assert "left behind" in stages["leaves"]["reason"]
+    assert stages["skip"]["reason"] == "no TransformerEngine"
+    assert stages["good"]["figures"] == {"speed": {"GB/s": 2.5}}
+    last = output.splitlines()
+    assert [line.split()[0] for line in last[-9:-2] if line] == list(wanted)
+    written = (tmp_path / "out" / "gpu.md").read_text()
+    assert "| speed | GB/s 2.5 |" in written
+    assert "no \\| kernel" in written
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "gpu.md", "logs.tar.gz"}
+
+
+def test_a_resume_runs_what_has_no_result(tmp_path: Path) -> None:
+    long = {"planned_s": 100}
+    code, results, _ = run(tmp_path, {"good": {}, "skip": long}, "--minutes", "1")
+    assert results["stages"]["good"]["outcome"] == "passed"
+    assert results["stages"]["skip"]["outcome"] == "not run"
+    assert "planned 100 s" in results["stages"]["skip"]["reason"]
+    assert code == 1
+    first = results["stages"]["good"]["at"]
+    code, results, _ = run(tmp_path, {"good": {}, "skip": long}, "--minutes", "1", "--resume")
+    assert (code, results["stages"]["skip"]["outcome"]) == (0, "skipped"), "the first of a command always starts"
+    assert results["stages"]["good"]["at"] == first
+    assert len(results["commands"]) == 2
+
+
+def test_the_limit_of_the_command_cuts_a_stage(tmp_path: Path) -> None:
+    _, results, _ = run(tmp_path, {"hang": {}, "good": {}}, "--minutes", "0.1")
+    assert results["stages"]["hang"]["outcome"] == "timed out"
+    assert results["stages"]["hang"]["seconds"] < 40, "0.1 minutes, and the start of pytest on a busy machine"
+    assert results["stages"]["good"]["outcome"] == "not run"
+
+
+def test_a_stage_for_more_gpus_than_there_are_is_skipped(tmp_path: Path) -> None:
+    code, results, _ = run(tmp_path, {"good": {"gpus": 2}, "skip": {}}, "--stages", "good", device="cuda")
+    assert results["stages"]["good"] | {"at": ""} == {
+        "shows": "what good shows",
+        "planned_s": 1,
+        "at": "",
+        "seconds": 0.0,
+        "reason": "needs 2 GPUs, 1 visible",
+        "tests": {},
+        "outcome": "skipped",
+    }
+    assert code == 0
+    assert "skip" not in results["stages"]
+
+
+def test_real_stages_run_on_a_cpu(tmp_path: Path) -> None:
+    """Two that are fast. `--device cpu` runs five more, some with servers: minutes."""
+    names = ("log-prob kernel", "hashing")
+    command = [sys.executable, "-m", "tests.gpu.runner.run_stages", "--device", "cpu", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--stages", ",".join(names)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert {name: stage["outcome"] for name, stage in stages.items()} == dict.fromkeys(names, "passed")
+    assert stages["hashing"]["figures"]["GB/s"].keys() >= {"a CPU server's hash (SHA-256)"}
+    assert "No GPU took part" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_gpu_the_command_says_what_it_can_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.runner.run_stages", "--folder", str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "torch sees no CUDA device; --device cpu" in done.stderr
+
+
+def test_what_is_planned_fits_one_gpus_25_minutes() -> None:
+    alone = [stage for stage in STAGES if stage.gpus == 1]
+    assert sum(stage.planned_s for stage in alone) <= 23 * 60
+    assert all(stage.planned_s < stage.deadline_s <= 9 * 60 for stage in STAGES), "a command may be as short as 9.5 min"
+    assert all((ROOT / file).is_file() for stage in STAGES for file in stage.tests)
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+
+
+def test_every_gpu_test_belongs_to_a_stage() -> None:
+    files = {f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files == {file for stage in STAGES for file in stage.tests}
+
+
+@pytest.mark.parametrize(("device", "text"), [("cpu", "No GPU took part"), ("cuda", "Measured on NVIDIA H100")])
+def test_the_page_says_where_it_was_measured(device: str, text: str) -> None:
+    stage = {"shows": "x", "planned_s": 1, "outcome": "passed", "seconds": 2.0, "reason": "", "tests": {}}
+    results = {"device": device, "commands": [], "stages": {"environment": stage | {"figures": {"GPU": "NVIDIA H100"}}}}
+    assert text in page(results)

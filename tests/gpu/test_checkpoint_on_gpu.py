@@ -1,0 +1,71 @@
+"""A checkpoint that one device wrote goes on at the other: also between TransformerEngine's layers and PyTorch's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dapo.actor.messages import UpdateMetrics
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
+from tests.actor.gloo import RankPlace
+from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, start_actor
+from tests.gpu.place import DEVICE, DTYPES, save_small
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+Step = tuple[int, float, float]
+
+
+def config_of(device: str, **fields: Any) -> ActorConfig:
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-2, warmup_rollout_steps=0)
+    return ActorConfig(device=device, micro_batch_tokens=40, optimizer=optimizer, **fields)
+
+
+def steps(reports: list[UpdateMetrics]) -> list[Step]:
+    return [(report.optimizer_step, report.loss, report.grad_norm) for report in reports]
+
+
+def begin(
+    place: RankPlace, folder: Path, data: Columns, device: str, dtype: str, target: Path, fields: dict[str, Any]
+) -> list[Step]:
+    """Two steps, a checkpoint, and two more, which are returned."""
+    config = config_of(device, **fields)
+    actor = start_actor(place, folder, config, dtype=dtype)
+    batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
+    actor.update([batch] * 2, PolicyObjective(), TEMPERATURE)
+    actor.save_checkpoint(target, extra={"from": device})
+    return steps(actor.update([batch] * 2, PolicyObjective(), TEMPERATURE))
+
+
+def go_on(
+    place: RankPlace, folder: Path, data: Columns, device: str, dtype: str, source: Path, fields: dict[str, Any]
+) -> tuple[Any, list[Step]]:
+    """The checkpoint's extra, and two steps after it."""
+    config = config_of(device, **fields)
+    actor = start_actor(place, folder, config, dtype=dtype)
+    extra = actor.load_checkpoint(source)
+    batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
+    return extra, steps(actor.update([batch] * 2, PolicyObjective(), TEMPERATURE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to_gpu", [True, False], ids=["from the CPU", "to the CPU"])
+def test_a_checkpoint_crosses(gloo, on_device, record, dtype, to_gpu, tmp_path):
+    folder = save_small(tmp_path / "model", tied=False)
+    data = columns(folder)
+
+    def on_cpu(*arguments: Any) -> Any:
+        return gloo(1, *arguments)[0]
+
+    write, read = (on_cpu, on_device) if to_gpu else (on_device, on_cpu)
+    devices = ("cpu", DEVICE) if to_gpu else (DEVICE, "cpu")
+    wanted = write(begin, folder, data, devices[0], dtype, tmp_path / "step", {})
+    extra, got = read(go_on, folder, data, devices[1], dtype, tmp_path / "step", {})
+    record(f"{devices[0]} to {devices[1]}, {dtype}: step, loss, norm", {"there": wanted[0], "here": got[0]})
+    assert extra == {"from": devices[0]}
+    assert [step for step, *_ in got] == [3, 4]
+    # The norm of the next gradient: of the same weights, to what the type rounds.
+    near = 1e-3 if dtype == "float32" else 0.1
+    np.testing.assert_allclose([norm for *_, norm in got], [norm for *_, norm in wanted], rtol=near)

@@ -1,0 +1,63 @@
+"""Layouts of two GPUs over NCCL against one GPU: the gradient of the first call and of the one after an update."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.config.actor import ActorConfig, LayoutConfig, OptimizerConfig
+from tests.actor.gloo import RankPlace
+from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
+from tests.gpu.place import ON_CPU, save_small
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(ON_CPU or torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+TE = importlib.util.find_spec("transformer_engine") is not None
+FLOAT32, BFLOAT16 = ("float32", 1e-5), ("bfloat16", 0.05)
+"""Type, and how far the whole gradient may be from one GPU's in the same type."""
+
+
+def gradients(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], dtype: str) -> Any:
+    """Two gradients with an update between them: what overlaps its communication does so only from the second on."""
+    optimizer = OptimizerConfig(lr=1e-4, eps=1e-2, warmup_rollout_steps=0)
+    config = ActorConfig(device="cuda", micro_batch_tokens=40, optimizer=optimizer, layout=LayoutConfig(**layout))
+    actor = start_actor(place, folder, config, dtype=dtype)
+    without = ("reference_log_probs", "correction")
+    supervised = mini_batch(data, config, without=(*without, "advantages", "old_log_probs"))
+    first = actor.loss_and_gradients(supervised, SupervisedObjective(), TEMPERATURE)
+    actor.update([mini_batch(data, config, without=without)], PolicyObjective(), TEMPERATURE)
+    return first, actor.loss_and_gradients(supervised, SupervisedObjective(), TEMPERATURE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bounds"),
+    [
+        ({"tensor": 2}, FLOAT32),
+        ({"tensor": 2, "sequence_parallel": True}, FLOAT32),
+        ({"pipeline": 2}, FLOAT32),
+        ({"pipeline": 2, "virtual_pipeline": 2}, FLOAT32),
+        ({"data": 2}, FLOAT32),
+        ({"tensor": 2, "sequence_parallel": True}, BFLOAT16),
+        ({"pipeline": 2}, BFLOAT16),
+        ({"data": 2}, BFLOAT16),
+        pytest.param({"context": 2}, BFLOAT16, marks=pytest.mark.skipif(not TE, reason="CP needs TransformerEngine")),
+    ],
+    ids=str,
+)
+def test_two_gpus_are_one(on_device, record, layout, bounds, tmp_path):
+    dtype, near = bounds
+    folder = save_small(tmp_path, tied=False)
+    data = columns(folder)
+    wanted = on_device(gradients, folder, data, {}, dtype)
+    got = on_device(gradients, folder, data, layout, dtype, ranks=2)
+    errors = {
+        at: relative_error(g[1], w[1])[""] for at, g, w in zip(("first", "after an update"), got, wanted, strict=True)
+    }
+    record(f"{layout}, {dtype}: gradient against one GPU", errors)
+    assert max(errors.values()) < near

@@ -1,0 +1,263 @@
+"""`make install-gpu` on a project of tiny packages (real pip and environments, no network), and what its lock holds."""
+
+import importlib.metadata
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.tools.wheels import write_source, write_wheel
+from tools.install import check, engine, installer
+from tools.install.command import InstallError
+from tools.install.installer import Installer, Place, place_of
+from tools.install.lock import installed, normalised, read_lock
+from tools.install.progress import Progress
+from tools.install.relock import RelockError, lock_text, resolve
+from tools.install.state import read_state
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements" / "gpu312.lock.txt"
+TAG = f"{sys.version_info[0]}{sys.version_info[1]}"
+NO_REGISTRY = r"NewConnectionError|ConnectTimeout|Temporary failure|Name or service not known|from versions: none"
+KERNELS = {"sglang-kernel", "flashinfer-python", "torch", "nvidia-cutlass-dsl", "xgrammar"}
+"""What SGLang declares with `==`, among that the kernels that a CUDA server cannot start without."""
+
+BACKEND = """
+import os
+import torch  # only there where the build is not isolated
+from wheels import write_wheel
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    print("[1/2] c++ one.o")
+    print("[2/2] c++ two.o")
+    names = ("CUDA_HOME", "NVTE_BUILD_USE_NVIDIA_WHEELS", "NVTE_PYTORCH_FORCE_BUILD", "MAX_JOBS")
+    built = {name: os.environ.get(name) for name in names}
+    files = {"transformer_engine_torch.py": f"built = {built}"}
+    return write_wheel(folder, "transformer-engine-torch", "2.19.0", files)
+"""
+FAILING = """
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    print("csrc/one.cpp:1: fatal error: cudnn.h: No such file or directory")
+    raise SystemExit(1)
+"""
+BUILD = '[build-system]\nrequires = []\nbuild-backend = "{}"\nbackend-path = ["."]\n'
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A project for GPU nodes on a machine without a driver; TransformerEngine's extension comes as source."""
+    root, wheels = tmp_path / "project", tmp_path / "packages"
+    (root / "requirements").mkdir(parents=True)
+    wheels.mkdir()
+    write_wheel(wheels, "torch", "2.11.0", {"torch.py": ""})
+    write_wheel(wheels, "kernel", "1.0", {"kernel.py": "raise ImportError('libno-driver.so.1: cannot open')"})
+    write_wheel(wheels, "nvidia-thing", "13.0", {f"nvidia/{name}": "" for name in engine.HEADERS})
+    write_wheel(wheels, "transformer-engine-cu13", "2.19.0", {"core.py": ""})
+    module = {"__init__.py": "", "pytorch.py": "import transformer_engine_torch, core"}
+    module = {f"transformer_engine/{name}": text for name, text in module.items()}
+    write_wheel(wheels, "transformer-engine", "2.19.0", module)
+    helper = (Path(__file__).parent / "wheels.py").read_text()
+    source = {"pyproject.toml": BUILD.format("backend"), "backend.py": BACKEND, "wheels.py": helper}
+    write_source(wheels, "transformer-engine-torch", "2.19.0", source)
+    pins = ["torch==2.11.0", "kernel==1.0", "nvidia-thing==13.0", *(f"{name}==2.19.0" for name in engine.PACKAGES)]
+    (root / "requirements" / f"gpu{TAG}.lock.txt").write_text("\n".join(pins))
+    (root / "requirements" / "cuda.lock.txt").write_text("")
+    (root / "backend.py").write_text(helper)
+    (root / "pyproject.toml").write_text(BUILD.format("backend") + '[project]\nname = "tiny-project"\nversion = "1"\n')
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("MAX_JOBS", "3")
+    monkeypatch.setattr(installer, "GPU_PYTHON", f"{sys.version_info[0]}.{sys.version_info[1]}")
+    monkeypatch.setattr(engine, "missing_tools", list)
+    for name, value in {"FOUND": (), "IMPORTED": ("torch",), "SHOWN": ("torch",), "KERNELS": ("kernel",)}.items():
+        monkeypatch.setattr(check, name, value)
+    monkeypatch.setattr(check, "DRIVER", "libno-driver.so.1")
+    monkeypatch.setattr(check, "GPU_SHOWN", ("kernel",))
+    return place_of(root, tmp_path / "venv", gpu=True)
+
+
+def install(place: Place, *, gpu: bool = True, with_engine: bool = True) -> None:
+    wanted = place_of(place.root, place.venv, gpu=gpu, with_engine=with_engine)
+    Installer(wanted, torch_index="").install()
+
+
+def test_the_extension_is_built_once_against_the_installed_torch_and_headers(place, capsys, monkeypatch):
+    install(place)
+    output = capsys.readouterr().out
+    done = list(dict.fromkeys(re.findall(r"^\[\d/7\] (\w+)", output, flags=re.MULTILINE)))
+    assert done == list(installer.GPU_PHASES)
+    built = (place.site / "transformer_engine_torch.py").read_text()
+    assert f"'CUDA_HOME': '{place.site}/nvidia/cu13'" in built
+    assert "'NVTE_BUILD_USE_NVIDIA_WHEELS': '1', 'NVTE_PYTORCH_FORCE_BUILD': 'TRUE', 'MAX_JOBS': '3'" in built
+    assert "transformer-engine 2.19.0; this machine has no GPU driver, so a GPU node must still import kernel" in output
+
+    # What asks for `make install` (make test, make train) leaves an environment for GPUs as it is.
+    install(place, gpu=False)
+    assert "is ready" in capsys.readouterr().out
+    assert read_state(place.venv).gpu
+
+    install(place, with_engine=False)
+    assert "FP8 are lost" in capsys.readouterr().out
+    assert not {name for name in installed(place.site) if name.startswith("transformer-engine")}
+
+    # The wheel of the first build is taken: neither source nor compiler are there any more.
+    packages = place.root.parent / "packages"
+    next(packages.glob("*.tar.gz")).unlink()
+    monkeypatch.setattr(engine, "missing_tools", lambda: ["a compiler"])
+    install(place)
+    assert set(engine.PACKAGES) <= installed(place.site).keys()
+
+
+def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch):
+    monkeypatch.setattr(engine, "missing_tools", lambda: ["the C++ compiler `c++`: apt install g++"])
+    with pytest.raises(
+        InstallError, match=r"(?s)lacks:\n  the C\+\+ compiler.*PIP_FIND_LINKS.*FP8 are lost.*WITHOUT_TE=1"
+    ):
+        install(place)
+    assert "torch" not in installed(place.site)
+
+    # Headers come with the lock's packages, so they are looked for once these are there.
+    monkeypatch.setattr(engine, "missing_tools", list)
+    monkeypatch.setattr(engine, "HEADERS", (*engine.HEADERS, "cublasmp/include/cublasmp.h"))
+    with pytest.raises(InstallError, match=r"(?s)lacks:\n  \S*nvidia/cublasmp/include/cublasmp\.h\n"):
+        install(place)
+    assert set(read_state(place.venv).phases) == {"environment", "torch", "packages"}
+    assert not {name for name in installed(place.site) if name.startswith("transformer-engine")}
+
+    # A build that fails is told in the compiler's words.
+    packages = place.root.parent / "packages"
+    source = {"pyproject.toml": BUILD.format("backend"), "backend.py": FAILING}
+    write_source(packages, "transformer-engine-torch", "2.19.0", source)
+    monkeypatch.setattr(engine, "HEADERS", ())
+    with pytest.raises(InstallError, match=r"(?s)one\.cpp:1: fatal error: cudnn\.h: .*MAX_JOBS=1 make install-gpu"):
+        install(place)
+
+    # Nothing of this is needed where pip finds a built wheel.
+    monkeypatch.setattr(engine, "missing_tools", lambda: ["a compiler"])
+    write_wheel(packages, "transformer-engine-torch", "2.19.0", {"transformer_engine_torch.py": ""})
+    install(place)
+    assert set(engine.PACKAGES) <= installed(place.site).keys()
+
+
+def test_the_build_asks_for_a_compiler_and_pythons_headers(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(engine.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    compiler, headers = engine.missing_tools()
+    assert compiler.startswith("the C++ compiler `no-such-compiler`: apt install g++")
+    assert headers.startswith(f"{tmp_path}/include/Python.h, Python's headers: apt install")
+
+
+@pytest.mark.parametrize(
+    ("driver", "error", "failed"),
+    [
+        ("libno-driver.so.1", "libno-driver.so.1: cannot open shared object file", False),
+        ("libno-driver.so.1", "undefined symbol: _ZN3c10", True),
+        ("libc.so.6", "libc.so.6: cannot open shared object file", True),  # the driver is there
+    ],
+)
+def test_a_broken_kernel_is_told_from_a_machine_without_a_driver(driver, error, failed, tmp_path, monkeypatch):
+    (tmp_path / "kernel.py").write_text(f"raise ImportError({error!r})")
+    for name, value in {"FOUND": (), "IMPORTED": ("json",), "SHOWN": (), "KERNELS": ("kernel",)}.items():
+        monkeypatch.setattr(check, name, value)
+    monkeypatch.setattr(check, "GPU_SHOWN", ())
+    monkeypatch.setattr(check, "DRIVER", driver)
+    monkeypatch.setattr(check, "_CODE", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + check._CODE)
+    arguments = {"progress": Progress("check", io.StringIO()), "scratch": tmp_path, "log": tmp_path / "install.log"}
+    if failed:
+        with pytest.raises(InstallError, match=rf"kernel: ImportError: {re.escape(error)}\n.*clean-venv install-gpu"):
+            check.check_imports(Path(sys.executable), gpu=True, engine=False, **arguments)
+    else:
+        _, untried = check.check_imports(Path(sys.executable), gpu=True, engine=False, **arguments)
+        assert untried == "kernel"
+
+
+def test_a_cpu_build_of_torch_is_refused(place, monkeypatch):
+    gpu = Installer(place, torch_index="")
+    monkeypatch.setattr(gpu, "_pip", lambda *arguments, **options: None)
+    monkeypatch.setattr(gpu, "_version", lambda name: f"{name} 2.11.0+cpu")
+    with pytest.raises(InstallError, match=r"torch 2\.11\.0\+cpu is a CPU build.*pip config list"):
+        gpu._install_torch(Progress("torch", io.StringIO()))
+
+
+def test_another_python_is_refused_with_the_command(place, monkeypatch):
+    monkeypatch.setattr(installer, "GPU_PYTHON", "3.99")
+    with pytest.raises(InstallError, match=r"locked for Python 3\.99.*PYTHON=python3\.99 make install-gpu"):
+        install(place)
+
+
+def test_make_install_names_install_gpu_where_there_is_a_gpu(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(installer, "GPU_MARKS", (tmp_path / "nvidia0",))
+    cpu = Installer(place_of(ROOT, tmp_path / "venv", gpu=False), torch_index="")
+    monkeypatch.setattr(cpu, "_refuse_small_disk", lambda: sys.exit("far enough"))
+    with pytest.raises(SystemExit):
+        cpu.install()
+    assert "PYTHON=python3.12 make install-gpu" in capsys.readouterr().out
+
+
+def pins_of(requirements: list[str]) -> list[Requirement]:
+    """Those that hold on a GPU node's Python 3.12 without extras."""
+    node = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
+    node |= {"sys_platform": "linux", "platform_system": "Linux"}
+    parsed = map(Requirement, requirements)
+    return [r for r in parsed if r.marker is None or r.marker.evaluate(node)]
+
+
+def test_the_lock_holds_what_the_project_and_sglang_declare():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    own = [*project["project"]["dependencies"], *extras["cpu"], *extras["gpu"], *extras["dev"]]
+    own += project["build-system"]["requires"]
+    declared = [text for text in own if not text.startswith("megatron-dapo")]
+    pins = read_lock(LOCK)
+    assert pins["sglang"].version == importlib.metadata.version("sglang")
+    for requirement in pins_of([*declared, *importlib.metadata.requires("sglang")]):
+        pin = pins[normalised(requirement.name)]
+        assert requirement.specifier.contains(Version(pin.version)), f"{requirement}: the lock has {pin.version}"
+
+
+def test_the_lock_holds_the_kernels_once_and_nothing_that_only_shares_a_name():
+    names = [normalised(line.partition("==")[0]) for line in LOCK.read_text().splitlines() if "==" in line]
+    assert len(names) == len(set(names))
+    pins = read_lock(LOCK)
+    assert set(engine.PACKAGES) | KERNELS | {"torch-memory-saver", "ninja", "setuptools", "pip"} <= pins.keys()
+    assert len({pins[name].version for name in engine.PACKAGES}) == 1
+    assert "apex" not in pins, "PyPI's apex is not NVIDIA's"
+    assert 4000 < sum(pin.megabytes for pin in pins.values()) < 5000
+    # The packages behind engine.HEADERS, and the rest of the common lock.
+    assert {"nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-cudnn-cu13"} <= pins.keys()
+    assert read_lock(ROOT / "requirements" / "py312.lock.txt").keys() <= pins.keys()
+
+
+def test_a_lock_line_has_the_size_of_a_large_wheel(tmp_path):
+    (tmp_path / "pins.txt").write_text("torch==2.11.0\nalpha==1.0\n")
+    (tmp_path / "lock.txt").write_text(lock_text(read_lock(tmp_path / "pins.txt"), {"torch": 530.4, "alpha": 0.2}))
+    assert (tmp_path / "lock.txt").read_text().endswith("alpha==1.0\ntorch==2.11.0  # 530 MB\n")
+    assert read_lock(tmp_path / "lock.txt")["torch"].megabytes == 530
+
+
+def test_relock_without_uv_says_so(tmp_path):
+    with pytest.raises(RelockError, match="pip install uv"):
+        resolve("/nonexistent/uv", ROOT, LOCK, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_registry_resolves_the_project_to_the_lock(tmp_path):
+    """uv resolves the extras with every declaration of every package, and the lock is one of the answers."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--timeout", "30", "uv"]
+    answer = subprocess.run([*pip, "--target", str(tmp_path / "uv")], capture_output=True, text=True, timeout=240)
+    if answer.returncode != 0 and re.search(NO_REGISTRY, answer.stdout + answer.stderr):
+        pytest.skip("no package registry is reachable")
+    assert answer.returncode == 0, answer.stderr
+    found = read_lock(resolve(str(tmp_path / "uv" / "bin" / "uv"), ROOT, LOCK, tmp_path))
+    locked = {name: pin.version for name, pin in read_lock(LOCK).items() if name != "pip"}
+    assert {name: pin.version for name, pin in found.items()} == locked
+    declared = {normalised(r.name): str(r.specifier) for r in pins_of(importlib.metadata.requires("sglang"))}
+    assert "torch-memory-saver" in found
+    assert {name: declared[name] for name in KERNELS} == {name: f"=={found[name].version}" for name in KERNELS}
