@@ -23,6 +23,12 @@ def trace_command(
         layout = config.actor.layout
         if layers not in ("te", "local"):
             raise ConfigError(f"--layers {layers}: te or local")
+        if config.actor.fp8 != "none":
+            raise ConfigError(
+                f"actor.fp8 = {config.actor.fp8}: FP8 cannot be traced; give actor.fp8=none for the trace"
+            )
+        if layers == "te" and layout.context > 1:
+            raise ConfigError("actor.layout.context above 1 cannot be traced with --layers te; give --layers local")
         if ranks == "all":
             asked = list(range(layout.world_size))
         elif ranks and not all(one.strip().isdecimal() for one in ranks.split(",")):

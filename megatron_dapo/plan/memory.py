@@ -158,7 +158,8 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
         forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
-    update["activations"] = (kept + max(0.0, layer - sum(update.values()))) * spare
+    update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
+    update["activations"] = kept * spare
     sync = {"sync bucket": rank_bytes(config, hf)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
@@ -172,9 +173,10 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
 def _away(offload: OffloadConfig, phase: str) -> set[str]:
     """What of the state is in host memory during a phase."""
     away = {"master weights", "moments"} if offload.optimizer_state and phase != "optimizer step" else set()
-    if phase == "rollout" and offload.between_phases != "none":
+    # Log-probs and a weight sync bring back the parameters alone.
+    if phase in ("rollout", "log-probs", "weight sync") and offload.between_phases != "none":
         away |= {"gradients", "master weights", "moments"}
-        away |= {"parameters"} if offload.between_phases == "all" else set()
+        away |= {"parameters"} if offload.between_phases == "all" and phase == "rollout" else set()
     return away
 
 

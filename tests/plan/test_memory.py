@@ -1,5 +1,7 @@
 """Memory on top of the state: against Megatron's own saved activations, and what makes it grow and shrink."""
 
+import dataclasses
+
 import pytest
 
 from megatron_dapo.actor.hf_config import HFModelConfig
@@ -100,7 +102,10 @@ def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):
     config = changed(config, {"actor.offload.between_phases": "all"})
     [rank, _] = trainer_memory(config, HF, constants)
     assert set(rank.items["rollout"]) == {"framework"}
-    assert {"parameters", "gradients"} <= set(rank.items["log-probs"])
+    for phase in ("log-probs", "weight sync"):
+        assert "parameters" in rank.items[phase]
+        assert not {"gradients", *optimizer} & set(rank.items[phase])
+    assert {"parameters", "gradients"} <= set(rank.items["update"])
 
 
 def test_a_budget_below_one_sequence_saves_nothing(constants):
@@ -111,6 +116,28 @@ def test_the_first_stage_keeps_more_micro_batches_than_the_last(constants):
     config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.layout.pipeline": 4, "actor.recompute": "none"})
     kept = [rank.items["update"]["activations"] for rank in trainer_memory(config, HF, constants)]
     assert [value / kept[-1] for value in kept] == pytest.approx([4, 3, 2, 1])
+
+
+def test_the_last_stage_holds_two_logits_and_with_sequence_parallel_megatrons_buffer(constants):
+    """Against traces at true size: docs/measurements/symbolic.md."""
+    config = load_config(RECIPES / "h100_32.yaml")
+    first, last = trainer_memory(config, HF, constants)
+    logits, piece = 22528 * 152064 // 8 * 2, 2**26 * 4
+    assert "logits and log-probs" not in first.items["log-probs"]
+    for phase in ("log-probs", "update"):
+        assert last.items[phase]["logits and log-probs"] == 2 * logits + 3 * piece
+        assert last.items[phase]["gathered hidden states"] == 22528 * 5120 * 2
+    plain = changed(config, {"actor.layout.sequence_parallel": False})
+    assert all("gathered hidden states" not in rank.items["update"] for rank in trainer_memory(plain, HF, constants))
+
+
+def test_backward_of_a_layer_counts_where_no_logits_are_larger(constants):
+    config = load_config(RECIPES / "h100_32.yaml")
+    bare = dataclasses.replace(constants, fragmentation=0.0)
+    first, last = (rank.items["update"]["a layer's backward"] for rank in trainer_memory(config, HF, bare))
+    repeated = 22528 * 2 * (4 * 5120 + (2 * 40 + 2 * 8 + 40 + 8) * 128 + 3 * 27648) / 8
+    assert first == pytest.approx(repeated + 22528 * 2 * (2 * 5120 + 27648 / 8), rel=0.05)
+    assert last == 0
 
 
 def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):

@@ -179,15 +179,23 @@ def test_what_the_compiler_refuses_is_shown(torch_in: Callable[..., None], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layers", "told"),
+    ("options", "overrides", "told"),
     [
-        ("99", "te", "--ranks: 99: the config's layout has ranks 0 to 15"),
-        ("a", "te", "--ranks a"),
-        ("", "x", "--layers x"),
+        ({"ranks": "99"}, [], "--ranks: 99: the config's layout has ranks 0 to 15"),
+        ({"ranks": "a"}, [], "--ranks a: give numbers"),
+        ({"layers": "x"}, [], "--layers x: te or local"),
+        ({}, ["actor.fp8=e4m3"], "actor.fp8 = e4m3: FP8 cannot be traced"),
+        ({}, ["actor.layout.context=2"], "actor.layout.context above 1 cannot be traced with --layers te"),
     ],
 )
-def test_wrong_options_are_told(ranks: str, layers: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trace_command(RECIPES / "h100_32.yaml", [], None, ranks=ranks, layers=layers, jobs=1) == ExitCode.CONFIG
+def test_what_cannot_be_traced_is_told(
+    options: dict[str, str], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"ranks": "", "layers": "te"} | options
+    code = trace_command(
+        RECIPES / "h100_32.yaml", overrides, None, ranks=asked["ranks"], layers=asked["layers"], jobs=1
+    )
+    assert code == ExitCode.CONFIG
     assert told in capsys.readouterr().err
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
 
+NO_MACHINE = {"paper", "verl"}
+"""Recipes that name no layout: compared with the others, not run."""
+
 TITLES = """# Ranks traced without a GPU
 
 Written by `make test-symbolic SYMBOLIC_PAGE=docs/measurements/symbolic.md`; one config by
@@ -52,6 +55,10 @@ def write_page(target: Path, sections: dict[str, str]) -> None:
 
     blind = (trace.__doc__ or "").partition("What it cannot see:\n")[2].strip()
     text = TITLES.format(versions=sections.pop("versions"), blind=blind)
+    folder = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
+    missing = sorted({file.stem for file in folder.glob("*.yaml")} - set(sections) - NO_MACHINE)
+    if missing:
+        text += f"\n**Not traced for this page:** {', '.join(missing)}.\n"
     for name, tables in sorted(sections.items()):
         text += f"\n## {name}\n\n{tables}\n"
     target.write_text(text)

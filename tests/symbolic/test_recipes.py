@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.trace import trace_command
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace.agreement import covered
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.orchestrate import Layers, telling_ranks, trace_ranks
+from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
-NO_MACHINE = {"paper", "verl"}
-"""They name no layout: compared with the others, not run."""
-
 RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO_MACHINE]
 pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
 
@@ -40,9 +39,14 @@ def test_local_layers_agree_too() -> None:
     assert all(reason for _, reason in findings.waits.values()), findings.waits
 
 
-def test_all_ranks_together_write_every_number_of_a_checkpoint_once(tiny: Path) -> None:
+def test_the_command_on_all_ranks_finds_every_number_of_a_checkpoint_once(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
-    plain = ["actor.layout.sequence_parallel=false", f"model.path={tiny}"]
-    findings = findings_of(FOLDER / "qwen2.5_7b_8gpu.yaml", [*layout, *plain], ranks=[0, 1, 2, 3])
-    assert not findings.disagreements, "\n".join(findings.disagreements)
-    assert covered(findings.traces) == 1.0
+    overrides = [*layout, "actor.layout.sequence_parallel=false", f"model.path={tiny}"]
+    recipe = FOLDER / "qwen2.5_7b_8gpu.yaml"
+    code = trace_command(recipe, overrides, None, ranks="all", layers="te", jobs=2)
+    told = capsys.readouterr().out
+    assert code == ExitCode.FINISHED, told
+    assert "these ranks write 100.0% of its numbers" in told
+    assert "No fault was found." in told

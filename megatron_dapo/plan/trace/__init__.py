@@ -12,6 +12,7 @@ What it cannot see:
   rank's own; the pipeline's shape messages hold the shape of a full row; which stage holds which weight is computed;
 - NCCL itself: its buffers, its order between communicators, the splitting of groups;
 - weight files: slices are checked against the model's shapes and read from nowhere;
-- TransformerEngine's kernels: with its layers the parameters are those of its own Python, forward and backward are
-  stand-ins that keep what its source keeps (`te_layers`).
+- TransformerEngine's kernels: its own Python builds, saves and communicates, over stand-ins that only make results
+  (`te_layers`). Attention is cuDNN's, also where FlashAttention is installed. FP8 and, with TransformerEngine, context
+  parallelism are refused.
 """

@@ -14,7 +14,7 @@ from megatron_dapo.plan.trace.agreement import RankTrace, disagreements
 CLOSE = 0.03
 """How far a traced peak may be from the planned one, relative."""
 
-SMALL = 1e8
+SMALL = 1.5e8
 """Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing."""
 
 KNOWN_WAITS = {

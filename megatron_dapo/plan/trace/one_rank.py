@@ -54,6 +54,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     torch._C._set_only_lift_cpu_tensors(True)
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         actor, shards = _run(config, rank, meter)
+    packages = ["torch", "megatron-core", *(["transformer-engine"] if transformer_engine else [])]
     return RankTrace(
         rank=rank,
         world_size=layout.world_size,
@@ -63,7 +64,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
         waits=[(*wait, count) for wait, count in sorted(meter.waits.items())],
         peaks=dict(meter.peaks),
         shards=shards,
-        versions={name: version(name) for name in ("torch", "megatron-core")},
+        versions={name: version(name) for name in packages},
         seconds=time.monotonic() - start,
     )
 

@@ -50,11 +50,12 @@ def install() -> None:
     # Its kernels would be compiled for the GPU; as if it were not installed, cuDNN's attention is taken.
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
     extension: Any = _Extension("transformer_engine_torch")
+    make: Any = enum.IntEnum
     text = "\n".join(file.read_text() for file in sorted((Path(spec.origin).parent / "pytorch").rglob("*.py")))
-    extension.DType = enum.IntEnum("DType", _TYPES, start=0)
+    extension.DType = make("DType", _TYPES, start=0)
     for name in set(re.findall(r"\b(NVTE_[A-Z]\w+)\.NVTE_", text)):
         members = dict.fromkeys(re.findall(rf"\b{name}\.(NVTE_\w+)", text))
-        setattr(extension, name, enum.IntEnum(name, list(members), start=0))
+        setattr(extension, name, make(name, list(members), start=0))
     for name in set(re.findall(r"\btex\.(\w+)", text)):
         getattr(extension, name)  # `import *` takes only what is there
     for kernel in _KERNELS:
