@@ -135,7 +135,9 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         side = getattr(device._thread, "side", None)
         if side is None:
-            side = "cuda" if any(tensor in device.here for tensor, _ in used) else "cpu"
+            # Autograd itself makes the zeros of a gradient that nobody gave, where the tensors of backward are.
+            in_backward = not used and torch._C._current_graph_task_id() != -1
+            side = "cuda" if in_backward or any(tensor in device.here for tensor, _ in used) else "cpu"
         known = {tensor.untyped_storage()._cdata for tensor, _ in used}
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
@@ -188,6 +190,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)  # a tensor that stands for several, of torch's checkpoints
         own = _OWN.get(func)
         if own is not None:
             return own(self.device, func, args, kwargs)
