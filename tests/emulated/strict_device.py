@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.emulated import strict_stream
 from tests.emulated.strict_board import StrictError
 from tests.emulated.strict_calls import shapes
+from tests.emulated.strict_memory import Storages, meets
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 Side = Literal["cuda", "cpu"]
@@ -34,34 +35,11 @@ _HOST_INDEX_OK = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsa
 _BETWEEN_SIDES = ("copy_", "_to_copy", "set_", "resize_", "_local_scalar_dense", "detach", "alias")
 
 
-class _Storages:
-    """A set of storages; one that is freed is forgotten before its address is used again."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Any] = {}
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        # A weak reference keeps the address from being given to another storage.
-        self._kept[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
-        if len(self._kept) > 2000 and len(self._kept) % 1000 == 0:
-            self._kept = {key: kept for key, kept in self._kept.items() if not kept.expired()}
-
-    def discard(self, tensor: torch.Tensor) -> None:
-        self._kept.pop(tensor.untyped_storage()._cdata, None)
-
-    def clear(self) -> None:
-        self._kept.clear()
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return bool(self._kept) and tensor.untyped_storage()._cdata in self._kept
-
-
 class EmulatedDevice(strict_stream.Device):
     """Who is where, and which calls still use which memory."""
 
     def __init__(self) -> None:
-        self.here, self.pinned, self.late = _Storages(), _Storages(), _Storages()
+        self.here, self.pinned, self.late = Storages(), Storages(), Storages()
         self.flying: list[strict_stream.StrictWork] = []
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -106,8 +84,8 @@ class EmulatedDevice(strict_stream.Device):
         for work in flying:
             if work.communicator is communicator is not None:
                 continue
-            writes = [tensor for tensor, _ in used if _meets(tensor, work.writes)]
-            reads = [tensor for tensor, written in used if written and _meets(tensor, work.reads)]
+            writes = [tensor for tensor, _ in used if meets(tensor, work.writes)]
+            reads = [tensor for tensor, written in used if written and meets(tensor, work.reads)]
             if not writes and not reads:
                 continue
             if not work.settled:
@@ -127,26 +105,6 @@ class EmulatedDevice(strict_stream.Device):
             work.settled = True
             work.finish()
         self.late.clear()
-
-
-def _meets(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensor's bytes overlap those of one of `others`."""
-    if not others or tensor.numel() == 0:
-        return False
-    storage, (start, end) = tensor.untyped_storage()._cdata, _span(tensor)
-    for other in others:
-        if other.untyped_storage()._cdata == storage:
-            other_start, other_end = _span(other)
-            if start < other_end and other_start < end:
-                return True
-    return False
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    size = tensor.element_size()
-    first = tensor.storage_offset()
-    extent = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * size, (first + extent + 1) * size
 
 
 class _Operations(TorchDispatchMode):
@@ -177,7 +135,9 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         side = getattr(device._thread, "side", None)
         if side is None:
-            side = "cuda" if any(tensor in device.here for tensor, _ in used) else "cpu"
+            # Autograd itself makes the zeros of a gradient that nobody gave, where the tensors of backward are.
+            in_backward = not used and torch._C._current_graph_task_id() != -1
+            side = "cuda" if in_backward or any(tensor in device.here for tensor, _ in used) else "cpu"
         known = {tensor.untyped_storage()._cdata for tensor, _ in used}
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
@@ -230,6 +190,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)  # a tensor that stands for several, of torch's checkpoints
         own = _OWN.get(func)
         if own is not None:
             return own(self.device, func, args, kwargs)

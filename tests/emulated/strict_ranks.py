@@ -6,8 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from tests.emulated import strict_board
+
+GPU = torch.device("cuda", 0)
+
+
+def join(place: RankPlace, backend: str, *, bound: bool = False) -> None:
+    """The default group of a case; `bound` to a device as the project's is."""
+    dist.init_process_group(
+        backend,
+        init_method=place.rendezvous,
+        rank=place.rank,
+        world_size=place.world_size,
+        device_id=GPU if bound else None,
+    )
+
+
+def full(value: float, *shape: int, backend: str, **options: Any) -> torch.Tensor:
+    """On the emulated device; on the host for plain gloo."""
+    return torch.full(shape, float(value), device=GPU if backend == "nccl" else "cpu", **options)
 
 
 @dataclass(frozen=True, kw_only=True)
