@@ -58,14 +58,14 @@ def send_that_nobody_receives() -> None:
     MegatronActor.stream_weights = stream_weights  # type: ignore[method-assign]
 
 
-def copy_that_doubles_the_gradients() -> None:
+def gigabyte_that_nobody_planned() -> None:
     from megatron_dapo.actor.optimizer import ActorOptimizer
 
     own = ActorOptimizer.zero_grad
 
     def zero_grad(self: Any) -> None:
         own(self)
-        self.kept = [torch.empty_like(parameter.main_grad) for parameter in self.chunks[0].parameters()]
+        self.kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 
     ActorOptimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
