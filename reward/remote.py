@@ -33,11 +33,11 @@ _RETRIED = frozenset({408, 425, 429})
 
 
 class _Refused(Exception):
-    """An attempt that a repetition may mend; the message says what happened."""
+    """An attempt that a repetition may fix; the message says what happened."""
 
 
 class _Final(Exception):
-    """An attempt that no repetition mends."""
+    """An attempt that no repetition fixes."""
 
 
 class RemoteVerifier:

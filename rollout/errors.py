@@ -32,7 +32,7 @@ class ServerUnfit(ServerStartError):
 
 
 class KeyFileError(RolloutError):
-    """A file that should hold an API key. The message names it and the mend."""
+    """A file that should hold an API key. The message names it and the fix."""
 
 
 class FleetLost(RolloutError):

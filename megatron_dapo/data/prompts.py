@@ -139,7 +139,7 @@ def _read_file(
                 raise
             counts["broken"] += 1
             continue
-        verifier = choice.of(row, file, place)  # an unknown one is a wrong setting, which no skipping mends
+        verifier = choice.of(row, file, place)  # an unknown one is a wrong setting, which no skipping fixes
         try:
             choice.check(row, verifier, place)
         except DataError:

@@ -100,7 +100,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
             record = json.loads(record)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{place}: not valid JSON ({error}); each line must be one JSON object; mend it or set "
+                f"{place}: not valid JSON ({error}); each line must be one JSON object; fix it or set "
                 "data.broken_rows=skip"
             ) from None
     if not isinstance(record, dict):
@@ -175,7 +175,7 @@ def _check_characters(text: str | Chat, key: str, place: str) -> None:
             each.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{place}: {key} holds {each[error.start]!a}, half a character (a lone surrogate); mend the text"
+                f"{place}: {key} holds {each[error.start]!a}, half a character (a lone surrogate); fix the text"
             ) from None
 
 

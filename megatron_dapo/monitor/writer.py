@@ -148,7 +148,7 @@ def _parse(text: bytes, file: Path, number: int) -> Line:
     for name, value in line.items():
         if name != NON_FINITE and value is not None and not _is_number(value):
             raise MetricsError(
-                f"{file}:{number}: {name} = {json.dumps(value)}: a metric is a finite number or null; mend or remove "
+                f"{file}:{number}: {name} = {json.dumps(value)}: a metric is a finite number or null; fix or remove "
                 "the line"
             )
     return line

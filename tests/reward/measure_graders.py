@@ -1,7 +1,7 @@
 """Counts the mistakes of four graders on the labelled table: `python -m tests.reward.measure_graders` (a minute).
 
 `robust`, `exact`, math-verify on the whole response, and verl's math_dapo where verl is installed. A false credit is
-the worse of the two: it is trained on as if it were right. The table is ours, so our rules have been mended by it.
+the worse of the two: it is trained on as if it were right. The table is ours, so our rules have been corrected by it.
 """
 
 import logging
