@@ -45,6 +45,10 @@ class Member:
         self.since = time.monotonic()
         self.in_flight = 0
         self.restarts = 0
+        self.returns_by = 0.0
+        """Monotonic time until which its first restart since it last served may take: till then it is not lost."""
+        self.late = False
+        """Whether it was merely slower than the others when the fleet started, and starts still."""
         self.weight_version = 0
         self.weight_label: str | None = None
         self.info: ServerInfo | None = None

@@ -83,7 +83,8 @@ class RolloutConfig:
     """Attempts at one response before the run stops with the server's last words."""
 
     fleet_deadline_s: PositiveFloat = 300.0
-    """Seconds that the run waits while every server is down."""
+    """Seconds that the run waits while every server is down; the first restart of a server may take longer, up to
+    `run.start_deadline_s` and the loading of weights."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Further arguments of `sglang.launch_server`, as they are. Refused are those that a key stands for, and those with

@@ -21,7 +21,9 @@ class Occupation:
         self._members, self._balancer, self._timing = members, balancer, timing
         self._allowed = asyncio.Event()
         self._allowed.set()
-        self._starting = asyncio.Lock()
+        self._starts = 0
+        self._none_starts = asyncio.Event()
+        self._none_starts.set()
 
     @property
     def allowed(self) -> bool:
@@ -30,13 +32,18 @@ class Occupation:
 
     @asynccontextmanager
     async def start_of_a_server(self) -> AsyncIterator[None]:
-        """A server's process may be started inside. Waits for the servers' turn: whoever gave it away ends that."""
-        while True:
+        """A server's process may be started inside, beside those of others. Waits for the servers' turn: whoever gave
+        it away ends that."""
+        while not self.allowed:
             await self._allowed.wait()
-            async with self._starting:
-                if self.allowed:
-                    yield
-                    return
+        self._starts += 1
+        self._none_starts.clear()
+        try:
+            yield
+        finally:
+            self._starts -= 1
+            if not self._starts:
+                self._none_starts.set()
 
     async def release(self) -> tuple[float | None, ...]:
         """Returns when no server holds memory. Requests wait from then on, and so do restarts of servers.
@@ -53,8 +60,8 @@ class Occupation:
             raise RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
         self._balancer.close()
         self._allowed.clear()
-        async with self._starting:
-            return tuple(await asyncio.gather(*(self._release(member) for member in self._members)))
+        await self._none_starts.wait()
+        return tuple(await asyncio.gather(*(self._release(member) for member in self._members)))
 
     async def resume(self) -> None:
         """Returns when every server that gave its memory up has it back. The others may be restarted again."""

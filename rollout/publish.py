@@ -260,8 +260,11 @@ class Publisher:
 
         async def take() -> int:
             if failure is None:
-                # Over NCCL this is the first answer that comes after the data, if that comes at all.
-                return await member.call(self._serve(member, published, self.sync_deadline_s))
+                # Over NCCL this is the first answer that comes after the data, if that comes at all. Servers on a CPU
+                # take minutes for it.
+                on_cpu = member.info is not None and member.info.device == "cpu"
+                deadline_s = self.timing.load_deadline_s if on_cpu else self.sync_deadline_s
+                return await member.call(self._serve(member, published, deadline_s))
             if not failure.answers:
                 raise ServerUnavailable(failure.reason)
             folder = await published.folder()
@@ -338,7 +341,9 @@ class Publisher:
     async def _any_ready(self, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         while not any(member.state is State.READY for member in self.members):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            # After a broken process group all of them may have been restarted, which takes as long as a start.
+            if now > deadline and all(member.returns_by < now for member in self.members):
                 raise FleetLost(f"publish: no server within {deadline_s:g} s\n{describe(self.members)}")
             await asyncio.sleep(_DRAIN_POLL_S)
 

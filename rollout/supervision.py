@@ -52,6 +52,7 @@ class Supervisor:
         self.fleet_deadline_s = fleet_deadline_s
         self.report = report
         self._tasks: list[asyncio.Task[None]] = []
+        self._check: Callable[[Member], None] = lambda member: None
 
     def start(self) -> None:
         """Begins to watch servers that are READY."""
@@ -69,7 +70,8 @@ class Supervisor:
         far longer than the others are DOWN then, and brought up like any that is lost later.
 
         Args:
-            check: raises ServerUnfit for a server that answers, and that the run cannot use.
+            check: raises ServerUnfit for a server that answers, and that the run cannot use; asked again of a server
+                that is brought up later.
 
         Raises:
             ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
@@ -80,6 +82,7 @@ class Supervisor:
             check(member)
             member.enter(State.READY)
 
+        self._check = check
         began, spare = time.monotonic(), len(self.members) // ONE_SPARE_IN
         starting = {asyncio.ensure_future(begin(member)): member for member in self.members}
         pending, problems, until = set(starting), dict[Member, ServerStartError](), 0.0
@@ -95,6 +98,8 @@ class Supervisor:
                         problems[starting[task]] = error
                     elif error is not None:
                         raise error
+                if len(problems) > spare:
+                    break
                 if not until and len(pending) + len(problems) <= spare:
                     until = began + PATIENCE * (time.monotonic() - began)
         finally:
@@ -104,9 +109,11 @@ class Supervisor:
         missing = [member for member in self.members if member.state is not State.READY]
         if len(missing) > spare:
             text = "\n".join(str(problem) for problem in problems.values())
-            raise ServerStartError(f"{len(missing)} of {len(self.members)} servers did not start\n{text}")
+            others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
+            raise ServerStartError(f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}")
         for member in missing:
             late = f"it was not ready {time.monotonic() - began:.0f} s after the start of the fleet"
+            member.late = member not in problems
             member.enter(State.DOWN, str(problems.get(member, late)).splitlines()[0])
         if missing:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
@@ -223,24 +230,30 @@ class Supervisor:
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""
         backoff_s = self.timing.first_backoff_s
+        if member.engine.ours:
+            member.returns_by = time.monotonic() + self.start_deadline_s + self.timing.load_deadline_s
         while True:
             try:
                 await self._restart(member)
                 return
             except Exception as error:  # whatever it was: this task is the only one that brings the server back
+                member.returns_by = 0.0
                 member.enter(State.DOWN, (str(error) or type(error).__name__).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, self.timing.longest_backoff_s)
 
     async def _restart(self, member: Member) -> None:
-        member.restarts += 1
-        await member.forget_client()
-        async with self.occupation.start_of_a_server():
-            await member.engine.restart()
+        starts_still, member.late = member.late and member.engine.alive(), False
+        if not starts_still:
+            member.restarts += 1
+            await member.forget_client()
+            async with self.occupation.start_of_a_server():
+                await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
-        if not member.engine.ours:
+        self._check(member)
+        if not member.engine.ours and member.info is not None and member.info.device != "cpu":
             # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
             with member.work():
                 await member.client.checksums(self.timing.scheduler_deadline_s)
@@ -256,7 +269,8 @@ class Supervisor:
             load.cancel()
 
     async def _guard(self) -> None:
-        """Says what is awaited while no server serves, and ends the waits of requests after `fleet_deadline_s`."""
+        """Says what is awaited while no server serves, and ends the waits of requests after `fleet_deadline_s`, or when
+        no server comes back from its first restart."""
         down_since = reported = None
         while True:
             await asyncio.sleep(_GUARD_POLL_S)
@@ -272,7 +286,7 @@ class Supervisor:
                     f"all servers are down for {now - down_since:.0f} s (of {self.fleet_deadline_s:g} s); "
                     f"{self.balancer.waiting} requests wait for {states}"
                 )
-            if now - down_since > self.fleet_deadline_s:
+            if now - down_since > self.fleet_deadline_s and all(member.returns_by < now for member in self.members):
                 self.balancer.refuse(
                     FleetLost(
                         f"all servers are down for longer than rollout.fleet_deadline_s = {self.fleet_deadline_s:g}; "

@@ -224,6 +224,8 @@ class GroupTransport:
             master_listen_fd=listener.detach(),
         )
         self._group: Any = None
+        # Later than the servers' deadline: else our own end would be named, and not the server that is late.
+        self._own_limit = timedelta(seconds=deadline_s + 2 * GRACE_S)
 
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -276,7 +278,7 @@ class GroupTransport:
         device = "cuda" if self._backend == "nccl" else "cpu"  # the first one that torch registers the backend for
         store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
         if self._backend == "gloo":
-            self._group = ProcessGroupGloo(store, 0, self._world, timedelta(seconds=self._deadline_s))
+            self._group = ProcessGroupGloo(store, 0, self._world, self._own_limit)
             return
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options.group_name = self.name  # type: ignore[assignment]
@@ -287,7 +289,7 @@ class GroupTransport:
     def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
         with torch.cuda.stream(stream):
             # With a limit NCCL lets the host wait too, until the bucket is sent.
-            self._group.broadcast([buffer], BroadcastOptions()).wait(timedelta(seconds=self._deadline_s))
+            self._group.broadcast([buffer], BroadcastOptions()).wait(self._own_limit)
 
     async def _together(
         self, what: str, calls: "Mapping[str, Any]", ours: Callable[[], None], *, held: bool

@@ -134,12 +134,20 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    address = {node["NodeID"]: int(ip_address(node["NodeManagerAddress"])) for node in ray.nodes()}
+    address = {node["NodeID"]: _in_order(node["NodeManagerAddress"]) for node in ray.nodes()}
     ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
     own = tuple(range(len(groups), len(bundles)))
     beside = trainer[:: config.rollout.tensor_parallel]
     return Placement(group=group, trainer=trainer, servers=beside if shared else own)
+
+
+def _in_order(address: str) -> tuple[int, str]:
+    """Sorts by number; a host name, which Ray may have been started with, as text behind the numbers."""
+    try:
+        return int(ip_address(address)), ""
+    except ValueError:
+        return 1 << 128, address
 
 
 def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:

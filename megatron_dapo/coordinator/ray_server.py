@@ -161,13 +161,19 @@ class RayServer:
 
     async def _placed(self) -> None:
         deadline = time.monotonic() + PLACE_DEADLINE_S
-        while not self._placement.stands(self._bundle):
+        while not await self._stands():
             if time.monotonic() > deadline:
                 raise ServerStartError(
                     f"server {self._spec.index}: its node is gone, and no other node of the Ray cluster has room for "
                     f"rollout.tensor_parallel = {self._config.tensor_parallel}; give the cluster another node"
                 )
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _stands(self) -> bool:
+        try:
+            return await asyncio.to_thread(self._placement.stands, self._bundle)
+        except ray.exceptions.RayError as error:
+            raise ServerStartError(f"server {self._spec.index}: Ray does not say where it may start: {error}") from None
 
     async def _ask(self, reference: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
         """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
