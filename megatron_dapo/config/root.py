@@ -1,5 +1,6 @@
 """The whole config of a run, and the rules that tie its sections together."""
 
+import itertools
 from collections.abc import Iterator
 
 from pydantic.dataclasses import dataclass
@@ -58,6 +59,7 @@ REFUSED = {
         "--enable-dp-",
         "--nnodes",
     ): ("a server is rollout.tensor_parallel GPUs of one node; set that or rollout.servers"),
+    ("--config",): "its file could hold what keys stand for; give the options themselves",
     ("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--nccl-port", "--base-gpu-id", "--gpu-id-step"): (
         "the run gives each server its GPUs, and its processes meet without a port"
     ),
@@ -164,19 +166,34 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
 
 
+def _of_option(word: str) -> Iterator[str]:
+    """What is wrong with one word of `rollout.extra_args`."""
+    if not word.startswith("--"):
+        return
+    if " " in word:
+        yield f"rollout.extra_args: {word!r} is one word; give the option and its value as two"
+        return
+    option = word.partition("=")[0].replace("_", "-")
+    refused = {name: reason for names, reason in REFUSED.items() for name in names}
+    if key := GOVERNED.get(option):
+        yield f"rollout.extra_args: {word} is what {key} decides, and the server would obey the former; set {key}"
+    for name, reason in refused.items():
+        if option == name or (name.endswith("-") and option.startswith(name)):
+            yield f"rollout.extra_args: {word} cannot be used: {reason}; remove it"
+            return
+    # SGLang takes the beginning of an option for it.
+    longer = [name for name in (*GOVERNED, *refused) if name.startswith(option)]
+    if longer and option not in GOVERNED:
+        yield f"rollout.extra_args: {word} may be short for {longer[0].rstrip('-')}; write the option out"
+
+
 def _of_rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.port and rollout.port + rollout.servers - 1 > 65535:
         yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last one is above 65535; lower it"
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
-    for word in rollout.extra_args:
-        option = word.partition("=")[0].replace("_", "-")
-        if key := GOVERNED.get(option):
-            yield f"rollout.extra_args: {word} is what {key} decides, and the server would heed the former; set {key}"
-        for names, reason in REFUSED.items():
-            if any(option == name or (name.endswith("-") and option.startswith(name)) for name in names):
-                yield f"rollout.extra_args: {word} cannot be used: {reason}; remove it"
+    yield from itertools.chain.from_iterable(map(_of_option, rollout.extra_args))
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

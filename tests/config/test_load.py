@@ -48,7 +48,9 @@ def test_the_defaults_are_the_papers(file):
 
 
 def test_what_is_dumped_loads_to_the_same_config(file, tmp_path):
-    config = load_config(file(), ["actor.layout.tensor=2", "rollout.extra_args=[--a, b]", "algorithm.clip.dual=10.0"])
+    config = load_config(
+        file(), ["actor.layout.tensor=2", "rollout.extra_args=[--attention-backend, b]", "algorithm.clip.dual=10.0"]
+    )
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
     assert load_config(again) == config
@@ -149,6 +151,13 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--quantization=fp8]"], ["--quantization=fp8", "rounded weights", "remove it"]),
         ("", ["rollout.extra_args=[--enable_lora]"], ["--enable_lora", "names"]),
         ("", ["rollout.extra_args=[--dp, '2']"], ["--dp", "rollout.servers"]),
+        (
+            "",
+            ["rollout.extra_args=[--load-forma, dummy]"],
+            ["--load-forma", "short for --load-format", "write the option"],
+        ),
+        ("", ["rollout.extra_args=[--quantization fp8]"], ["--quantization fp8", "as two"]),
+        ("", ["rollout.extra_args=[--config, more.yaml]"], ["--config", "the options themselves"]),
         ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "without a port"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "set it to all"]),
