@@ -185,7 +185,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "fields"), LAYOUTS)
 def test_an_actor_over_nccl_lives_as_one_process_does(strict, one_process, layout, fields, model, data, tmp_path):
     ranks = int(np.prod([layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]))
-    results = strict(ranks, strict_life, model, layout, fields, data, tmp_path, patience_s=20)
+    results = strict(ranks, strict_life, model, layout, fields, data, tmp_path, patience_s=60)
     broken = "\n".join(result.trace for result in results if isinstance(result, Broken))
     assert not broken, broken
     found, calls, made = results[0]
