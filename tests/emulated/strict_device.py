@@ -63,7 +63,7 @@ class EmulatedDevice(strict_stream.Device):
             if tensor not in self.here:
                 raise StrictError(f"{call}: {shapes([tensor])} is in host memory, and NCCL takes the GPU's only")
             self.touch([(tensor, written)], call, communicator)
-            return tensor.detach()
+            return strict_stream.memory(tensor)
 
     def enqueued(self, work: strict_stream.StrictWork) -> None:
         with self._lock:

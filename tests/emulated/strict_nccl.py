@@ -100,6 +100,9 @@ class StrictGroup(ProcessGroup):
         return self.label
 
     def shutdown(self, *_: Any) -> None:
+        """What is enqueued is carried out first, as by ProcessGroupNCCL. What never ends stands in `faults`."""
+        for communicator in list(self.communicators.values()):
+            communicator.flush()
         self.aborted.set()
 
     def abort(self, *_: Any) -> None:

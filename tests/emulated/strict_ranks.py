@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from megatron_dapo.actor.ranks import RankPlace, RankPool
 from tests.emulated import strict_board
 
 GPU = torch.device("cuda", 0)
+
+START_S = 120
+"""Within which the processes of a call have to be there."""
 
 
 def join(place: RankPlace, backend: str, *, bound: bool = False) -> None:
@@ -65,6 +69,7 @@ class StrictRanks:
 def _on_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...], patience_s: float) -> Any:
     os.environ[strict_board.PATIENCE] = str(patience_s)
     _install_once()
+    _start_together(place)
     try:
         return function(place, *args)
     except strict_board.StrictError as error:
@@ -77,6 +82,14 @@ def _install_once() -> None:
     if not isinstance(strict_stream.device, strict_device.EmulatedDevice):
         strict_nccl.install(emulated_device=True)
         strict_device.answer_megatron(strict_stream.device)
+    dist.distributed_c10d._world.group_count = 0  # a case that broke while it made its first group leaves it higher
     strict_stream.device.flying.clear()
     strict_nccl.faults.clear()
     strict_nccl.log.clear()
+
+
+def _start_together(place: RankPlace) -> None:
+    """The start of a process is no part of a case's patience."""
+    store = dist.FileStore(f"{place.rendezvous.removeprefix('file://')}-start", place.world_size)
+    store.set(f"here/{place.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(place.world_size)], timedelta(seconds=START_S))

@@ -25,12 +25,17 @@ ABORT_POLL_S = 0.02
 """How soon a thread that waits for a call sees that its group was aborted."""
 
 
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory. Autograd does not see what is written to it, as it does not see a GPU's stream."""
+    return tensor.data  # `detach` would share the count of changes
+
+
 class Device:
     """What is known about the device of tensors. This one takes every tensor as the GPU's, and `wait` waits."""
 
     def data(self, tensor: torch.Tensor, call: str, *, written: bool, communicator: "Communicator") -> torch.Tensor:
         """The memory of a tensor that is given to a call, as it is now: the tensor may get other memory later."""
-        return tensor.detach()
+        return memory(tensor)
 
     def enqueued(self, work: "StrictWork") -> None:
         """A call has begun to use its tensors."""
@@ -127,6 +132,7 @@ class Communicator:
         self.group, self.key, self.ranks = group, key, ranks
         self.calls = 0
         self._gloo: ProcessGroupGloo | None = None
+        self._running: set[Future[None]] = set()
         self._stream = ThreadPoolExecutor(1, thread_name_prefix=THREADS)
 
     def submit(self, what: str, same: str, run: Callable[[Any], None]) -> "Future[None]":
@@ -134,10 +140,19 @@ class Communicator:
         self.calls += 1
         self.group.board.post(f"last/{self.key}", f"{self.calls}|{what}")
         self.group.board.post("last", f"made call #{self.calls} of communicator '{self.key}', {what}")
-        return self._stream.submit(self._execute, self.calls, what, same, run)
+        done = self._stream.submit(self._execute, self.calls, what, same, run)
+        self._running = {one for one in self._running if not one.done()} | {done}
+        return done
+
+    def flush(self) -> None:
+        """Block the host until every call that was submitted has ended, well or badly."""
+        while self._running and not self.group.aborted.is_set():
+            self._running = wait(self._running, timeout=ABORT_POLL_S).not_done
 
     def _execute(self, number: int, what: str, same: str, run: Callable[[Any], None]) -> None:
         began = time.monotonic()
+        if self.group.failed is not None:  # nothing comes behind a call that hangs
+            raise self.group.failed
         try:
             gloo = self._connected()
             self._compare(gloo, number, same)

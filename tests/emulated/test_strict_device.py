@@ -106,6 +106,23 @@ def test_what_is_sent_is_not_overwritten_before_wait(strict):
     assert "aten::zero_ touches float32[3], what it still sends, before send of float32[3] to 1" in broken.text
 
 
+def views_of_late_data(place: RankPlace) -> list[list[float]]:
+    """The views of a result are made before its data is there, and used in autograd afterwards."""
+    join(place, "nccl", bound=True)
+    whole = torch.empty(2, 3, device=GPU)
+    dist.barrier()
+    if place.rank == 1:
+        time.sleep(0.5)
+    dist.all_gather_into_tensor(whole, full(place.rank + 1, 3, backend="nccl"))
+    first, second = whole.requires_grad_().unbind()
+    (first * 2 + second * 3).sum().backward()
+    return [second.tolist(), *whole.grad.tolist()]
+
+
+def test_late_data_is_no_change_that_autograd_counts(strict):
+    assert strict(2, views_of_late_data)[0] == [[2.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
 def both_sides(place: RankPlace) -> list[str]:
     """What CUDA refuses of one tensor there and one here."""
     there, here = torch.ones(3, device=GPU), torch.ones(3)

@@ -217,6 +217,7 @@ def aborted(place: RankPlace) -> tuple[str, float]:
     group = dist.new_group([0, 1])
     tensor = full(1, 3, backend="nccl")
     dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()  # else abort may come before the first call has ended
     if place.rank == 1:
         time.sleep(0.5)
         began = time.monotonic()
@@ -240,6 +241,23 @@ def test_abort_is_local(strict):
     assert (first, second) == ("free", "hung")
     assert seconds < PATIENCE_S / 2
     assert hung_s > PATIENCE_S / 2
+
+
+def ends_at_once(place: RankPlace) -> list[float]:
+    """Rank 0 leaves the group right after it has enqueued what rank 1 comes for later."""
+    join(place, "nccl", bound=True)
+    tensor = full(1 - place.rank, 3, backend="nccl")
+    dist.barrier()
+    if place.rank == 1:
+        time.sleep(0.5)
+    dist.broadcast(tensor, 0)
+    if place.rank == 0:
+        dist.destroy_process_group()
+    return tensor.tolist()
+
+
+def test_what_is_enqueued_is_carried_out_before_a_group_ends(strict):
+    assert strict(2, ends_at_once, patience_s=10) == [[1.0] * 3] * 2
 
 
 DEATH = """
