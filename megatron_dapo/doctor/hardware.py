@@ -62,7 +62,7 @@ def probe_gpus(node: Node) -> tuple[list[Gpu], Finding | None]:
         found = f"ends with {answer.code}: {last}"
     else:
         found = f"lists no GPU that can be read: {last}"
-    fix = "drain the node; reload the driver (as root: modprobe nvidia; dmesg | grep NVRM) or reboot"
+    fix = "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
     return [], failed("GPUs", f"nvidia-smi is here but {found}", fix)
 
 
