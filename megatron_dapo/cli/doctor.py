@@ -13,7 +13,7 @@ from rich.text import Text
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.doctor.gpu_node import examine_gpu_node, on_gpus
-from megatron_dapo.doctor.hardware import check_collectives, check_gpus, needed_gpus, visible_gpus
+from megatron_dapo.doctor.hardware import check_collectives, check_gpus, needed_gpus, probe_gpus
 from megatron_dapo.doctor.machine import (
     SHARED_MEMORY_BYTES,
     SHARED_MEMORY_GPU_BYTES,
@@ -53,7 +53,7 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
         try:
             config = load_config(path, overrides)
         except ConfigError as error:
-            _print(console, counts, failed("config", str(error), "the message says it"))
+            _print(console, counts, failed("config", str(error), "correct the config as the message says"))
     for finding in examine(config, Node()):
         _print(console, counts, finding)
     if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
@@ -66,9 +66,14 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
 def examine(config: Config | None, node: Node) -> Iterator[Finding]:
     """All checks but the dry run; without a config, those of the machine alone."""
     yield from software()
-    gpus = visible_gpus(node.ask)
+    gpus, trouble = probe_gpus(node)
     on_cluster = "RAY_ADDRESS" in node.environment
-    yield from check_gpus(gpus, config, on_cluster=on_cluster, cores=len(os.sched_getaffinity(0)))
+    if config is not None and config.actor.device == "cpu":
+        trouble = None
+    if trouble:
+        yield trouble
+    if trouble is None or trouble.status is not Status.FAIL:
+        yield from check_gpus(gpus, config, on_cluster=on_cluster, cores=len(os.sched_getaffinity(0)))
     gpu_node = on_gpus(config, gpus)
     if gpu_node:
         yield from examine_gpu_node(config, gpus, node)

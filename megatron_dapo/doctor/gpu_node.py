@@ -41,5 +41,6 @@ def examine_gpu_node(config: Config | None, gpus: Sequence[Gpu], node: Node) -> 
         yield from check_pins(required_by_sglang, installed)
     yield from check_compilers(node, torch, servers=servers)
     short = config is not None and bool(gpus) and needed_gpus(config) > len(gpus)
-    several = "RAY_ADDRESS" in node.environment or int(node.environment.get("SLURM_NNODES", "1")) > 1 or short
+    alone = node.environment.get("SLURM_NNODES", "") in ("", "1")
+    several = "RAY_ADDRESS" in node.environment or not alone or short
     yield from check_network(node, config, several=several)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.node import Ask
+from megatron_dapo.doctor.node import ASK_DEADLINE_S, Ask, Node
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 from megatron_dapo.plan.plan import share_gpus
 
@@ -44,9 +44,31 @@ class Gpu:
     """Memory errors since the driver was loaded that ECC could not correct."""
 
 
-def visible_gpus(ask: Ask) -> list[Gpu]:
-    """None where nvidia-smi is not there or finds no device."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in (ask(_QUERY) or "").splitlines()]
+def probe_gpus(node: Node) -> tuple[list[Gpu], Finding | None]:
+    """Those that nvidia-smi lists, or why an nvidia-smi that is here lists none; neither without nvidia-smi."""
+    if node.which(_QUERY[0]) is None:
+        return [], None
+    answer = node.run(_QUERY, ASK_DEADLINE_S)
+    said = f"{answer.output}\n{answer.error}"
+    gpus = gpus_of(answer.output) if answer.code == 0 else []
+    if gpus:
+        return gpus, None
+    if "No devices were found" in said:  # as on a login node
+        return [], warning("GPUs", "nvidia-smi is here but finds no device", "run this on the node that has the GPUs")
+    last = (said.strip().splitlines() or ["no output"])[-1]
+    if answer.code is None:
+        found = answer.error.replace("no end", "gives no answer")
+    elif answer.code:
+        found = f"ends with {answer.code}: {last}"
+    else:
+        found = f"lists no GPU that can be read: {last}"
+    fix = "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
+    return [], failed("GPUs", f"nvidia-smi is here but {found}", fix)
+
+
+def gpus_of(text: str) -> list[Gpu]:
+    """Those of nvidia-smi's rows that are whole."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [
         Gpu(
             name=row[0],
@@ -64,7 +86,7 @@ def visible_gpus(ask: Ask) -> list[Gpu]:
 
 def _number(text: str) -> float:
     """0 for what a GPU does not report, "[N/A]"."""
-    return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
 
 
 def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, cores: int) -> Iterator[Finding]:
@@ -87,7 +109,11 @@ def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, 
     if len(kinds) > 1:
         yield warning("GPUs", f"several kinds: {', '.join(kinds)}", "use equal ones: the slowest sets the pace")
     if busy:
-        yield warning("GPUs", f"{shown}; memory of number {', '.join(busy)} is in use", "nvidia-smi names who uses it")
+        yield warning(
+            "GPUs",
+            f"{shown}; memory of number {', '.join(busy)} is in use",
+            "end what uses it: nvidia-smi lists the processes",
+        )
     states = list(_states(gpus, config))
     yield from states
     if not (short or busy or states or len(kinds) > 1):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ def check_torch(torch: Torch | str, gpus: Sequence[Gpu], installed: Mapping[str,
         yield failed("torch", f"{torch.version} is a build without CUDA", INSTALL)
         return
     driver, least = gpus[0].driver if gpus else "", _DRIVERS.get(torch.cuda_major, 0)
-    if gpus and not torch.devices and int(driver.partition(".")[0] or 0) < least:
+    major = re.match(r"\d+", driver)  # none in "[N/A]"
+    if major and not torch.devices and int(major[0]) < least:
         yield failed(
             "driver",
             f"{driver} is too old for CUDA {torch.cuda}, which torch {torch.version} is built for",
@@ -238,9 +240,10 @@ def check_compilers(node: Node, torch: Torch | str, *, servers: bool) -> Iterato
     wrong = [finding for row in (_COMPILERS if servers else _COMPILERS[:1]) for finding in _compiler(node, *row)]
     if servers:
         wrong += _cuda_compiler(node, torch)
-        if node.which("ninja") is None:
-            found, folder = "no ninja on PATH: servers compile kernels by it", Path(node.python[0]).parent
-            wrong.append(failed("compilers", found, f"activate the environment, or PATH={folder}:$PATH"))
+        folder = Path(node.python[0]).parent  # first on the servers' PATH
+        if shutil.which("ninja", path=folder) is None and node.which("ninja") is None:
+            found = f"no ninja in {folder} or on PATH: servers compile kernels by it"
+            wrong.append(failed("compilers", found, f"pip install ninja, or {INSTALL}"))
     yield from wrong or [passed("compilers", "C, C++, CUDA and ninja" if servers else "C")]
 
 
@@ -248,7 +251,7 @@ def _compiler(
     node: Node, variable: str, programs: Sequence[str], language: str, header: str, fix: str
 ) -> Iterator[Finding]:
     there = [path for path in map(node.which, programs) if path]
-    compiler = node.environment.get(variable) or next(iter(there), None)
+    compiler = node.environment.get(variable, "").strip() or next(iter(there), None)
     if compiler is None:
         yield failed("compilers", f"no {' or '.join(programs)} on PATH", fix)
         return
@@ -265,7 +268,7 @@ def _cuda_compiler(node: Node, torch: Torch | str) -> list[Finding]:
     there = node.which("nvcc")
     named = node.environment.get("CUDA_HOME") or node.environment.get("CUDA_PATH")
     home = Path(named or (os.path.dirname(os.path.dirname(there)) if there else node.root / "usr/local/cuda"))
-    fix = "install the CUDA toolkit of torch's version, and set CUDA_HOME to its folder"
+    fix = _toolkit(node, home, torch.cuda_major if isinstance(torch, Torch) and torch.cuda else 13)
     answer = node.run([str(home / "bin" / "nvcc"), "--version"])
     release = re.search(r"release (\d+)\.\d+", answer.output)
     if release is None:
@@ -278,6 +281,20 @@ def _cuda_compiler(node: Node, torch: Torch | str) -> list[Finding]:
     if isinstance(torch, Torch) and torch.cuda and int(release[1]) != torch.cuda_major:
         return [warning("compilers", f"{home} is CUDA {release[1]}, torch is built for {torch.cuda}", fix)]
     return []
+
+
+def _toolkit(node: Node, home: Path, major: int) -> str:
+    """The fix for a toolkit in `home` that is not whole: that of the lock's wheels where they are installed, or the
+    system's. The wheels have their libraries in lib, by full name only."""
+    system = "install the CUDA toolkit of torch's version, and set CUDA_HOME to its folder"
+    own = node.site / f"nvidia/cu{major}"
+    if not (own / "bin" / "nvcc").is_file():
+        return system
+    steps = [f"export CUDA_HOME={own}"] if own != home else []
+    if not (own / "lib64" / "libcudart.so").exists():
+        link = f"ln -s ../lib/libcudart.so.{major} {own}/lib64/libcudart.so"
+        steps.append(f"mkdir -p {own}/lib64 && {link}")
+    return "; ".join(steps) + f"; or {system}" if steps else system
 
 
 def parts_of(config: Config | None) -> tuple[tuple[Part, ...], dict[str, str]]:

@@ -81,7 +81,10 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
     """Adapters of this node, whether a port of one is up, whether NCCL may use it."""
     adapters = node.names(_INFINIBAND)
     if not adapters:
-        yield warning("network", "no InfiniBand or RoCE adapter", "a run over several nodes would crawl over TCP")
+        found = "no InfiniBand or RoCE adapter: several nodes talk over TCP, which is slow"
+        yield warning(
+            "network", found, "load the adapter's driver (lspci lists the hardware), or keep a run on one node"
+        )
         return
     states = {
         f"{adapter}:{port}": node.text(f"{_INFINIBAND}/{adapter}/ports/{port}/state")
@@ -93,10 +96,12 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
     used = [port for port in active if chosen == "^" or _selects(chosen, port.partition(":")[0], exact=False)]
     if not active:
         shown = ", ".join(f"{port} {state}" for port, state in states.items())
-        yield warning("network", f"no port of an adapter is up: {shown}", "ibstat; cable, switch or subnet manager")
+        yield warning(
+            "network", f"no port of an adapter is up: {shown}", "check cable, switch and subnet manager (ibstat)"
+        )
     elif not used:
         found = f"NCCL_IB_HCA = {chosen} selects none of {', '.join(active)}"
-        yield warning("network", found, "correct it, or unset it: nodes would crawl over TCP")
+        yield warning("network", found, "correct it or unset it, else nodes talk over TCP")
     elif not any(name.startswith("uverbs") for name in node.names("dev/infiniband")):
         found = f"{', '.join(used)} up, but no /dev/infiniband/uverbs*: this container cannot use it"
         yield warning("network", found, "give the container /dev/infiniband (docker: --device /dev/infiniband)")

@@ -52,6 +52,8 @@ class Node:
     python: tuple[str, ...] = (sys.executable,)
     headers: Path = Path(sysconfig.get_paths()["include"])
     """Python's, where Python.h belongs."""
+    site: Path = Path(sysconfig.get_paths()["purelib"])
+    """Python's packages."""
     host: str = field(default_factory=socket.gethostname)
     resolve: Callable[[str], str] = _address_of
     """Name -> address; OSError without one."""

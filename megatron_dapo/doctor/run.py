@@ -93,7 +93,7 @@ def check_tokenizer(config: Config) -> Finding:
     try:
         text = load_text_tools(config.model.path, config.model.stop_token_ids)
     except TokenizerError as error:
-        return failed("tokenizer", str(error), "the message says it")
+        return failed("tokenizer", str(error), "correct the model's tokenizer files, or get them anew")
     except ImportError as error:
         return failed("tokenizer", f"cannot be loaded: {error}", "make install")
     stops = ", ".join(f"{stop} {text.tokenizer.decode([stop])!r}" for stop in text.stop_token_ids)
@@ -108,7 +108,7 @@ def check_data(config: Config) -> Finding:
     try:
         prompts, heldout = read_problems(config, load_text_tools(config.model.path, config.model.stop_token_ids))
     except (DataError, ConfigError, OSError) as error:
-        return failed("data", str(error), "the message says it; megatron-dapo preview shows what is read")
+        return failed("data", str(error), "correct it as the message says; megatron-dapo preview shows what is read")
     except (TokenizerError, ImportError):
         return warning("data", "not looked at: prompts are counted in tokens", "fix the tokenizer first")
     return passed("data", f"prompts: {prompts.summary()}; held out: {heldout.summary()}")

@@ -1,6 +1,7 @@
 """A made-up GPU node: files, programs and Python packages in a folder. A test takes one thing away, or breaks it."""
 
 import resource
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.doctor.gpu_node import examine_gpu_node
-from megatron_dapo.doctor.hardware import visible_gpus
+from megatron_dapo.doctor.hardware import probe_gpus
 from megatron_dapo.doctor.node import Node
 from megatron_dapo.doctor.result import Finding, Status
 
@@ -103,6 +104,7 @@ class GpuMachine:
         self.program("c++", "#!/bin/sh\n")
         self.program("ninja", "#!/bin/sh\n")
         self.program("nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n", self.cuda / "bin")
+        self.program("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', root / "venv/bin")
         for module, code in MODULES.items():
             self.module(module, code)
         for package, version in PACKAGES.items():
@@ -111,8 +113,9 @@ class GpuMachine:
         self.node = Node(
             root=root,
             environment={"PATH": str(self.programs), "PYTHONPATH": str(self.site)},
-            python=(sys.executable, "-S"),  # without this environment's own packages
+            python=(str(root / "venv/bin/python"), "-S"),  # without this environment's own packages
             headers=root / "include",
+            site=self.site,
             host="node7",
             resolve=lambda name: "10.0.0.7",
             outgoing=lambda: "10.0.0.7",
@@ -150,7 +153,7 @@ class GpuMachine:
         self.node = replace(self.node, environment={**self.node.environment, **variables})
 
     def examine(self, config=None) -> list[Finding]:
-        return list(examine_gpu_node(config, visible_gpus(self.node.ask), self.node))
+        return list(examine_gpu_node(config, probe_gpus(self.node)[0], self.node))
 
     def problems(self, config=None) -> list[tuple[Status, str, str]]:
         """(status, check, found) of all that does not pass."""

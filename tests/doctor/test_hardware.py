@@ -1,10 +1,14 @@
 """GPUs and links, from what nvidia-smi would print; no GPU is needed, and none was asked."""
 
+import shutil
+
 import pytest
 
+from megatron_dapo.cli.doctor import examine
 from megatron_dapo.config import load_config
+from megatron_dapo.doctor import hardware
 from megatron_dapo.doctor.gpu_node import on_gpus
-from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, visible_gpus
+from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, gpus_of, probe_gpus
 from megatron_dapo.doctor.result import Status
 from megatron_dapo.plan.alternatives import changed
 from tests.plan.conftest import RECIPES
@@ -26,7 +30,7 @@ def config():
 
 
 def gpus(*used: int):
-    return visible_gpus(lambda command: "".join(H100.format(used=one) for one in used))
+    return gpus_of("".join(H100.format(used=one) for one in used))
 
 
 def statuses(findings) -> list[Status]:
@@ -55,13 +59,13 @@ def test_memory_in_use_and_a_second_kind_are_warnings(config):
     [finding] = check_gpus(gpus(4, 60000, *[4] * 6), config, on_cluster=False, cores=64)
     assert finding.status is Status.WARNING
     assert "number 1" in finding.found
-    mixed = [*gpus(*[4] * 7), *visible_gpus(lambda command: "NVIDIA A100, 81920, 3, 580, Default, [N/A], [N/A]\n")]
+    mixed = [*gpus(*[4] * 7), *gpus_of("NVIDIA A100, 81920, 3, 580, Default, [N/A], [N/A]\n")]
     assert statuses(check_gpus(mixed, config, on_cluster=False, cores=64)) == [Status.WARNING]
 
 
 def test_without_a_gpu_the_cpu_takes_what_it_can_hold(config):
     small = changed(config, {"actor.layout.tensor": 2, "actor.layout.sequence_parallel": False, "rollout.servers": 1})
-    assert visible_gpus(lambda command: None) == []
+    assert gpus_of("") == []
     assert statuses(check_gpus([], small, on_cluster=False, cores=2)) == [Status.PASS]
     assert statuses(check_gpus([], config, on_cluster=False, cores=2)) == [Status.FAIL]
     cuda = changed(small, {"actor.device": "cuda"})
@@ -89,21 +93,21 @@ def test_without_a_gpu_there_is_no_link_to_speak_of():
     ],
 )
 def test_a_gpu_that_cannot_be_used_as_it_is(change, status, said):
-    found = list(check_gpus(visible_gpus(lambda command: H100.format(used=4).replace(*change)), None, **HERE))
+    found = list(check_gpus(gpus_of(H100.format(used=4).replace(*change)), None, **HERE))
     assert statuses(found) == [status]
     assert said in found[0].found
     assert "nvidia-smi" in found[0].fix
 
 
 def test_two_processes_a_gpu_need_a_gpu_that_takes_two(config):
-    exclusive = visible_gpus(lambda command: H100.format(used=4).replace("Default", "Exclusive_Process") * 8)
+    exclusive = gpus_of(H100.format(used=4).replace("Default", "Exclusive_Process") * 8)
     assert statuses(check_gpus(exclusive, config, **HERE)) == [Status.WARNING]
     colocated = changed(config, {"run.mode": "colocated"})
     assert statuses(check_gpus(exclusive, colocated, **HERE)) == [Status.FAIL]
 
 
 def test_what_a_gpu_does_not_report_counts_as_none():
-    [gpu] = visible_gpus(lambda command: "NVIDIA GB10, [N/A], [N/A], 580.95.05, Default, [N/A], [N/A]\n")
+    [gpu] = gpus_of("NVIDIA GB10, [N/A], [N/A], 580.95.05, Default, [N/A], [N/A]\n")
     assert (gpu.memory, gpu.used, gpu.uncorrected, gpu.mig) == (0.0, 0.0, 0, False)
     assert statuses(check_gpus([gpu], None, **HERE)) == [Status.PASS]
 
@@ -123,3 +127,57 @@ def test_when_the_checks_of_a_gpu_node_apply(device, visible, applies, config):
 def test_without_a_config_gpus_decide():
     assert on_gpus(None, gpus(4))
     assert not on_gpus(None, [])
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "found"),
+    [
+        (
+            "echo 'NVIDIA-SMI has failed: no communication with the driver.'; exit 9",
+            Status.FAIL,
+            "nvidia-smi is here but ends with 9: NVIDIA-SMI has failed: no communication with the driver.",
+        ),
+        ("exec sleep 60", Status.FAIL, "nvidia-smi is here but gives no answer within 1 s"),
+        ("echo Unknown Error", Status.FAIL, "nvidia-smi is here but lists no GPU that can be read: Unknown Error"),
+        ("exit 0", Status.FAIL, "nvidia-smi is here but lists no GPU that can be read: no output"),
+        ("echo 'No devices were found'; exit 6", Status.WARNING, "nvidia-smi is here but finds no device"),
+        ("echo 'No devices were found'", Status.WARNING, "nvidia-smi is here but finds no device"),
+    ],
+)
+def test_a_driver_that_lists_no_gpu_is_no_pass(script, status, found, machine, monkeypatch):
+    sleep = shutil.which("sleep")
+    machine.program("nvidia-smi", f"#!/bin/sh\n{script.replace('sleep', sleep)}\n")
+    hangs = "sleep" in script
+    monkeypatch.setattr(hardware, "ASK_DEADLINE_S", 1.0 if hangs else 30.0)
+    of_gpus = [finding for finding in examine(None, machine.node) if finding.check == "GPUs"]
+    assert (of_gpus[0].status, of_gpus[0].found) == (status, found)
+    if status is Status.FAIL:
+        assert len(of_gpus) == 1, "no second line that passes"
+        assert "drain the node" in of_gpus[0].fix
+        assert "reload the driver" in of_gpus[0].fix
+
+
+def test_an_nvidia_smi_that_cannot_be_started_fails(machine):
+    machine.program("nvidia-smi", "\0")
+    gpus, trouble = probe_gpus(machine.node)
+    assert gpus == []
+    assert trouble.status is Status.FAIL
+    assert "Exec format error" in trouble.found
+
+
+def test_a_run_on_the_cpu_needs_no_driver(config, machine):
+    machine.program("nvidia-smi", "#!/bin/sh\nexit 9\n")
+    small = changed(config, {"actor.device": "cpu", "actor.layout.tensor": 1, "actor.layout.sequence_parallel": False})
+    shown = [(finding.status, finding.found) for finding in examine(small, machine.node) if finding.check == "GPUs"]
+    assert "nvidia-smi" not in str(shown)
+
+
+def test_without_nvidia_smi_there_is_nothing_to_say(machine):
+    (machine.programs / "nvidia-smi").unlink()
+    assert probe_gpus(machine.node) == ([], None)
+
+
+@pytest.mark.parametrize("memory", ["1.2.3", "."])
+def test_a_cell_that_is_no_number_counts_as_none(memory):
+    [gpu] = gpus_of(f"NVIDIA H100, 81559, {memory}, 580.65.06, Default, Disabled, 0\n")
+    assert gpu.used == 0.0

@@ -2,6 +2,7 @@
 programs and the packages are stand-ins; the processes that import and run them are real."""
 
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import kernels
+from megatron_dapo.doctor.hardware import probe_gpus
 from megatron_dapo.doctor.kernels import check_imports, check_pins, check_torch, probe_packages, probe_torch
 from megatron_dapo.doctor.node import Node
 from megatron_dapo.doctor.result import Status
@@ -37,9 +39,7 @@ def torch_of(machine, gpus):
 
 @pytest.fixture
 def gpus(machine):
-    from megatron_dapo.doctor.hardware import visible_gpus
-
-    return visible_gpus(machine.node.ask)
+    return probe_gpus(machine.node)[0]
 
 
 def test_on_a_good_node_everything_passes(machine, config):
@@ -169,6 +169,14 @@ def test_a_driver_older_than_cuda_needs_fails(machine):
     assert "550.54.15 is too old for CUDA 13.0" in found
 
 
+def test_a_driver_without_a_number_is_not_taken_for_an_old_one(machine):
+    machine.gpus("NVIDIA H100 80GB HBM3, 81559, 4, [N/A], Default, Disabled, 0")
+    machine.module("torch", NO_DRIVER)
+    [(status, check, found)] = machine.problems()
+    assert (status, check) == (FAIL, "torch")
+    assert "sees no GPU, nvidia-smi does" in found
+
+
 def test_an_old_driver_that_works_by_compatibility_libraries_passes(machine):
     machine.gpus("NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, Default, Disabled, 0")
     assert machine.problems() == []
@@ -231,7 +239,7 @@ def test_the_installed_sglang_declares_what_is_compared():
     [
         ("bin/gcc", "no gcc or clang on PATH", "install gcc"),
         ("bin/c++", "no c++ on PATH", "install g++"),
-        ("bin/ninja", "no ninja on PATH", "PATH="),
+        ("bin/ninja", "no ninja in", "pip install ninja"),
         ("include/Python.h", "cannot include Python.h", "python3-dev"),
         ("usr/local/cuda/bin/nvcc", "no nvcc that runs", "CUDA_HOME"),
         ("usr/local/cuda/include/cuda_runtime.h", "include/cuda_runtime.h is not", "CUDA_HOME"),
@@ -243,6 +251,35 @@ def test_a_compiler_or_header_that_is_missing_fails(take, found, fix, machine):
     assert (finding.status, finding.check) == (FAIL, "compilers")
     assert found in finding.found
     assert fix in finding.fix
+
+
+def test_ninja_of_an_environment_that_is_not_activated_is_found(machine):
+    (machine.root / "bin/ninja").rename(machine.root / "venv/bin/ninja")
+    assert machine.problems() == []
+
+
+def test_an_empty_variable_names_no_compiler(machine):
+    machine.set(CC=" ", CXX="")
+    assert machine.problems() == []
+
+
+def test_the_toolkit_of_the_lock_is_named_and_its_fix_fixes(machine):
+    """As NVIDIA's wheels bring it: lib instead of lib64, and libcudart.so.13 alone."""
+    own = machine.site / "nvidia/cu13"
+    machine.write("site/nvidia/cu13/include/cuda_runtime.h", "")
+    machine.write("site/nvidia/cu13/lib/libcudart.so.13", "")
+    (machine.cuda / "bin/nvcc").unlink()
+    [finding] = [finding for finding in machine.examine() if finding.status is not PASS]
+    assert str(own) not in finding.fix, "it has no nvcc"
+    machine.program("nvcc", "#!/bin/sh\necho 'release 13.0, V13.0.88'\n", own / "bin")
+    [finding] = [finding for finding in machine.examine() if finding.status is not PASS]
+    link = f"mkdir -p {own}/lib64 && ln -s ../lib/libcudart.so.13 {own}/lib64/libcudart.so"
+    assert finding.fix.startswith(f"export CUDA_HOME={own}; {link}; or install the CUDA toolkit")
+    machine.set(CUDA_HOME=str(own))
+    [finding] = [finding for finding in machine.examine() if finding.status is not PASS]
+    assert finding.fix.startswith(link), "all that is left to do"
+    subprocess.run(link, shell=True, check=True)
+    assert machine.problems() == []
 
 
 def test_compilers_that_do_not_compile_fail(machine):

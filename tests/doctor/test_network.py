@@ -62,6 +62,12 @@ def test_a_cluster_is_several_nodes(name, machine):
     assert [status for status, _, _ in machine.problems()] == [FAIL]
 
 
+def test_an_empty_number_of_nodes_is_one_node(machine):
+    machine.node = replace(machine.node, resolve=lambda name: "127.0.1.1")
+    machine.set(SLURM_NNODES="")
+    assert [status for status, _, _ in machine.problems()] == [WARNING]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "status", "said"),
     [
@@ -100,7 +106,9 @@ def test_adapters_that_are_up_pass(machine):
 
 def test_no_adapter_is_a_warning(machine):
     shutil.rmtree(machine.root / "sys/class/infiniband")
-    assert infiniband(machine) == [(WARNING, "no InfiniBand or RoCE adapter")]
+    [finding] = network.check_infiniband(machine.node)
+    assert (finding.status, finding.found.partition(":")[0]) == (WARNING, "no InfiniBand or RoCE adapter")
+    assert finding.fix.startswith("load the adapter's driver"), "what to do, not what follows"
 
 
 def test_ports_that_are_down_are_a_warning(machine):
