@@ -66,15 +66,17 @@ def test_a_damaged_file_can_be_sent_again(files: list[Path], tmp_path: Path) -> 
     files[0].write_bytes(files[0].read_bytes()[: -5 * SET])
     prepare.pack(files[:1], tmp_path / "new", SET // 3)
     sets = sorted((tmp_path / "new").iterdir(), key=lambda folder: int(folder.name))
+    assert [len(prepare.unpack(folder, into)) for folder in sets] == list(range(len(sets) - 1, -1, -1))
+    whole = into / "files" / "site.tar.xz"
+    assert whole.read_bytes() == files[0].read_bytes()
     piece = sets[0] / "site.tar.xz.0"
     good = piece.read_bytes()
     piece.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert [len(prepare.unpack(folder, into)) for folder in sets[:-1]] == list(range(len(sets) - 1, 0, -1))
     with pytest.raises(ValueError, match=r"site\.tar\.xz is damaged: unpack sets \[1"):
-        prepare.unpack(sets[-1], into)
+        prepare.unpack(sets[0], into)
     piece.write_bytes(good)
     assert [prepare.unpack(folder, into) for folder in sets][-1] == []
-    assert (into / "files" / "site.tar.xz").read_bytes() == files[0].read_bytes()
+    assert whole.read_bytes() == files[0].read_bytes()
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_downloaded(
