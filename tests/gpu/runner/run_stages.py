@@ -12,6 +12,7 @@ Environment variable OUT: a folder that gets a copy of both and `logs.tar.gz` af
 import argparse
 import ctypes
 import json
+import math
 import os
 import shutil
 import signal
@@ -35,6 +36,9 @@ DEVICE = "GPU_TESTS_DEVICE"
 """Environment variable that the tests read: cuda (default) or cpu."""
 
 UNFINISHED = ("interrupted", "not run")
+DRIVER_S = 120.0
+"""For torch to count the GPUs."""
+
 GRACE_S = 10.0
 """For the processes of a stage that ended by itself to end too."""
 
@@ -47,16 +51,25 @@ class Results:
     def __init__(self, folder: Path, device: str) -> None:
         """
         Raises:
-            ValueError: the folder holds results of another device type.
+            ValueError: the folder cannot be used, or its results.json is damaged or of another device type.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.file = folder / "results.json"
         self.all: dict[str, Any] = {"device": device, "commands": [], "stages": {}}
-        if self.file.exists():
-            self.all = json.loads(self.file.read_text())
-            if self.all["device"] != device:
-                raise ValueError(f"{self.file} is of device {self.all['device']}, not {device}: name another --folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.file.exists():
+                self.all = json.loads(self.file.read_text())
+                if not (isinstance(self.all["commands"], list) and isinstance(self.all["stages"], dict)):
+                    raise TypeError("commands must be a list, and stages an object")
+                page(self.all), table(self.all)  # they read every field
+        except OSError as error:
+            raise ValueError(f"--folder {folder} cannot be used: {error}; name another one") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.file} is damaged ({why}): remove it, or name another --folder") from error
+        if self.all["device"] != device:
+            raise ValueError(f"{self.file} is of device {self.all['device']}, not {device}: name another --folder")
 
     def finished(self, stage: Stage) -> bool:
         found = self.all["stages"].get(stage.name)
@@ -67,6 +80,11 @@ class Results:
         plan = {"shows": stage.shows, "planned_s": stage.planned_s}
         self.all["stages"][stage.name] = plan | {"at": now(), "seconds": 0.0, "reason": "", "tests": {}} | found
         self.write()
+
+    def put_unmeasured(self, stage: Stage, outcome: str, reason: str) -> None:
+        """Like `put`, but a result that a run has measured stays."""
+        if not self.finished(stage):
+            self.put(stage, outcome=outcome, reason=reason)
 
     def write(self) -> None:
         beside = self.file.with_suffix(".part")
@@ -88,8 +106,8 @@ def now() -> str:
 
 def run(
     stages: Iterable[Stage], results: Results, *, minutes: float, gpus: int, again: bool = True, python: str = ""
-) -> None:
-    """Runs the stages one after the other until `minutes` are over.
+) -> list[str]:
+    """Runs the stages one after the other until `minutes` are over; names of those that no time was left for.
 
     Args:
         gpus: visible GPUs; 0 with device cpu.
@@ -99,21 +117,26 @@ def run(
     _adopt_orphans()
     began = time.monotonic()
     started = 0
+    left_out = []
     for stage in stages:
         if not again and results.finished(stage):
             continue
         left = 60 * minutes - (time.monotonic() - began)
         if why_not := _why_not(stage, results.all["device"], gpus):
-            results.put(stage, outcome="skipped", reason=why_not)
+            results.put_unmeasured(stage, "skipped", why_not)
         elif left < stage.planned_s and (started or left <= 0):
-            results.put(stage, outcome="not run", reason=f"planned {stage.planned_s} s, {max(0, left):.0f} s were left")
+            left_out.append(stage.name)
+            why_not = f"planned {stage.planned_s} s, {max(0, left):.0f} s were left"
+            results.put_unmeasured(stage, "not run", why_not)
+            print(f"--- {stage.name}: not run, {why_not}", flush=True)
         else:
             started += 1
-            results.put(stage, outcome="interrupted", reason="the command ended in this stage")
+            results.put_unmeasured(stage, "interrupted", "the command ended in this stage")
             print(f"=== {stage.name}: {stage.shows} (planned {stage.planned_s} s)", flush=True)
             found = run_stage(stage, results, min(float(stage.deadline_s), left), python or sys.executable)
             results.put(stage, **found)
             print(f"--- {stage.name}: {found['outcome']} after {found['seconds']:.0f} s. {found['reason']}", flush=True)
+    return left_out
 
 
 def _why_not(stage: Stage, device: str, gpus: int) -> str:
@@ -224,10 +247,30 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def visible_gpus() -> int:
-    """Asked in a child: a CUDA context of this process would take memory from the stages."""
+    """Asked in a child: a CUDA context of this process would take memory from the stages.
+
+    Raises:
+        ValueError: torch cannot be imported, or the driver does not answer.
+    """
     code = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
+    command = [sys.executable, "-c", code]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = child.communicate(timeout=DRIVER_S)
+    except subprocess.TimeoutExpired:
+        child.kill()  # and no wait: a process that hangs in the driver may not end
+        raise ValueError(f"torch did not count the GPUs within {DRIVER_S:.0f} s: does nvidia-smi answer?") from None
+    if child.returncode:
+        last = errors.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+        raise ValueError(f"{sys.executable} cannot ask torch for the GPUs: {last[0]}")
+    return int(output.split()[-1])
+
+
+def minutes(text: str) -> float:
+    """An argument above 0; argparse names this function in its message."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return float(text)
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
@@ -238,17 +281,19 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     names = [stage.name for stage in stages]
     parser.add_argument("--stages", default=",".join(names), help=f"some of them, by comma: {', '.join(names)}")
     parser.add_argument("--resume", action="store_true", help="only the stages that have no result yet")
-    parser.add_argument("--minutes", type=float, default=25, help="of the whole command (%(default)s)")
+    parser.add_argument("--minutes", type=minutes, default=25, help="of the whole command (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes, some stages")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="of results and logs (%(default)s)")
     given = parser.parse_args(arguments)
-    wanted = [name.strip() for name in given.stages.split(",")]
+    wanted = [name.strip() for name in given.stages.split(",") if name.strip()]
+    if not wanted:
+        parser.error(f"--stages names none; there are {', '.join(names)}")
     if unknown := set(wanted) - set(names):
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    gpus = 0 if given.device == "cpu" else visible_gpus()
-    if given.device == "cuda" and not gpus:
-        parser.error("torch sees no CUDA device; --device cpu runs some stages at small sizes without one")
     try:
+        gpus = 0 if given.device == "cpu" else visible_gpus()
+        if given.device == "cuda" and not gpus:
+            parser.error("torch sees no CUDA device; --device cpu runs some stages at small sizes without one")
         results = Results(given.folder, given.device)
     except ValueError as error:
         parser.error(str(error))
@@ -258,13 +303,13 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     results.all["commands"].append(command)
     chosen = [stage for stage in stages if stage.name in wanted]
     try:
-        run(chosen, results, minutes=given.minutes, gpus=gpus, again=not given.resume)
+        left_out = run(chosen, results, minutes=given.minutes, gpus=gpus, again=not given.resume)
     finally:
         command["seconds"] = round(time.monotonic() - began, 1)
         results.write()
         print(table(results.all), f"\n{results.file}\n{given.folder / 'gpu.md'}", flush=True)
     outcomes = {results.all["stages"][stage.name]["outcome"] for stage in chosen}
-    return 0 if outcomes <= {"passed", "skipped"} else 1
+    return 0 if outcomes <= {"passed", "skipped"} and not left_out else 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.gpu.runner import run_stages
 from tests.gpu.runner.gpu_page import page
 from tests.gpu.runner.stages import STAGES
 
@@ -124,6 +125,73 @@ def test_a_resume_runs_what_has_no_result(tmp_path: Path) -> None:
     assert (code, results["stages"]["skip"]["outcome"]) == (0, "skipped"), "the first of a command always starts"
     assert results["stages"]["good"]["at"] == first
     assert len(results["commands"]) == 2
+
+
+def test_a_result_stays_where_no_time_or_no_gpu_is_left_for_a_new_one(tmp_path: Path) -> None:
+    first = {"outcome": "passed", "reason": "", "figures": {"GB/s": 2.5}}
+    stages = [
+        run_stages.Stage(name=name, tests=(), shows="", planned_s=100, deadline_s=200, gpus=gpus)
+        for name, gpus in (("measured", 1), ("for two", 2), ("new", 1))
+    ]
+    results = run_stages.Results(tmp_path, "cuda")
+    for stage in stages[:2]:
+        results.put(stage, **first)
+    assert run_stages.run(stages, results, minutes=0, gpus=1) == ["measured", "new"]
+    found = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert [found[name] | first == found[name] for name in ("measured", "for two")] == [True, True]
+    assert found["new"]["outcome"] == "not run"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "{}", "[]", '{"device": "cpu", "commands": {}, "stages": {}}'),
+        *('{"device": "cpu", "commands": [1], "stages": {}}', '{"device": "cpu", "commands": [], "stages": {"x": {}}}'),
+    ],
+)
+def test_damaged_results_are_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(SystemExit):
+        run_stages.main(["--device", "cpu", "--folder", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'results.json'} is damaged" in error
+    assert "remove it, or name another --folder" in error
+    with pytest.raises(SystemExit):
+        run_stages.main(["--device", "cpu", "--folder", str(tmp_path / "results.json")])
+    assert f"--folder {tmp_path / 'results.json'} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("torch", "message"),
+    [
+        ("raise ImportError('libcudart.so.13 is missing')", "ImportError: libcudart.so.13 is missing"),
+        ("import time; time.sleep(60)", "torch did not count the GPUs within 2 s"),
+    ],
+)
+def test_a_torch_that_cannot_count_is_no_missing_gpu(
+    torch: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run_stages, "DRIVER_S", 2.0 if "sleep" in torch else 60.0)
+    with pytest.raises(SystemExit):
+        run_stages.main(["--folder", str(tmp_path / "results")])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "x"])
+def test_minutes_are_a_finite_number_above_0(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_stages.main(["--device", "cpu", f"--minutes={minutes}"])
+    assert "argument --minutes: " in capsys.readouterr().err
+
+
+def test_empty_names_of_stages_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_stages.main(["--device", "cpu", "--stages", ", "])
+    assert "--stages names none" in capsys.readouterr().err
+    _, results, _ = run(tmp_path, {"skip": {}, "good": {}}, "--stages", "skip, ,")
+    assert list(results["stages"]) == ["skip"]
 
 
 def test_the_limit_of_the_command_cuts_a_stage(tmp_path: Path) -> None:
