@@ -217,10 +217,10 @@ def plan(
     jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    planned = {"--gpu-memory": gpu_memory, "--mean-length": mean_length, "--sigma": sigma, "--pass-rate": pass_rate}
-    other = {"--calibration": calibration, "--json": json or None}
-    traced = {"--ranks": ranks, "--layers": layers, "--jobs": jobs}
-    if unread := [name for name, value in (planned | other if trace else traced).items() if value is not None]:
+    planned: dict[str, object] = {"--gpu-memory": gpu_memory, "--mean-length": mean_length, "--sigma": sigma}
+    planned |= {"--pass-rate": pass_rate, "--calibration": calibration, "--json": json or None}
+    traced: dict[str, object] = {"--ranks": ranks, "--layers": layers, "--jobs": jobs}
+    if unread := [name for name, value in (planned if trace else traced).items() if value is not None]:
         raise typer.BadParameter(
             f"{', '.join(unread)}: not read {'with' if trace else 'without'} --trace; leave it out"
         )
