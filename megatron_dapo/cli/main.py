@@ -1,6 +1,7 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
 import errno
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -207,15 +208,29 @@ def plan(
     trace: Annotated[
         bool, typer.Option("--trace", help="Run ranks symbolically at true size; needs CUDA wheels, no GPU.")
     ] = False,
-    ranks: Annotated[str, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and neighbours.")] = "",
-    layers: Annotated[str, typer.Option(help="With --trace: te (TransformerEngine, stood in for) or local.")] = "te",
-    jobs: Annotated[int, typer.Option(min=1, help="With --trace: ranks at once.")] = 2,
+    ranks: Annotated[
+        str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and neighbours.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
+    planned: dict[str, object] = {"--gpu-memory": gpu_memory, "--mean-length": mean_length, "--sigma": sigma}
+    planned |= {"--pass-rate": pass_rate, "--calibration": calibration, "--json": json or None}
+    traced: dict[str, object] = {"--ranks": ranks, "--layers": layers, "--jobs": jobs}
+    if unread := [name for name, value in (planned if trace else traced).items() if value is not None]:
+        raise typer.BadParameter(
+            f"{', '.join(unread)}: not read {'with' if trace else 'without'} --trace; leave it out"
+        )
     if trace:
         from megatron_dapo.cli.trace import trace_command
 
-        raise typer.Exit(trace_command(config, overrides or [], calibration, ranks=ranks, layers=layers, jobs=jobs))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end too, and their folder is removed
+        raise typer.Exit(
+            trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
+        )
     from megatron_dapo.cli.plan import plan_command
     from megatron_dapo.plan.plan import Assumptions
 

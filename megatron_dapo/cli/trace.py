@@ -14,9 +14,7 @@ from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.orchestrate import telling_ranks, trace_ranks
 
 
-def trace_command(
-    path: Path, overrides: Sequence[str], calibration: Path | None, *, ranks: str, layers: str, jobs: int
-) -> ExitCode:
+def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: str, jobs: int) -> ExitCode:
     """Print peaks, calls and faults. FINISHED without a fault, FAILED with one, CONFIG if nothing could be traced."""
     try:
         config = load_config(path, overrides)
@@ -34,8 +32,8 @@ def trace_command(
         elif ranks and not all(one.strip().isdecimal() for one in ranks.split(",")):
             raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
         else:
-            asked = [int(one) for one in ranks.split(",")] if ranks else telling_ranks(layout)
-        constants, hf = load_calibration(calibration), model_shape(config.model.path).hf
+            asked = sorted({int(one) for one in ranks.split(",")}) if ranks else telling_ranks(layout)
+        constants, hf = load_calibration(), model_shape(config.model.path).hf
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
         traces = trace_ranks(
             path, overrides, config, asked, layers="te" if layers == "te" else "local", jobs=jobs, told=_tell

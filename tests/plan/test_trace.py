@@ -3,7 +3,14 @@
 import dataclasses
 import importlib.machinery
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +18,22 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
 
+from megatron_dapo.cli import trace as trace_cli
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.main import app
 from megatron_dapo.cli.trace import trace_command
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor import LayoutConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace import cuda_stub
+from megatron_dapo.plan.trace import cuda_stub, one_rank
 from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard, covered, disagreements
 from megatron_dapo.plan.trace.findings import CLOSE, SMALL, Findings, Peak, loop_waits
 from megatron_dapo.plan.trace.meter import Meter
-from megatron_dapo.plan.trace.orchestrate import telling_ranks
+from megatron_dapo.plan.trace.orchestrate import telling_ranks, trace_ranks
 from tests.plan.conftest import RECIPES
 
 
@@ -153,11 +163,16 @@ def test_without_a_cuda_build_the_build_and_the_remedy_are_named(
     torch_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch_in()
-    code = trace_command(RECIPES / "h100_32.yaml", [], None, ranks="", layers="te", jobs=1)
+    code = trace_command(RECIPES / "h100_32.yaml", [], ranks="", layers="te", jobs=1)
     assert code == ExitCode.CONFIG
     told = capsys.readouterr().err
     assert f"torch {torch.__version__.split('+')[0]}" in told
     assert "is a build for the CPU; install the CUDA build" in told
+
+
+def traced(*ranks: int) -> list[RankTrace]:
+    recipe = RECIPES / "h100_32.yaml"
+    return trace_ranks(recipe, [], load_config(recipe, []), ranks, layers="te", jobs=1)
 
 
 def test_a_cuda_build_without_its_headers_or_a_machine_without_gcc_is_told(
@@ -175,7 +190,38 @@ def test_a_cuda_build_without_its_headers_or_a_machine_without_gcc_is_told(
 def test_what_the_compiler_refuses_is_shown(torch_in: Callable[..., None], tmp_path: Path) -> None:
     torch_in(*CUDA_FILES)  # an empty header
     with pytest.raises(cuda_stub.TraceError, match=r"cuda_stub\.c"):
-        cuda_stub.stub_environment(tmp_path / "cache")
+        cuda_stub.stub_environment(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["with blank", "with:colon"])
+def test_a_temporary_folder_that_ld_preload_cannot_take_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with pytest.raises(cuda_stub.TraceError, match="set TMPDIR"):
+        traced(0)
+    assert not list((tmp_path / name).iterdir())
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(cuda_stub.TraceError, match="absent"):
+        traced(0)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_the_stub_lies_in_the_folder_of_the_trace(
+    torch_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch_in(*CUDA_FILES)
+    source, folder = tmp_path / "stub.c", tmp_path / "folder"
+    source.write_text("int stub;\n")
+    monkeypatch.setattr(cuda_stub, "SOURCE", source)
+    folder.mkdir()
+    variables = cuda_stub.stub_environment(folder)
+    assert [str(file) for file in folder.iterdir()] == [variables["LD_PRELOAD"]]
+    assert variables["TMPDIR"] == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +238,7 @@ def test_what_cannot_be_traced_is_told(
     options: dict[str, str], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"ranks": "", "layers": "te"} | options
-    code = trace_command(
-        RECIPES / "h100_32.yaml", overrides, None, ranks=asked["ranks"], layers=asked["layers"], jobs=1
-    )
+    code = trace_command(RECIPES / "h100_32.yaml", overrides, ranks=asked["ranks"], layers=asked["layers"], jobs=1)
     assert code == ExitCode.CONFIG
     assert told in capsys.readouterr().err
 
@@ -235,3 +279,89 @@ def test_a_wait_in_the_loop_over_micro_batches_is_told_from_others() -> None:
 
 def test_traces_are_dataclasses_that_json_holds() -> None:
     assert dataclasses.asdict(trace(0, call()))["calls"][0] == call()
+
+
+def test_a_rank_that_is_given_twice_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def trace_ranks(path: Path, overrides: list[str], config: Any, ranks: list[int], **rest: Any) -> list[RankTrace]:
+        asked.extend(ranks)
+        return [trace(rank) for rank in ranks]
+
+    monkeypatch.setattr(trace_cli, "trace_ranks", trace_ranks)
+    trace_command(RECIPES / "h100_32.yaml", [], ranks="1,0,1,0", layers="te", jobs=1)
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--ranks", "0"], "--ranks: not read without --trace"),
+        (["--layers", "te"], "--layers: not read without --trace"),
+        (["--jobs", "2"], "--jobs: not read without --trace"),
+        (["--trace", "--json"], "--json: not read with --trace"),
+        (["--trace", "--sigma", "0", "--mean-length", "9"], "--mean-length, --sigma: not read with --trace"),
+        (["--trace", "--gpu-memory", "9", "--pass-rate", ".5"], "--gpu-memory, --pass-rate: not read with --trace"),
+        (["--trace", "--calibration", "x"], "--calibration: not read with --trace"),
+    ],
+)
+def test_an_option_that_is_not_read_is_refused(options: list[str], told: str) -> None:
+    answer = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), *options], env={"COLUMNS": "200"})
+    assert answer.exit_code == ExitCode.CONFIG
+    assert told in " ".join(answer.output.split()), answer.output
+
+
+COMMAND = """
+import sys
+from megatron_dapo.cli.main import app
+from megatron_dapo.plan.trace import orchestrate
+orchestrate.stub_environment = lambda folder: {"TMPDIR": str(folder)}
+sys.executable = sys.argv[1]
+app(["plan", "--trace", sys.argv[2], "--ranks", "0,1,2", "--jobs", "1"])
+"""
+
+
+def test_a_trace_that_is_ended_ends_its_ranks_and_leaves_no_files(tmp_path: Path) -> None:
+    rank, job, temporary = tmp_path / "rank", tmp_path / "job.json", tmp_path / "temporary"
+    rank.write_text(f'#!/bin/sh\ncp "$5" {job}.new\necho $$ >> {tmp_path}/pids\nmv {job}.new {job}\nexec sleep 1000\n')
+    rank.chmod(0o755)
+    temporary.mkdir()
+    command = [sys.executable, "-c", COMMAND, str(rank), str(RECIPES / "h100_32.yaml")]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}) as process:
+        try:
+            end = time.monotonic() + 120
+            while not job.is_file() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+            process.terminate()
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+    assert json.loads(job.read_text())["parent"] == process.pid
+    assert list(temporary.iterdir()) == []
+    [pid] = (tmp_path / "pids").read_text().split()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def end_with(parent: int) -> None:
+        raise SystemExit(f"ends with {parent}")
+
+    (tmp_path / "job.json").write_text('{"parent": 7}')
+    monkeypatch.setattr(one_rank, "end_with", end_with)
+    monkeypatch.setattr(sys, "argv", ["one_rank", str(tmp_path / "job.json")])
+    with pytest.raises(SystemExit, match="ends with 7"):
+        one_rank.main()
+
+
+@pytest.mark.parametrize(
+    ("context", "budget", "lengths"), [(128, 4096, [128] * 32), (22528, 32768, [22528, 10240]), (22528, 4096, [22528])]
+)
+def test_a_traced_row_is_full_and_no_response_is_longer_than_the_context(
+    context: int, budget: int, lengths: list[int]
+) -> None:
+    sizes = [f"model.context_length={context}", f"actor.micro_batch_tokens={budget}"]
+    rest = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "algorithm.overlong.buffer=12"]
+    config = load_config(RECIPES / "h100_32.yaml", [*sizes, *rest])
+    responses = one_rank._mini_batch(config, reference=False).responses
+    assert responses.sequence_lengths.tolist() == lengths * 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
+from megatron_dapo.plan.trace.findings import CLOSE, SMALL
 
 NO_MACHINE = {"paper", "verl"}
 """Recipes that name no layout: compared with the others, not run."""
@@ -24,7 +25,8 @@ calls of every shared group agree in kind, order, type and shape, sends match re
 group, and no block of a checkpoint is written twice.
 
 Peaks are GB (10^9 bytes) by phase, in brackets how far they are from `megatron-dapo plan` without its shares for the
-framework and for fragmentation, which a trace cannot see; the bound is 3 %. `calls` counts collectives, `s` is seconds.
+framework and for fragmentation, which a trace cannot see. A difference above both {close} % and {small} GB is a fault.
+`calls` counts collectives, `s` is seconds.
 
 ## What a trace cannot see
 
@@ -33,9 +35,9 @@ framework and for fragmentation, which a trace cannot see; the bound is 3 %. `ca
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cuda_wheels() -> None:
+def cuda_wheels(tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
-        stub_environment()
+        stub_environment(tmp_path_factory.mktemp("stub"))
     except TraceError as error:
         pytest.skip(str(error))
 
@@ -54,7 +56,9 @@ def write_page(target: Path, sections: dict[str, str]) -> None:
     from megatron_dapo.plan import trace
 
     blind = (trace.__doc__ or "").partition("What it cannot see:\n")[2].strip()
-    text = TITLES.format(versions=sections.pop("versions"), blind=blind)
+    text = TITLES.format(
+        versions=sections.pop("versions"), blind=blind, close=f"{CLOSE * 100:g}", small=f"{SMALL / 1e9:g}"
+    )
     folder = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
     missing = sorted({file.stem for file in folder.glob("*.yaml")} - set(sections) - NO_MACHINE)
     if missing:

@@ -37,12 +37,18 @@ def test_a_planted_fault_is_found(fault: str, told: str, tiny: Path, tmp_path: P
     traces = []
     for rank in (0, 1):
         out, file = tmp_path / f"{rank}.trace.json", tmp_path / f"{rank}.json"
-        job = {"config": str(path), "overrides": overrides, "rank": rank, "layers": "te", "out": str(out)}
+        job = {
+            "config": str(path),
+            "overrides": overrides,
+            "rank": rank,
+            "layers": "te",
+            "out": str(out),
+            "parent": os.getpid(),
+        }
         file.write_text(json.dumps(job))
         command = [sys.executable, "-W", "ignore", "-m", "tests.symbolic.planted", fault, str(file)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | stub_environment(), capture_output=True, text=True, timeout=900
-        )
+        environment = os.environ | stub_environment(tmp_path)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         assert out.is_file(), done.stderr[-3000:]
         traces.append(read_trace(out))
     config = load_config(path, overrides)

@@ -45,7 +45,7 @@ def test_the_command_on_all_ranks_finds_every_number_of_a_checkpoint_once(
     layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
     overrides = [*layout, "actor.layout.sequence_parallel=false", f"model.path={tiny}"]
     recipe = FOLDER / "qwen2.5_7b_8gpu.yaml"
-    code = trace_command(recipe, overrides, None, ranks="all", layers="te", jobs=2)
+    code = trace_command(recipe, overrides, ranks="all", layers="te", jobs=2)
     told = capsys.readouterr().out
     assert code == ExitCode.FINISHED, told
     assert "these ranks write 100.0% of its numbers" in told

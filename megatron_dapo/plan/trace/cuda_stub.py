@@ -1,11 +1,8 @@
 """Builds the stand-in for the CUDA driver and names what a trace lacks. Imports no torch: the child does."""
 
-import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,25 +13,29 @@ class TraceError(Exception):
     """A trace cannot be made; the message says what to do."""
 
 
-def stub_environment(cache: Path | None = None) -> dict[str, str]:
-    """The variables that a traced process needs: the stub is loaded first, and Dynamo stays off.
-
-    `cache`: folder of the compiled stub; else below XDG_CACHE_HOME.
+def stub_environment(folder: Path) -> dict[str, str]:
+    """The variables that a traced process needs: the stub, compiled into `folder`, is loaded first, Dynamo stays off,
+    and temporary files lie in `folder`.
 
     Raises:
-        TraceError: no CUDA build of torch, its headers, or gcc.
+        TraceError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
     """
+    if any(character.isspace() or character == ":" for character in str(folder)):
+        raise TraceError(
+            f"--trace: LD_PRELOAD takes no blank or colon, and {folder} has one; set TMPDIR to another folder"
+        )
     headers = _headers()
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise TraceError("--trace compiles a small stand-in for the CUDA driver, and there is no gcc; install gcc")
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-dapo"
-    digest = hashlib.sha256(SOURCE.read_bytes() + str(headers).encode()).hexdigest()[:16]
-    library = folder / f"cuda_stub_{digest}.so"
-    if not library.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, headers, library)
-    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1"}
+    # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
+    library = folder / "cuda_stub.so"
+    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    command = [compiler, *options, "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
+    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder)}
 
 
 def _headers() -> Path:
@@ -58,15 +59,3 @@ def _headers() -> Path:
             f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
         )
     return found[0].parent
-
-
-def _compile(compiler: str, headers: Path, library: Path) -> None:
-    # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
-    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
-        made = Path(aside) / library.name
-        command = [compiler, *options, "-o", str(made), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
-        made.replace(library)

@@ -27,6 +27,7 @@ from megatron_dapo.plan.shapes import model_shape
 from megatron_dapo.plan.trace.agreement import RankTrace, Shard
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
+from rollout.parent import end_with
 
 
 def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:
@@ -113,14 +114,14 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
 
 
 def _mini_batch(config: Config, *, reference: bool) -> Any:
-    """Full rows, as many on each data-parallel rank as fill the pipeline: one response of the longest length and, where
+    """Full rows, as many on each data-parallel rank as fill the pipeline: responses of the longest length and, where
     the row has room, one of the rest."""
     from megatron_dapo.actor.messages import MiniBatch, Responses
     from megatron_dapo.actor.packing import MicroBatchPlan
 
     layout, longest = config.actor.layout, config.model.context_length
-    rest = row_tokens(config) * layout.context - longest
-    lengths = [longest] + ([rest] if rest >= 2 else [])
+    whole, rest = divmod(row_tokens(config) * layout.context, longest)
+    lengths = [longest] * whole + ([rest] if rest >= 2 else [])
     rows = max(2, layout.pipeline) * (layout.virtual_pipeline or 1)
     indices = np.arange(layout.data * rows * len(lengths)).reshape(layout.data, rows, len(lengths))
     responses = Responses(
@@ -306,6 +307,7 @@ def _names_by_stage(names: Mapping[str, Any], hf: HFModelConfig, stages: int, vi
 def main() -> None:
     """Read the job, write the trace to the file that it names."""
     job = json.loads(Path(sys.argv[1]).read_text())
+    end_with(job["parent"])
     config = load_config(Path(job["config"]), job["overrides"])
     trace = trace_rank(config, job["rank"], transformer_engine=job["layers"] == "te")
     Path(job["out"]).write_text(json.dumps(dataclasses.asdict(trace)))

@@ -50,31 +50,46 @@ def trace_ranks(
     world = config.actor.layout.world_size
     if wrong := [rank for rank in ranks if not 0 <= rank < world]:
         raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
-    environment = os.environ | stub_environment() | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+    started: list[subprocess.Popen[str]] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+            environment = os.environ | stub_environment(Path(folder)) | {"OMP_NUM_THREADS": "1"}
 
-        def one(rank: int) -> RankTrace:
-            job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
-            trace = _run(Path(folder) / f"{rank}.json", job, environment)
-            told(trace)
-            return trace
+            def one(rank: int) -> RankTrace:
+                job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
+                trace = _run(Path(folder) / f"{rank}.json", job | {"parent": os.getpid()}, environment, started)
+                told(trace)
+                return trace
 
-        return list(pool.map(one, ranks))
+            try:
+                return list(pool.map(one, ranks))
+            finally:  # after a failure or a signal the pool would wait for the other ranks
+                for process in started:
+                    process.kill()
+    except OSError as error:
+        raise TraceError(f"--trace: {error}") from error
 
 
-def _run(file: Path, job: dict[str, Any], environment: dict[str, str]) -> RankTrace:
+def _run(
+    file: Path, job: dict[str, Any], environment: dict[str, str], started: list[subprocess.Popen[str]]
+) -> RankTrace:
     out = file.with_suffix(".trace.json")
     file.write_text(json.dumps(job | {"out": str(out)}))
     command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", str(file)]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=RANK_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise TraceError(f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller") from None
-    if done.returncode or not out.is_file():
-        last = "\n".join(done.stderr.strip().splitlines()[-25:])
-        raise TraceError(f"rank {job['rank']}: the trace ended with exit code {done.returncode}:\n{last}")
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        started.append(process)
+        try:
+            _, errors = process.communicate(timeout=RANK_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise TraceError(
+                f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller"
+            ) from None
+    if process.returncode or not out.is_file():
+        last = "\n".join(errors.strip().splitlines()[-25:])
+        raise TraceError(f"rank {job['rank']}: the trace ended with exit code {process.returncode}:\n{last}")
     return read_trace(out)
 
 
