@@ -145,6 +145,18 @@ def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch):
     assert set(engine.PACKAGES) <= installed(place.site).keys()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "asked_for"), [("CXX", "env c++", []), ("CXX", " ", []), ("MAX_JOBS", "many", ["many"])]
+)
+def test_a_compiler_behind_another_word_is_found_and_a_number_is_a_number(variable, value, asked_for, monkeypatch):
+    monkeypatch.setattr(engine.shutil, "which", lambda name: f"/usr/bin/{name}" if name in ("env", "c++") else None)
+    monkeypatch.setattr(engine.sysconfig, "get_path", lambda name: Path(__file__).parent)
+    monkeypatch.setenv(variable, value)
+    missing = [line for line in engine.missing_tools() if "Python.h" not in line]
+    assert len(missing) == len(asked_for)
+    assert all(word in line for word, line in zip(asked_for, missing, strict=True))
+
+
 def test_the_build_asks_for_a_compiler_and_pythons_headers(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(engine.sysconfig, "get_path", lambda name: str(tmp_path / name))

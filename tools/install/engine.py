@@ -7,6 +7,7 @@ finds one (PIP_FIND_LINKS=folder); what was built is kept below `wheels/` in the
 
 import os
 import re
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Mapping
@@ -39,9 +40,12 @@ _AVAILABLE = re.compile(r"MemAvailable:\s+(\d+) kB")
 def missing_tools() -> list[str]:
     """What the build needs of this machine and does not find, each with its remedy."""
     missing = []
-    compiler = os.environ.get("CXX", "c++")
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]  # of `ccache g++` its first word
     if shutil.which(compiler) is None:
         missing.append(f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++")
+    jobs = os.environ.get("MAX_JOBS") or "1"
+    if not jobs.isdigit() or not int(jobs):
+        missing.append(f"MAX_JOBS = {jobs}: a whole number, 1 or more, of compilers at a time")
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").exists():
         missing.append(f"{include}/Python.h, Python's headers: apt install python3-dev of this Python's version")
