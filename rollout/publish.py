@@ -260,11 +260,8 @@ class Publisher:
 
         async def take() -> int:
             if failure is None:
-                # Over NCCL this is the first answer that comes after the data, if that comes at all. Servers on a CPU
-                # take minutes for it.
-                on_cpu = member.info is not None and member.info.device == "cpu"
-                deadline_s = self.timing.load_deadline_s if on_cpu else self.sync_deadline_s
-                return await member.call(self._serve(member, published, deadline_s))
+                # Over NCCL this is the first answer that comes after the data, if that comes at all.
+                return await member.call(self._serve(member, published, self.sync_deadline_s))
             if not failure.answers:
                 raise ServerUnavailable(failure.reason)
             folder = await published.folder()

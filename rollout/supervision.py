@@ -253,10 +253,10 @@ class Supervisor:
         member.enter(State.STARTING, member.reason)
         await self.wait_ready(member, self.start_deadline_s)
         self._check(member)
-        if not member.engine.ours and member.info is not None and member.info.device != "cpu":
+        if not member.engine.ours:
             # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
             with member.work():
-                await member.client.checksums(self.timing.scheduler_deadline_s)
+                await member.client.checksums(self.timing.load_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
         load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
         try:
