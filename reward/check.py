@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 
 from reward.config import RewardConfig
-from reward.messages import VerificationRequest, VerifierError
 from reward.process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, probe
+from reward.verdict import VerificationRequest, VerifierError
 
 
 def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:

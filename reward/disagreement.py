@@ -1,6 +1,6 @@
 """How the other rule for mathematics judges a response: what `robust` credits and `exact` does not, and the reverse."""
 
-from reward.messages import Judgement, VerificationRequest, VerifierError
+from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import exact, robust
 
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
-from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import PoolError, RewardPool
 from reward.registry import VERIFIERS, find, find_named_by_data
+from reward.verdict import Verdict, VerificationRequest, VerifierError
 
 EXIT_OK = 0
 EXIT_NO_VERDICTS = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from reward.messages import Verdict
+from reward.verdict import Verdict
 
 BATCH_RESPONSES = 256
 """Responses of one batch, at most."""

@@ -17,10 +17,10 @@ from typing import Any
 
 from reward.config import RewardConfig
 from reward.lanes import Job, Kind, Lane, Lanes, PoolCounters, PoolError, Work
-from reward.messages import Verdict, VerificationRequest
 from reward.process import START_LIMIT_S, WorkerProcess, WorkerStartError
 from reward.registry import Entry, find
 from reward.remote import RemoteVerifier
+from reward.verdict import Verdict, VerificationRequest
 
 SLOW_AFTER_S = 0.5
 """A dear verdict that takes more CPU goes on at the lowest priority: most of them take hundredths of a second. CPU and

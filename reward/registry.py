@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from reward.messages import Verifier, VerifierError
+from reward.verdict import Verifier, VerifierError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

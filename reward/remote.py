@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reward.config import RemoteConfig
-from reward.messages import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
+from reward.verdict import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
 
 if TYPE_CHECKING:
     import aiohttp

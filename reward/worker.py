@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reward.messages import Deferred, Judgement, Rule, VerificationRequest, Verifier, VerifierError
 from reward.registry import load
+from reward.verdict import Deferred, Judgement, Rule, VerificationRequest, Verifier, VerifierError
 from reward.wire import Channel
 
 _PR_SET_PDEATHSIG = 1

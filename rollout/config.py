@@ -30,8 +30,8 @@ class RolloutConfig:
 
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own. A training run
-    wants them to itself: new weights end every request there. Started by `python -m rollout.launch_server`, with the
-    arguments of `sglang.launch_server`, they answer in arrays, which cost the coordinator less than JSON."""
+    wants them to itself: new weights end every request there. Started by `python -m rollout.server.launch_server`,
+    with the arguments of `sglang.launch_server`, they answer in arrays, which cost the coordinator less than JSON."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the API key that the servers of `urls` ask for, readable by its owner only; none: they ask for none.

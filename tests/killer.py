@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from megatron_dapo.data.ledger import Ledger
+from megatron_dapo.storage.ledger import Ledger
 
-MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.launch_server", "reward": "reward.worker"}
+MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.server.launch_server", "reward": "reward.worker"}
 
 
 def kill(victim: str) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.data.ledger import Event, check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, check_ledger, effective_events, read_ledger
 from tests.killer import MARKS
 from tests.processes import ROOT, Running
 
@@ -41,7 +41,7 @@ VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *
 """The first two end the lives of the trainer's ranks: rare enough that some go on for ten minutes."""
 ROLES = {
     "trainer": ("ray::TrainerRank",),
-    "server": ("sglang::", "rollout.launch_server"),
+    "server": ("sglang::", "rollout.server.launch_server"),
     "reward worker": ("reward.worker",),
     "coordinator": ("megatron_dapo.cli.main",),
     "Ray": ("ray",),

@@ -87,7 +87,7 @@ def test_a_pure_package_imports_only_its_tools(package: str) -> None:
     ("source", "found"),
     [
         ("import ray", "ray"),
-        ("def f():\n    from rollout.fleet import RolloutFleet", "rollout.fleet.RolloutFleet"),
+        ("def f():\n    from rollout.fleet.fleet import RolloutFleet", "rollout.fleet.fleet.RolloutFleet"),
         ("from .. import coordinator", "megatron_dapo.coordinator"),
         ("from ..coordinator import loop", "megatron_dapo.coordinator.loop"),
         ("import importlib\nimportlib.import_module('sglang.srt')", "sglang.srt"),

@@ -20,9 +20,9 @@ from typing import Any
 
 from megatron_dapo.config import ConfigError, load_config
 from reward.config import RewardConfig
-from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import RewardPool
 from reward.registry import find_named_by_data
+from reward.verdict import Verdict, VerificationRequest, VerifierError
 
 RULES = ("exact", "robust")
 EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE = 0, 1, 2

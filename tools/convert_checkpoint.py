@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.messages import CheckpointError
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.ranks import RankError, RankPool
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.actor.step_data import CheckpointError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tools.arguments import positive, positive_count
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Like an interrupt from the keyboard: workers are ended and what was written is removed on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     import_megatron()
-    from megatron_dapo.actor.safetensors_file import WeightsError
+    from megatron_dapo.actor.weights.safetensors_file import WeightsError
     from tools.conversion.verify import VerifyError
     from tools.conversion.workers import start_workers
 

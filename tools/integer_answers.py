@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reward.answer.read import read_truth
-from reward.messages import Verdict, VerificationRequest
+from reward.verdict import Verdict, VerificationRequest
 
 VALUE_LIMIT = 10**12
 """Largest absolute value and integer that is accepted."""

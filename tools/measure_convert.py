@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.actor.checkpoint_files import digest_of
+from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from tools.convert_checkpoint import import_megatron
 from tools.host_memory import begin_peak, peak_resident

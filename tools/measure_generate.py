@@ -24,13 +24,13 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_dapo.cluster.engines import api_key, own_engines
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.coordinator.engines import api_key, own_engines
-from megatron_dapo.coordinator.generator import response_seed
 from megatron_dapo.coordinator.inputs import Inputs, read_inputs
-from rollout.fleet import RolloutFleet
-from rollout.messages import GenerationRequest, SamplingParams
-from rollout.server import LocalServer
+from megatron_dapo.experience.generator import response_seed
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import GenerationRequest, SamplingParams
+from rollout.server.engine import LocalServer
 
 FORBIDDEN = -1e9
 

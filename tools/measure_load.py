@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.actor.ranks import RankPlace, RankPool
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from tools.host_memory import begin_peak, peak_resident
 from tools.random_model import write_random_model
 
@@ -52,10 +52,10 @@ def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int
     from megatron_dapo.actor.device import prepare
 
     device = prepare("cpu")
-    from megatron_dapo.actor import process_groups
-    from megatron_dapo.actor.hf_config import HFModelConfig
-    from megatron_dapo.actor.model import build_model
-    from megatron_dapo.actor.weights import hf_shapes, load_hf_weights
+    from megatron_dapo.actor.device import process_groups
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.model.model_chunks import build_model
+    from megatron_dapo.actor.weights.hf_weights import hf_shapes, load_hf_weights
 
     process_groups.initialise(
         layout,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dapo.actor.logprob import VocabularyShard, linear_token_log_probs, token_log_probs
+from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
 from tools.host_memory import begin_peak, peak_resident
 
 ROOT = Path(__file__).parents[1]

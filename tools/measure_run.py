@@ -66,7 +66,7 @@ def kind_of(process: psutil.Process) -> str:
         "TrainerRank": "trainer rank",
         "sglang::scheduler": "SGLang scheduler",
         "sglang::detokenizer": "SGLang detokenizer",
-        "rollout.launch_server": "SGLang main process",
+        "rollout.server.launch_server": "SGLang main process",
         "reward": "reward workers",
         "megatron-dapo": "coordinator",
         "ray": "Ray (all its processes)",

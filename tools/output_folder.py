@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dapo.folder_lock import FolderHeld, lock_folder
-from megatron_dapo.os_errors import naming
+from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.storage.os_errors import naming
 
 
 class FolderInUse(RuntimeError):

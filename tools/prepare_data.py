@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_dapo.config.data import ColumnsConfig, Schema
-from megatron_dapo.data.columns import SCHEMAS, PromptFile, resolve
-from megatron_dapo.data.rows import DataError, Row, parse_row, raw_rows
+from megatron_dapo.config.data_config import ColumnsConfig, Schema
+from megatron_dapo.data.field_mapping import SCHEMAS, PromptFile, resolve
+from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
 from reward.address import check_address
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
-from reward.messages import VerifierError
 from reward.pool import RewardPool
 from reward.registry import VERIFIERS
+from reward.verdict import VerifierError
 from tools.arguments import count, positive, positive_count
 from tools.chat_endpoint import ChatEndpoint, EndpointError
 from tools.data_report import report

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.monitor.report.source import ReportError, Run, read_run
 from megatron_dapo.monitor.spans import SpanError
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.report.source import ReportError, Run, read_run
 from tools.arguments import count, positive, share
 from tools.calibrate import calibration_file
 from tools.chrome_trace import chrome_trace

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.actor.hf_files import FolderPlan
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.weights.hf_files import FolderPlan
 
 FIELDS: Mapping[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -35,7 +35,7 @@ def write_random_model(folder: Path, *, max_file_bytes: int = 10**9, **overrides
     from megatron_dapo.actor.device import prepare
 
     prepare("cpu")
-    from megatron_dapo.actor.weights import hf_shapes
+    from megatron_dapo.actor.weights.hf_weights import hf_shapes
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

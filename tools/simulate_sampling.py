@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Workload
 from tools.simulation.engines import Speed
 from tools.simulation.figures import Conditions, Figures, MakePolicy, Reference, measure, reference

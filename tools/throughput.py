@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.coordinator.phases import NAMES
-from megatron_dapo.monitor.report.source import ReportError, Run
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.monitor.spans import read_spans
+from megatron_dapo.monitor.step_timer import NAMES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.train import forward_flops
+from megatron_dapo.report.source import ReportError, Run
 from tools.timeline_figures import Figures, RecordedStep, recorded_steps, timeline_figures
 
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")

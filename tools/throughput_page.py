@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatron_dapo.coordinator.phases import NAMES
+from megatron_dapo.monitor.step_timer import NAMES
 from tools.throughput import Profile, Row, rows
 from tools.timeline_chart import KINDS, PHASE_COLOURS, draw_timeline, kind_of, left_out
 from tools.timeline_figures import rank_rows
@@ -70,7 +70,7 @@ def page(profiles: Sequence[Profile]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style = resources.files("megatron_dapo.monitor.report") / "templates" / "report.css"
+    style = resources.files("megatron_dapo.report") / "templates" / "report.css"
     cells = [_cells(row, profiles) for row in rows(NAMES)]
     return environment.get_template("throughput.html.j2").render(
         names=" and ".join(profile.name for profile in profiles),

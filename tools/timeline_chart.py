@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from megatron_dapo.monitor.report.chart import FAINT, GRID, INK, SERIES, svg_of
 from megatron_dapo.monitor.spans import ProcessStep, Span
+from megatron_dapo.report.chart import FAINT, GRID, INK, SERIES, svg_of
 from tools.timeline_figures import RecordedStep, running
 
 WIDTH, ROW = 900, 26

@@ -8,9 +8,9 @@ from markupsafe import Markup
 
 from examples.ablation.results import Outcome, accuracy_at, cumulative_tokens, useless_share
 from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE
-from megatron_dapo.monitor.report.chart import Curve, Frame, Unit, draw_curves, spoken
-from megatron_dapo.monitor.report.charts import Drawn, Key
 from megatron_dapo.monitor.writer import Line
+from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, spoken
+from megatron_dapo.report.charts import Drawn, Key
 
 TOKEN_POINTS = 24
 """Points of a curve over tokens: budgets at equal distances, the same for all rungs."""

@@ -14,7 +14,7 @@ from examples.ablation.results import Outcome
 from examples.ablation.rungs import LADDER
 from examples.ablation.verdicts import Found
 from megatron_dapo.monitor.picture import BLUE, FAINT, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
-from megatron_dapo.monitor.report.chart import Unit
+from megatron_dapo.report.chart import Unit
 
 COLOURS = dict(zip((rung.name for rung in LADDER), (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN), strict=True))
 

@@ -13,7 +13,7 @@ from examples.ablation.picture import draw_picture
 from examples.ablation.results import GREEDY, MEASURES, SAMPLED, Measure, Outcome
 from examples.ablation.rungs import RUNGS
 from examples.ablation.verdicts import NOISE, ONE_SEED, UNSURE, Found, claims, compare
-from megatron_dapo.monitor.report.page import TEMPLATES as PRODUCT
+from megatron_dapo.report.page import TEMPLATES as PRODUCT
 
 TEMPLATES = Path(__file__).parent / "templates"
 HEADS = {

@@ -30,14 +30,14 @@ from transformers.utils.logging import disable_progress_bar
 from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.messages import MiniBatch, Responses
 from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.policy_loss import SupervisedObjective
-from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
-from megatron_dapo.config.model import ModelConfig
+from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
+from megatron_dapo.config.model_config import ModelConfig
 from respond import load, respond
-from reward.messages import Judgement, VerificationRequest
+from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
 from task import MOST_STEPS, Problem, Split, problems, rambling
 

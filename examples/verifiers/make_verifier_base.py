@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from forms import Kind, Split, forms
 from make_verifier_data import FOLDER
 from respond import load, respond
-from reward.messages import VerificationRequest
 from reward.registry import load as load_verifier
+from reward.verdict import VerificationRequest
 from service import verdict
 
 HERE = Path(__file__).parent

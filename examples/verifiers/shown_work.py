@@ -2,7 +2,7 @@
 
 import re
 
-from reward.messages import Judgement, VerificationRequest, VerifierError
+from reward.verdict import Judgement, VerificationRequest, VerifierError
 
 _STEP = re.compile(r"(\d{1,4})([-+*])(\d{1,4})=(\d{1,6})")
 _ANSWER = re.compile(r"Answer: (\d{1,6})")

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
 from megatron_dapo.actor.packing import MicroBatchPlan
-from megatron_dapo.config.actor import ActorConfig
-from megatron_dapo.config.model import ModelConfig
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
+from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_dapo.actor.buckets import BucketSink
-    from megatron_dapo.actor.checkpoint import PendingSave
-    from megatron_dapo.actor.clock import PassClock
+    from megatron_dapo.actor.checkpoint.checkpoint import PendingSave
     from megatron_dapo.actor.offload import Part
+    from megatron_dapo.actor.pass_timer import PassClock
     from megatron_dapo.actor.step import LossSums
+    from megatron_dapo.actor.weights.buckets import BucketSink
     from megatron_dapo.algorithm.policy_loss import Objective
 
 
@@ -85,8 +85,8 @@ class MegatronActor:
         # From here on Megatron may be imported.
         import torch
 
-        from megatron_dapo.actor import process_groups
-        from megatron_dapo.actor.hf_config import HFModelConfig
+        from megatron_dapo.actor.device import process_groups
+        from megatron_dapo.actor.model.hf_config import HFModelConfig
 
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
@@ -106,12 +106,12 @@ class MegatronActor:
 
     def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
         """Model with its weights, optimizer, reference and passes; the process groups are up."""
-        from megatron_dapo.actor.model import build_model
+        from megatron_dapo.actor.model.model_chunks import build_model
         from megatron_dapo.actor.offload import parts_at_rest
         from megatron_dapo.actor.optimizer import ActorOptimizer
-        from megatron_dapo.actor.reference import ReferenceWeights
+        from megatron_dapo.actor.reference_policy import ReferenceWeights
         from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights import load_hf_weights
+        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
 
         config = self.config
         chunks = build_model(self.hf, config, self.model.dtype, self.device)
@@ -147,7 +147,7 @@ class MegatronActor:
     @contextmanager
     def timed(self) -> "Iterator[PassClock]":
         """The passes made meanwhile are timed: `clock.times()`, once it is over."""
-        from megatron_dapo.actor.clock import PassClock, timed_passes
+        from megatron_dapo.actor.pass_timer import PassClock, timed_passes
 
         self.clock = PassClock(self.device.device)
         self.passes.clock = self.clock
@@ -162,7 +162,7 @@ class MegatronActor:
         without such. Every rank calls, with equal `tokens` within a group."""
         import torch
 
-        from megatron_dapo.actor.clock import time_all_reduce
+        from megatron_dapo.actor.pass_timer import time_all_reduce
 
         if self.config.layout.tensor == 1:
             return None
@@ -175,7 +175,7 @@ class MegatronActor:
         import megatron.core
         import torch
 
-        from megatron_dapo.actor.weights import model_shards
+        from megatron_dapo.actor.weights.hf_weights import model_shards
 
         parameters = [parameter for chunk in self.optimizer.chunks for parameter in chunk.module.parameters()]
         shapes = [shape for shards in model_shards(self.hf).values() for shape in shards.shapes.values()]
@@ -254,7 +254,7 @@ class MegatronActor:
         the others. Changes no weight."""
         import torch
 
-        from megatron_dapo.actor.weights import hf_tensors
+        from megatron_dapo.actor.weights.hf_weights import hf_tensors
 
         with self.memory.resident("parameters", "gradients"):
             self.optimizer.zero_grad()
@@ -266,7 +266,7 @@ class MegatronActor:
     def export_hf(self, folder: Path, watch: "Callable[[str, Tensor], None] | None" = None) -> int:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
         Rank 0 writes, and hands each tensor to `watch` before; the number of bytes on every rank."""
-        from megatron_dapo.actor.weights import export_hf
+        from megatron_dapo.actor.weights.hf_weights import export_hf
 
         source, dtype = Path(self.model.path), self._dtype()
         with self.memory.resident("parameters"):
@@ -274,7 +274,7 @@ class MegatronActor:
 
     def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
-        from megatron_dapo.actor.buckets import stream_weights
+        from megatron_dapo.actor.weights.buckets import stream_weights
 
         with self.memory.resident("parameters"):
             stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype(), bucket_bytes=bucket_bytes, sink=sink)
@@ -299,7 +299,7 @@ class MegatronActor:
         return self._begin_checkpoint(folder, extra, background=True)
 
     def _begin_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None, *, background: bool) -> bool:
-        from megatron_dapo.actor import checkpoint
+        from megatron_dapo.actor.checkpoint import checkpoint
 
         self.finish_checkpoint()
         layout = dataclasses.asdict(self.config.layout)
@@ -334,7 +334,7 @@ class MegatronActor:
             CheckpointError: on every rank, with the file's name; the actor is unchanged. After any other exception it
                 is of no use.
         """
-        from megatron_dapo.actor import checkpoint
+        from megatron_dapo.actor.checkpoint import checkpoint
 
         with self.memory.resident("parameters", "optimizer"):
             return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
@@ -350,7 +350,7 @@ class MegatronActor:
 
     def close(self) -> None:
         """Leave the process groups; the actor is of no use afterwards."""
-        from megatron_dapo.actor import process_groups
+        from megatron_dapo.actor.device import process_groups
 
         process_groups.shutdown()
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_dapo.config.actor import OptimizerConfig
+from megatron_dapo.config.actor_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, UntypedStorage
 
-from megatron_dapo.config.actor import OffloadConfig
+from megatron_dapo.config.actor_config import OffloadConfig
 
 Part = Literal["parameters", "gradients", "optimizer"]
 """`parameters`: the weights of forward and backward; `gradients`: their buffers; `optimizer`: moments and master

@@ -19,11 +19,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+from megatron_dapo.actor.checkpoint.optimizer_state import load_optimizer_state
 from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.messages import NonFiniteUpdateError
 from megatron_dapo.actor.offload import DeviceMemory
-from megatron_dapo.actor.optimizer_state import load_optimizer_state
-from megatron_dapo.config.actor import OptimizerConfig
+from megatron_dapo.actor.step_data import NonFiniteUpdateError
+from megatron_dapo.config.actor_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 if TYPE_CHECKING:
-    from megatron_dapo.actor.messages import Responses
+    from megatron_dapo.actor.step_data import Responses
 
 
 Integers = TypeVar("Integers", int, np.ndarray)

@@ -21,15 +21,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.actor.clock import PassClock
-from megatron_dapo.actor.logprob import gather_over_context, linear_token_log_probs, token_log_probs
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
-from megatron_dapo.actor.output_layer import output_weight
+from megatron_dapo.actor.model.log_prob import gather_over_context, linear_token_log_probs, token_log_probs
+from megatron_dapo.actor.model.output_layer import output_weight
+from megatron_dapo.actor.model.packed_sequences import PackedSequences, packed_sequences
+from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
-from megatron_dapo.actor.sequences import PackedSequences, packed_sequences
-from megatron_dapo.actor.vocabulary import VocabularyShard
+from megatron_dapo.actor.pass_timer import PassClock
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 
 _BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
 """Summed with every objective, before its own statistics."""

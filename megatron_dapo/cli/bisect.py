@@ -11,7 +11,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.coordinator.bisect import Link, Question
+    from megatron_dapo.diagnostics.log_prob_gap import Link, Question
 
 FLOAT32_BOUND = 1e-3
 """Nats: mean gap of two implementations in float32 above which they do not hold the same model. Rounding gives 1e-5."""
@@ -35,7 +35,7 @@ def bisect_command(source: Path, overrides: Sequence[str], options: BisectOption
         source: a config, or the directory of a run, whose newest weights in Hugging Face format are then used.
     """
     from megatron_dapo.actor.ranks import RankError, RankTimeout
-    from megatron_dapo.coordinator.placement import PlacementError
+    from megatron_dapo.cluster.placement import PlacementError
     from megatron_dapo.data.tokenizer import TokenizerError
     from rollout.errors import RolloutError
 
@@ -75,7 +75,7 @@ def _config_of(source: Path, overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def _bisect(config: Config, weights: str, options: BisectOptions) -> ExitCode:
-    from megatron_dapo.coordinator.bisect import CHAIN, bisect, first_gap
+    from megatron_dapo.diagnostics.log_prob_gap import CHAIN, bisect, first_gap
 
     unknown = sorted(set(options.skip) - set(CHAIN))
     if unknown:
@@ -100,9 +100,9 @@ def _bisect(config: Config, weights: str, options: BisectOptions) -> ExitCode:
 def _question(config: Config, options: BisectOptions, logs: Path) -> "Question":
     import torch
 
-    from megatron_dapo.coordinator.bisect import Question
-    from megatron_dapo.coordinator.engines import visible_gpus
+    from megatron_dapo.cluster.engines import visible_gpus
     from megatron_dapo.coordinator.inputs import read_inputs
+    from megatron_dapo.diagnostics.log_prob_gap import Question
 
     inputs = read_inputs(config)
     cuda = config.actor.device != "cpu" and torch.cuda.is_available()

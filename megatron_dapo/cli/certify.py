@@ -14,7 +14,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.actor.certificate.run import Measured, Plan
+    from megatron_dapo.diagnostics.certificate.certificate import Measured, Plan
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -66,8 +66,8 @@ def certify_command(path: Path, overrides: Sequence[str], options: CertifyOption
 
 
 def _certify(config: Config, options: CertifyOptions) -> ExitCode:
-    from megatron_dapo.actor.certificate.run import certify
-    from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+    from megatron_dapo.diagnostics.certificate.certificate import certify
 
     hf = HFModelConfig.load(Path(config.model.path))
     check_layout(hf, config.actor.layout)
@@ -109,7 +109,7 @@ class Limits:
 
     def hold(self, result: "Measured") -> bool:
         """Whether a result is within them."""
-        from megatron_dapo.actor.certificate.measure import Bounds
+        from megatron_dapo.diagnostics.certificate.measure import Bounds
 
         gradient, aggregation = self._gradient, result.case.aggregation
         if self._dtype == "float32":
@@ -124,9 +124,9 @@ class Limits:
 def _plan(config: Config, options: CertifyOptions) -> "Plan":
     import torch
 
-    from megatron_dapo.actor.certificate.measure import Job
-    from megatron_dapo.actor.certificate.run import Plan
     from megatron_dapo.coordinator.batch import objective_of
+    from megatron_dapo.diagnostics.certificate.certificate import Plan
+    from megatron_dapo.diagnostics.certificate.measure import Job
 
     cuda = config.actor.device != "cpu" and torch.cuda.is_available()
     if config.actor.device == "cuda" and not cuda:
@@ -163,7 +163,7 @@ def _start_table(text: str) -> None:
 
 
 def _row(result: "Measured", verdict: str) -> str:
-    from megatron_dapo.actor.certificate.layouts import label
+    from megatron_dapo.diagnostics.certificate.layouts import label
 
     case, difference = result.case, result.difference
     micro_batches = str(case.mini_batch.plan.micro_batches_per_rank)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.compare import departures, differences, flatten_config, shown
+from megatron_dapo.config.config_diff import departures, differences, flatten_config, shown
 from megatron_dapo.config.paper import PAPER
 
 NAME_OF_THE_PAPER = "paper"

@@ -19,7 +19,7 @@ from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.monitor.console import Console
 
 if TYPE_CHECKING:
-    from megatron_dapo.coordinator.eval_session import Problems
+    from megatron_dapo.diagnostics.evaluation_session import Problems
 
 
 KEPT = Path("evaluations") / ".kept"
@@ -91,8 +91,8 @@ async def _with_signals(target: Path, overrides: Sequence[str], options: EvalOpt
 async def _evaluate(
     target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
 ) -> None:
-    from megatron_dapo.coordinator.eval_session import evaluate_once
-    from megatron_dapo.coordinator.frozen import fingerprint
+    from megatron_dapo.diagnostics.evaluation_session import evaluate_once
+    from megatron_dapo.diagnostics.weight_snapshot import fingerprint
 
     if options.watch:
         await _watch(target, overrides, options, console, stop)
@@ -120,9 +120,9 @@ async def _evaluate(
 async def _watch(
     target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
 ) -> None:
-    from megatron_dapo.coordinator.eval_session import EvalSession, with_own_servers
-    from megatron_dapo.coordinator.eval_watch import Watch, watch_run
-    from megatron_dapo.coordinator.waits import StopRequested, Waits
+    from megatron_dapo.cluster.waits import StopRequested, Waits
+    from megatron_dapo.diagnostics.evaluation_session import EvalSession, with_own_servers
+    from megatron_dapo.diagnostics.evaluation_watch import Watch, watch_run
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
     if options.model or options.out or not (target / "config.yaml").is_file():
@@ -167,7 +167,7 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
     Raises:
         ConfigError: neither a config nor a run; a run that has no weights yet; options of which one would not be read.
     """
-    from megatron_dapo.coordinator.eval_session import with_own_servers
+    from megatron_dapo.diagnostics.evaluation_session import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
@@ -202,7 +202,7 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
 
 def _newest_kept(run: Path) -> int:
     """A version that an evaluation was stopped at, else the newest one, frozen."""
-    from megatron_dapo.coordinator.frozen import freeze, versions
+    from megatron_dapo.diagnostics.weight_snapshot import freeze, versions
 
     kept = versions(run / KEPT)
     if kept:
@@ -218,9 +218,9 @@ def _newest_kept(run: Path) -> int:
 
 
 def _read(config: Config, console: Console) -> "Problems":
-    from megatron_dapo.coordinator.eval_session import Problems
     from megatron_dapo.coordinator.inputs import read_heldout
     from megatron_dapo.data.tokenizer import load_text_tools
+    from megatron_dapo.diagnostics.evaluation_session import Problems
 
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)

@@ -8,7 +8,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.coordinator.inputs import read_problems
 from megatron_dapo.data.order import PromptOrder
-from megatron_dapo.data.rows import DataError
+from megatron_dapo.data.records import DataError
 from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
 
 

@@ -16,9 +16,9 @@ def replay_command(run: Path, step: int, tolerance: float, deadline_s: float) ->
     import torch
 
     from megatron_dapo.actor.ranks import RankError, RankTimeout
-    from megatron_dapo.coordinator.group_files import GroupFileError
-    from megatron_dapo.coordinator.replay import replay
+    from megatron_dapo.diagnostics.step_replay import replay
     from megatron_dapo.monitor.writer import MetricsError
+    from megatron_dapo.storage.group_files import GroupFileError
 
     try:
         config = load_config(run / "config.yaml")

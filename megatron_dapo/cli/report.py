@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.monitor.report.page import report_page
-from megatron_dapo.monitor.report.source import ReportError, read_run
 from megatron_dapo.monitor.writer import MetricsError
+from megatron_dapo.report.page import report_page
+from megatron_dapo.report.source import ReportError, read_run
 
 
 def report_command(folders: Sequence[Path], out: Path | None) -> ExitCode:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
+from megatron_dapo.cluster.stop_signals import StoppedEarly, stop_at_once
 from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.coordinator.run_dir import CheckpointDamaged
-from megatron_dapo.coordinator.stop_signals import StoppedEarly, stop_at_once
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.storage.run_dir import CheckpointDamaged
 
 
 def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
@@ -57,7 +57,7 @@ def _resume_command(path: Path, overrides: Sequence[str]) -> str:
 def _run(config: Config, console: Console) -> None:
     # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
     from megatron_dapo.coordinator.inputs import read_inputs
-    from megatron_dapo.coordinator.run_dir import RunDir, has_run
+    from megatron_dapo.storage.run_dir import RunDir, has_run
 
     if not config.run.resume and has_run(Path(config.run.dir)):
         RunDir(config.run.dir, resume=False).close()  # says whose run that is

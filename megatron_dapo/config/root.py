@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.actor import ActorConfig
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.base import STRICT
-from megatron_dapo.config.data import DataConfig
-from megatron_dapo.config.evaluation import EvaluationConfig
-from megatron_dapo.config.model import ModelConfig
-from megatron_dapo.config.monitor import MonitorConfig
-from megatron_dapo.config.run import RunConfig
+from megatron_dapo.config.data_config import DataConfig
+from megatron_dapo.config.evaluation_config import EvaluationConfig
+from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.monitor_config import MonitorConfig
+from megatron_dapo.config.run_config import RunConfig
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 

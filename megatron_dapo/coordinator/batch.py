@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_dapo.actor.messages import LogProbs, MiniBatch, Responses
 from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.importance import Correction, correction_weights
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.root import Config
-from megatron_dapo.coordinator.messages import ScoredGroup
+from megatron_dapo.experience.groups import ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Self
 
 import numpy as np
 
-from megatron_dapo.actor.messages import LogProbs
+from megatron_dapo.actor.step_data import LogProbs
+from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.coordinator.batch import responses_of
-from megatron_dapo.coordinator.messages import ScoredGroup
-from megatron_dapo.coordinator.trainer import Trainer
+from megatron_dapo.experience.groups import ScoredGroup
 
 CHUNKS = 8
 """Parts that a full batch is computed in."""

@@ -6,25 +6,25 @@ prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> m
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
-from megatron_dapo.coordinator import garbage
+from megatron_dapo.cluster import gc_policy
+from megatron_dapo.cluster.trainer import TrainerError, TrainerStalled
+from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays, step_correction
-from megatron_dapo.coordinator.batch_file import save_batch
-from megatron_dapo.coordinator.evaluation import Answers
 from megatron_dapo.coordinator.log_prob_stream import LogProbStream
-from megatron_dapo.coordinator.messages import Admission
-from megatron_dapo.coordinator.parts import Parts
-from megatron_dapo.coordinator.phases import Phases
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
+from megatron_dapo.coordinator.run_context import Parts
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
-from megatron_dapo.coordinator.trainer import TrainerError, TrainerStalled
-from megatron_dapo.coordinator.waits import StopRequested
-from megatron_dapo.data.ledger import Event
+from megatron_dapo.experience.evaluation import Answers
+from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthLimits, new_alarms
+from megatron_dapo.monitor.step_timer import Phases
 from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.storage.batch_files import save_batch
+from megatron_dapo.storage.ledger import Event
 
 
 async def train(parts: Parts, progress: Progress) -> Progress:
@@ -51,7 +51,7 @@ async def train(parts: Parts, progress: Progress) -> Progress:
         progress, record = await learn(parts, progress, filled, phases)
         parts.console.step(record.summary(), done=progress.rollout_step, total=run.rollout_steps)
         del filled, record
-        garbage.end_step()
+        gc_policy.end_step()
     return progress
 
 

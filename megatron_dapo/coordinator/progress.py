@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.coordinator.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ from operator import attrgetter
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
-from megatron_dapo.data.ledger import read_ledger
 from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 KEPT = ("run.seed", "algorithm.group_size", "model.path", "rollout.max_new_tokens")
 """Keys that the ledger and the carried groups rest on."""

@@ -12,22 +12,22 @@ from typing import Any
 
 import psutil
 
+from megatron_dapo.cluster import gc_policy
+from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator import garbage
-from megatron_dapo.coordinator.evaluation import Answers
-from megatron_dapo.coordinator.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import evaluate, train
-from megatron_dapo.coordinator.parts import Parts, start_parts
-from megatron_dapo.coordinator.phases import NAMES as PHASES
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
-from megatron_dapo.coordinator.waits import Waits
-from megatron_dapo.durable import sync_tree
+from megatron_dapo.coordinator.run_context import Parts, start_parts
+from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
+from megatron_dapo.monitor.step_timer import NAMES as PHASES
 from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.storage.durable import sync_tree
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 STOP_FILE = "stop"
 """File in the run directory whose appearance stops the run, like a signal."""
@@ -67,7 +67,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
         parts = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
-        garbage.begin_training()
+        gc_policy.begin_training()
         await publish_weights(parts, parts.progress.weight_version)
         summary = await _measure_and_train(parts, began)
         run_dir.write_json("summary.json", summary)

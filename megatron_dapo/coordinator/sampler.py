@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
 from megatron_dapo.config import Config
-from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.coordinator.messages import Admission, ScoredGroup
-from megatron_dapo.data.ledger import Event, Ledger
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
+from megatron_dapo.experience.groups import Admission, ScoredGroup
+from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.cluster.engines import api_key, key_file, own_engines, placed_engines, visible_gpus
+from megatron_dapo.cluster.gpu_handover import Turns
+from megatron_dapo.cluster.placement import Placement, place
+from megatron_dapo.cluster.ray_cluster import GCS, Cluster
+from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
+from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.cluster import GCS, Cluster
-from megatron_dapo.coordinator.damage import damaged
-from megatron_dapo.coordinator.engines import api_key, key_file, own_engines, placed_engines, visible_gpus
+from megatron_dapo.coordinator.checkpoint_recovery import damaged
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.placement import Placement, place
 from megatron_dapo.coordinator.progress import Progress
-from megatron_dapo.coordinator.run_dir import RunDir, RunDirError
-from megatron_dapo.coordinator.timeline import Timeline
-from megatron_dapo.coordinator.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
-from megatron_dapo.coordinator.turns import Turns
-from megatron_dapo.coordinator.waits import Waits
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool import RewardPool
-from rollout.fleet import RolloutFleet
-from rollout.server import LocalServer
+from rollout.fleet.fleet import RolloutFleet
+from rollout.server.engine import LocalServer
 
 RAY_STOP_DEADLINE_S = 120.0
 

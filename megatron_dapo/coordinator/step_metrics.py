@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction, Mismatch, mismatch
 from megatron_dapo.config import Config
-from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.coordinator.batch import StepArrays
-from megatron_dapo.coordinator.evaluation import Answers
-from megatron_dapo.coordinator.messages import Admission, ScoredGroup
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.durable import drop_torn_line
+from megatron_dapo.experience.evaluation import Answers
+from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.wording import wording_metrics
-from megatron_dapo.os_errors import naming
+from megatron_dapo.monitor.reflection import wording_metrics
+from megatron_dapo.storage.durable import drop_torn_line
+from megatron_dapo.storage.os_errors import naming
 
 
 class MismatchStop(RuntimeError):

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.cluster.stop_signals import heeded_signals
+from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.run import run
-from megatron_dapo.coordinator.run_dir import CheckpointDamaged, newest_step
-from megatron_dapo.coordinator.stop_signals import heeded_signals
-from megatron_dapo.coordinator.trainer import TrainerLost
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.storage.run_dir import CheckpointDamaged, newest_step
 
 
 def run_blocking(config: Config, inputs: Inputs, console: Console) -> dict[str, Any]:

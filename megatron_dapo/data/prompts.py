@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dapo.config.data import DataConfig
-from megatron_dapo.data.columns import PromptFile
+from megatron_dapo.config.data_config import DataConfig
+from megatron_dapo.data.field_mapping import PromptFile
 from megatron_dapo.data.order import Span
-from megatron_dapo.data.rows import DataError, Row, parse_row, raw_rows
-from megatron_dapo.data.verifiers import VerifierChoice
+from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
+from megatron_dapo.data.sample_verifiers import VerifierChoice
 
 
 class Tokenizer(Protocol):

@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.run_dir import OWN_NAMES
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.storage.run_dir import OWN_NAMES
 
 SHARED_MEMORY_BYTES = 2e9
 SHARED_MEMORY_GPU_BYTES = 10e9

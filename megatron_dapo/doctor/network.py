@@ -8,7 +8,7 @@ from megatron_dapo.doctor.node import Node
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 
 PORTS = range(20000, 32768)
-"""From which servers and trainer ranks take theirs (rollout.server, coordinator.trainer)."""
+"""From which servers and trainer ranks take theirs (rollout.server.engine, cluster.trainer)."""
 
 _NET = "sys/class/net"
 _INFINIBAND = "sys/class/infiniband"

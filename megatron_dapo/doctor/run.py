@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data.rows import DataError
+from megatron_dapo.data.records import DataError
 from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor.result import Finding, failed, passed, warning
 from megatron_dapo.plan.calibration import load_calibration

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.durable import drop_torn_line
-from megatron_dapo.os_errors import naming
+from megatron_dapo.storage.durable import drop_torn_line
+from megatron_dapo.storage.os_errors import naming
 
 FOLDER = "timeline"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.plan import Assumptions, Plan, find_misfits, make_plan, share_gpus

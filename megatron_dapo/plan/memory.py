@@ -18,10 +18,10 @@ stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
 
 from dataclasses import dataclass
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
-from megatron_dapo.config.actor import ActorConfig, OffloadConfig
+from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters, rank_state
 from megatron_dapo.plan.sync import host_bytes, rank_bytes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.lengths import Workload, highest_pass_rate

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, prompts_to_dispatch
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.plan.lengths import Group
 
 

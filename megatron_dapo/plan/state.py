@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.lengths import Workload, groups

@@ -1,6 +1,6 @@
 """New weights on their way to the servers, in seconds and bytes, by `rollout.weight_sync` (docs/weight_sync.md)."""
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters

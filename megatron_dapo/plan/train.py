@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.config.actor import ActorConfig
+from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.state import StateBytes, model_parameters
 

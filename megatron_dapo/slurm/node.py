@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dapo.slurm.ray_hook import without_client_server
-from rollout.parent import end_with
+from rollout.server.parent_death import end_with
 
 LOOK_S = 0.5
 LEAVE_S = 20.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from reward.answer.interval import as_interval, is_interval
 from reward.answer.read import Answer, read
 from reward.answer.text import compact
-from reward.messages import Rule
+from reward.verdict import Rule
 
 _RATIONAL = re.compile(r"(?:[-+*/^(){}.\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
 """Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from reward.code.values import receive, send
-from reward.messages import VerifierError
+from reward.verdict import VerifierError
 
 MEMORY_BYTES = 1 << 30
 """Address space of the tested code."""

@@ -3,7 +3,7 @@
 from reward.answer.extract import last_statement
 from reward.answer.option import option
 from reward.answer.text import clean, plain_characters
-from reward.messages import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 
 RULE = "choice"
 """The rule's name in `Verdict.rule` where a letter was stated."""

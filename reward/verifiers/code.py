@@ -22,7 +22,7 @@ from typing import Any
 from reward.code.lock import hide_memory
 from reward.code.sandbox import Sandbox
 from reward.code.suite import Suite, make_suite, passes
-from reward.messages import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 
 RULE = "code"
 """The rule's name in `Verdict.rule` where tests or cases decided."""

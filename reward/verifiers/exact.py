@@ -8,7 +8,7 @@ Minerva normalisation (arXiv 2206.14858, appendix D); right if the texts are equ
 import re
 from functools import lru_cache
 
-from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Judgement, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, TRUTH_LIMIT, Judgement, VerificationRequest, VerifierError
 
 RULE = "exact"
 """The rule's name in `Verdict.rule`."""

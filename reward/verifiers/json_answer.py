@@ -7,7 +7,7 @@ Not cheap: a schema may hold regular expressions, so each verdict has the wall-c
 
 from typing import Any
 
-from reward.messages import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 from reward.verifiers.json_schema import Schema
 from reward.verifiers.json_text import ABSENT, last, load
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from reward.messages import VerifierError
+from reward.verdict import VerifierError
 
 _IN_PLACE = ("not", "if", "then", "else")
 _IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")

@@ -10,7 +10,7 @@ from reward.answer.numeral import split_unit
 from reward.answer.option import labelled, option
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters
-from reward.messages import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
 
 _PLAIN_INTEGER = re.compile(r"(?:[\s$*`]|\\[(\[])*([+-]?\d{1,18})(?:[\s$*`.]|\\[)\]])*", re.ASCII)
 _PLACEHOLDER_WORDS = r"""

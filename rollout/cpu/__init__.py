@@ -2,14 +2,14 @@
 
 `standins` lets SGLang's modules be imported where GPU-only packages are absent; `plugin` is an SGLang plugin (entry
 point group `sglang.srt.plugins`) that adds a batched attention backend and deterministic inference. Both act only in
-processes that `rollout.launch_server` started with `--device cpu`: these carry the environment variable `SWITCH`.
+processes that `rollout.server.launch_server` started with `--device cpu`, which carry the variable `SWITCH`.
 """
 
 import os
 from enum import StrEnum
 
 SWITCH = "ROLLOUT_SGLANG_CPU"
-"""Environment variable that `rollout.launch_server` sets for itself and for the processes that SGLang spawns."""
+"""Environment variable that `rollout.server.launch_server` sets for itself and for the processes that SGLang spawns."""
 
 
 class CpuMode(StrEnum):
@@ -22,5 +22,5 @@ class CpuMode(StrEnum):
 
 
 def cpu_mode() -> CpuMode:
-    """The mode that `rollout.launch_server` chose for this process tree; OFF in every other process."""
+    """The mode that `rollout.server.launch_server` chose for this process tree; OFF in every other process."""
     return CpuMode(os.environ.get(SWITCH, CpuMode.OFF))

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dapo.actor.messages import MiniBatch, Responses
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.model import ModelConfig
+from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
+from megatron_dapo.config.model_config import ModelConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.tiny import load_reference
 

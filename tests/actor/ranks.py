@@ -39,11 +39,11 @@ def build(place: RankPlace, folder: Path, layout: dict, *, recompute: str = "non
     from megatron_dapo.actor.device import prepare
 
     device = prepare("cpu")
-    from megatron_dapo.actor import process_groups
-    from megatron_dapo.actor.hf_config import HFModelConfig
-    from megatron_dapo.actor.model import build_model
-    from megatron_dapo.actor.weights import load_hf_weights
-    from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+    from megatron_dapo.actor.device import process_groups
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.model.model_chunks import build_model
+    from megatron_dapo.actor.weights.hf_weights import load_hf_weights
+    from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
     actor = ActorConfig(layout=LayoutConfig(**layout), recompute=recompute)
     if not torch.distributed.is_initialized():
@@ -66,7 +66,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
     """(input ids [1, t] of this rank, packed sequence params) of one packed micro-batch."""
     from megatron.core import parallel_state
 
-    from megatron_dapo.actor.sequences import local_rows, packed_sequences, padded_lengths
+    from megatron_dapo.actor.model.packed_sequences import local_rows, packed_sequences, padded_lengths
 
     layout = built.actor.layout
     lengths = padded_lengths(
@@ -95,7 +95,7 @@ def _logits(built: Built, micro_batches: list) -> list[PartialLogits]:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_dapo.actor.sequences import local_rows
+    from megatron_dapo.actor.model.packed_sequences import local_rows
 
     def forward_step(batches: Iterator, chunk: torch.nn.Module):
         ids, packed = next(batches)

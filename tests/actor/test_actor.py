@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.messages import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
-from megatron_dapo.config.actor import OptimizerConfig
+from megatron_dapo.config.actor_config import OptimizerConfig
 from tests.actor.gloo import RankError, RankPlace
 from tests.actor.mini_batches import (
     CLIP_HIGH,
@@ -244,7 +244,7 @@ def test_learning_rate_of_the_paper():
 
 def poisoned_update(place: RankPlace, folder: Path, layout: dict[str, Any], data: Columns, target: Path, what: str):
     """An update that must fail after one that must not; the weights afterwards, and the error's text."""
-    from megatron_dapo.actor.messages import NonFiniteUpdateError
+    from megatron_dapo.actor.step_data import NonFiniteUpdateError
 
     config = actor_config(layout)
     actor = start_actor(place, folder, config)

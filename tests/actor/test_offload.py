@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor import OffloadConfig
+from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.tiny import save_tiny

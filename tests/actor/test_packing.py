@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.actor.messages import MiniBatch, Responses
 from megatron_dapo.actor.packing import (
     MicroBatchPlan,
     pack_micro_batch,
@@ -16,7 +15,8 @@ from megatron_dapo.actor.packing import (
     plan_micro_batches,
     zigzag_positions,
 )
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 ONE_RANK = LayoutConfig()
 
@@ -334,7 +334,7 @@ def test_a_plan_that_loses_a_response_is_refused():
 
 def test_messages_and_packing_start_without_torch_and_megatron():
     code = (
-        "import sys, megatron_dapo.actor.messages, megatron_dapo.actor.packing\n"
+        "import sys, megatron_dapo.actor.step_data, megatron_dapo.actor.packing\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron', 'ray')])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

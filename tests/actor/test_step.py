@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.actor.messages import MiniBatch, Responses
 from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from tests.actor.gloo import RankError, RankPlace
 from tests.actor.mini_batches import (

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_dapo.cli.bisect import BisectOptions, bisect_command, newest_weights
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.coordinator import bisect as chain
-from megatron_dapo.coordinator.bisect import CHAIN, Link
+from megatron_dapo.diagnostics import log_prob_gap as chain
+from megatron_dapo.diagnostics.log_prob_gap import CHAIN, Link
 from tests.processes import ROOT
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"

@@ -14,7 +14,7 @@ def test_every_named_error_exists(name):
 
 
 def test_the_nearest_class_decides():
-    from megatron_dapo.coordinator.trainer import Diverged, TrainerLost
+    from megatron_dapo.cluster.trainer import Diverged, TrainerLost
     from rollout.errors import FleetLost
 
     assert exit_code_of(Diverged("x")) is ExitCode.DIVERGED

@@ -222,7 +222,7 @@ def test_config_needs_no_heavy_import():
 
 
 def test_reference_page_is_up_to_date():
-    from megatron_dapo.config.reference import reference_page
+    from megatron_dapo.config.config_page import reference_page
 
     committed = ROOT / "docs" / "config.md"
     assert committed.read_text() == reference_page(), "run `make docs`"

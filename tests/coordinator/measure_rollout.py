@@ -20,19 +20,19 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
-from megatron_dapo.coordinator import garbage
-from megatron_dapo.coordinator.generator import GroupGenerator
-from megatron_dapo.coordinator.messages import Admission
+from megatron_dapo.cluster import gc_policy
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.detokenizer import decoder_of
-from megatron_dapo.data.ledger import Ledger
+from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.experience.groups import Admission
+from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
 from reward.pool import RewardPool
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import SamplingParams
-from rollout.server import RemoteServer
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import SamplingParams
+from rollout.server.engine import RemoteServer
 from tests.coordinator.scripted import scripted_prompts
 from tests.rollout import measure_decode
 from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script
@@ -80,11 +80,11 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)
     await fleet.start(60.0)
     try:
-        garbage.begin_training()
+        gc_policy.begin_training()
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
         admission = await sampler.fill(1, 0)
-        garbage.end_step()
+        gc_policy.end_step()
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
     finally:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.actor.ranks import RankPlace
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
-from megatron_dapo.config.model import ModelConfig
-from rollout.client import ServerInfo
-from rollout.publish import OnDisk
-from rollout.send import SendRequest, Sent
-from rollout.transport import Target
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.model_config import ModelConfig
+from rollout.weights.sender import SendRequest, Sent
+from rollout.weights.transport import Target
+from rollout.weights.weight_update import OnDisk
+from rollout.wire.client import ServerInfo
 
 
 def send(
@@ -36,14 +36,14 @@ def send(
         seed=1,
         timeout_s=120,
     )
-    from megatron_dapo.coordinator.rank_weights import RankWeights
+    from megatron_dapo.cluster.rank_weights import RankWeights
 
     weights = RankWeights(actor, bucket_bytes=bucket_bytes)
     return [weights.send(request, kinds) for request in requests]
 
 
 class PoolTrainer:
-    """The weights of a folder as a `rollout.publish.WeightStream`."""
+    """The weights of a folder as a `rollout.weights.weight_update.WeightStream`."""
 
     def __init__(
         self, run: Callable[..., list[Any]], folder: Path, transport: str, *, deadline_s: float = 60.0, **place: Any

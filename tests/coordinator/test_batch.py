@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron_dapo.actor.messages import LogProbs
+from megatron_dapo.actor.step_data import LogProbs
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
-from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
-from reward.messages import Verdict
-from rollout.messages import FinishReason, Generation
+from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from reward.verdict import Verdict
+from rollout.generation import FinishReason, Generation
 
 GROUP = 4
 rng = np.random.default_rng(0)

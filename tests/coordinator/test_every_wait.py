@@ -14,23 +14,24 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from megatron_dapo.cluster import placement
+from megatron_dapo.cluster import trainer as trainer_module
+from megatron_dapo.cluster.gpu_handover import Turns
+from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
+from megatron_dapo.cluster.waits import EXIT_STALLED, Stalled, Waits
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator import loop, placement, publish
-from megatron_dapo.coordinator import trainer as trainer_module
-from megatron_dapo.coordinator.trainer import Trainer, TrainerStalled
-from megatron_dapo.coordinator.turns import Turns
-from megatron_dapo.coordinator.waits import EXIT_STALLED, Stalled, Waits
+from megatron_dapo.coordinator import loop, publish
 from reward import pool as pool_module
 from reward.config import RewardConfig
-from reward.messages import VerificationRequest
 from reward.pool import PoolError, RewardPool
+from reward.verdict import VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.timing import Timing
+from rollout.fleet.deadlines import Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
+from tests.rollout.fleet.test_fleet_stream import FromMemory
 from tests.rollout.fleet_kit import fleet_of, request, run, until
 from tests.rollout.standin import StandIn
-from tests.rollout.test_fleet_stream import FromMemory
 
 SHORT = 0.2
 SOON = Timing(
@@ -289,7 +290,7 @@ def test_a_call_that_lets_no_signal_through_ends_with_the_process() -> None:
     """A held lock in C: the handler of the alarm never gets its turn."""
     script = (
         "import asyncio, signal, time\n"
-        "from megatron_dapo.coordinator.waits import Waits\n"
+        "from megatron_dapo.cluster.waits import Waits\n"
         "async def main():\n"
         "    with Waits().blocking('Ray start', 'Ray', 0.2, last_word_s=0.3):\n"
         "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm import AlgorithmConfig, OverlongConfig
-from megatron_dapo.coordinator.generator import GroupGenerator
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
 from megatron_dapo.data.order import prompt_at
-from reward.messages import Verdict, VerificationRequest
+from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import SamplingParams
-from rollout.timing import Timing
+from rollout.fleet.deadlines import Timing
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
 from tests.rollout.fleet_kit import FAST
 from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation

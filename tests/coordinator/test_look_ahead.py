@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.data.ledger import Event, Ledger, LedgerError, check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, check_ledger, effective_events, read_ledger
 from tests.coordinator.test_sampler import GROUP, group, ran
 
 PROMPTS = 8

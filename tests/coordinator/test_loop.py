@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.cluster.trainer import Trainer, TrainerError, TrainerLost, TrainerStalled
+from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
+from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.coordinator import loop
-from megatron_dapo.coordinator.timeline import Timeline
-from megatron_dapo.coordinator.trainer import Trainer, TrainerError, TrainerLost, TrainerStalled
-from megatron_dapo.coordinator.waits import Stalled, StopRequested, Waits
+from megatron_dapo.monitor.run_timeline import Timeline
 from megatron_dapo.monitor.writer import MetricsWriter
 
 PROGRESS = SimpleNamespace(rollout_step=1)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_dapo.actor.messages import LogProbs
-from megatron_dapo.config.monitor import MonitorConfig
+from megatron_dapo.actor.step_data import LogProbs
+from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.coordinator.batch import StepArrays
 from megatron_dapo.coordinator.step_metrics import Gap, MismatchStop, _mismatch_metrics, check_mismatch
 

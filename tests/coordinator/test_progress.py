@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.coordinator.group_files import GroupFileError
 from megatron_dapo.coordinator.progress import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.storage.group_files import GroupFileError
 from tests.coordinator.test_sampler import group
 
 

@@ -8,13 +8,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron_dapo.cluster.trainer import Trainer, TrainerRank
+from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.coordinator.publish import TrainerWeights
-from megatron_dapo.coordinator.trainer import Trainer, TrainerRank
-from megatron_dapo.coordinator.waits import Waits
-from rollout.client import ServerInfo
 from rollout.config import RolloutConfig
-from rollout.send import SendRequest, Sent
-from rollout.transport import Target
+from rollout.weights.sender import SendRequest, Sent
+from rollout.weights.transport import Target
+from rollout.wire.client import ServerInfo
 
 CPU = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=1)
 GPU = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=1)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit, SamplerState
 from megatron_dapo.coordinator.step_metrics import _tokens_by_fate
-from megatron_dapo.data.ledger import Ledger, check_ledger, read_ledger
-from megatron_dapo.monitor.report.fates import count_fates
-from reward.messages import Verdict
-from rollout.messages import FinishReason, Generation
+from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.report.fates import count_fates
+from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from reward.verdict import Verdict
+from rollout.generation import FinishReason, Generation
 from tools.simulation.virtual_time import run_virtually
 
 GROUP = 4

@@ -1,7 +1,7 @@
 """Metrics of what dynamic sampling saw."""
 
-from megatron_dapo.coordinator.messages import Admission
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
+from megatron_dapo.experience.groups import Admission
 from tests.coordinator.test_sampler import GROUP, group
 
 

@@ -20,15 +20,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
 from rollout.errors import WeightMismatch
-from rollout.fleet import RolloutFleet
-from rollout.messages import GenerationRequest, SamplingParams
-from rollout.publish import WeightStream
-from rollout.send import Sent
-from rollout.server import LocalServer
-from rollout.transport import Target
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import GenerationRequest, SamplingParams
+from rollout.server.engine import LocalServer
+from rollout.server.server_command import ServerSpec
+from rollout.weights.sender import Sent
+from rollout.weights.transport import Target
+from rollout.weights.weight_update import WeightStream
 from tests.actor.gloo import end_workers, run_ranks
 from tests.coordinator.sync_kit import PoolTrainer
 from tests.processes import ROOT

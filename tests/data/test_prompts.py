@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dapo.config.data import DataConfig, SourceConfig
-from megatron_dapo.data.columns import training_files
+from megatron_dapo.config.data_config import DataConfig, SourceConfig
+from megatron_dapo.data.field_mapping import training_files
 from megatron_dapo.data.prompts import read_prompts
-from megatron_dapo.data.rows import DataError
-from megatron_dapo.data.verifiers import VerifierChoice
+from megatron_dapo.data.records import DataError
+from megatron_dapo.data.sample_verifiers import VerifierChoice
 from reward.config import RewardConfig
 
 

@@ -103,8 +103,8 @@ def mistral(tmp_path, monkeypatch) -> Path:
     """A tiny random Mistral by transformers, with the page's entries in their tables."""
     import transformers
 
-    from megatron_dapo.actor import hf_config
-    from rollout import held
+    from megatron_dapo.actor.model.model_chunks import hf_config
+    from rollout.weights import server_tensors as held
 
     monkeypatch.setattr(hf_config, "_FAMILIES", {**hf_config._FAMILIES, **entry("_FAMILIES")})
     monkeypatch.setattr(hf_config, "_FIXED", {**hf_config._FIXED, **entry("_FIXED")})
@@ -125,8 +125,8 @@ def mistral(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_family_is_read_and_its_sliding_window_refused(mistral) -> None:
-    from megatron_dapo.actor.hf_config import HFModelConfig
-    from megatron_dapo.actor.weights import hf_shapes
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.weights.hf_weights import hf_shapes
     from megatron_dapo.config.base import ConfigError
 
     shape = HFModelConfig.load(mistral)
@@ -139,7 +139,7 @@ def test_the_family_is_read_and_its_sliding_window_refused(mistral) -> None:
 
 def logits_of_family(place: RankPlace, folder: Path, families: dict, micro_batches: list) -> list:
     """In a rank's process, which other tests use after this one."""
-    from megatron_dapo.actor import hf_config
+    from megatron_dapo.actor.model.model_chunks import hf_config
 
     before = hf_config._FAMILIES
     hf_config._FAMILIES = {**before, **families}
@@ -161,8 +161,8 @@ def test_the_family_computes_what_transformers_computes(mistral) -> None:
 
 
 def test_a_server_of_the_family_can_be_checked(mistral) -> None:
-    from rollout.checksums import expected_checksums
-    from rollout.client import ServerInfo
+    from rollout.weights.checksums import expected_checksums
+    from rollout.wire.client import ServerInfo
 
     info = ServerInfo(version="", tensor_parallel=1, device="cpu", dtype="float32")
     (tensors,) = expected_checksums(mistral, info).values()

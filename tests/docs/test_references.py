@@ -109,7 +109,7 @@ def test_named_config_keys_exist(document: Path) -> None:
 
 def test_a_key_is_told_from_other_names() -> None:
     keys = ["run.seed", "reward.timeout_s=3", "rollout.gone"]
-    others = ["rollout.reply.read_part", "reward.messages", "config.yaml", "model.safetensors", "algorithm", "a.b"]
+    others = ["rollout.wire.reply.read_part", "reward.verdict", "config.yaml", "model.safetensors", "algorithm", "a.b"]
     assert [code for code in (*keys, *others) if may_be_key(code)] == keys
 
 

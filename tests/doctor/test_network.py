@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.coordinator import trainer
+from megatron_dapo.cluster import trainer
 from megatron_dapo.doctor import network
 from megatron_dapo.doctor.result import Status
-from rollout import server
+from rollout.server import engine
 
 PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
 
@@ -195,7 +195,7 @@ def test_a_range_that_is_taken_is_a_warning(machine):
 
 
 def test_the_ranges_are_those_that_the_run_takes():
-    assert server._PORTS == network.PORTS
+    assert engine._PORTS == network.PORTS
     source = trainer.TrainerRank.endpoint.__code__
     assert {network.PORTS.start, network.PORTS.stop} <= set(source.co_consts)
 

@@ -27,7 +27,8 @@ def cuda_choices() -> Iterator[Counter[str]]:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.tensor_parallel import layers
 
-    from megatron_dapo.actor import device, model, optimizer
+    from megatron_dapo.actor import device, optimizer
+    from megatron_dapo.actor.model import model_chunks as model
 
     seen: Counter[str] = Counter()
     with ExitStack() as stack:

@@ -24,8 +24,8 @@ from aiohttp import web
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
-from rollout.checksums import expected_checksums
-from rollout.client import ServerInfo
+from rollout.weights.checksums import expected_checksums
+from rollout.wire.client import ServerInfo
 from tests.emulated import strict_nccl
 from tests.emulated.strict_board import PATIENCE
 from tests.rollout.standin import StandIn
@@ -221,7 +221,7 @@ def play(folder: Path, info: ServerInfo, fault: Fault | None, model_config: str,
 
 
 class PlayedEngine:
-    """Engine (rollout.server) around such a process. `fault` befalls the next start's server, once."""
+    """Engine (rollout.server.engine) around such a process. `fault` befalls the next start's server, once."""
 
     def __init__(self, folder: Path, model: Path, *, tensor_parallel: int = 1, ours: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)

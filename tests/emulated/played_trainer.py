@@ -20,12 +20,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
-from rollout import send
-from rollout.checksums import ChecksumStream
-from rollout.client import ServerInfo
-from rollout.publish import OnDisk
-from rollout.send import GroupKeeper, SendRequest, Sent, WeightSender
-from rollout.transport import GroupTransport, Target
+from rollout.weights import sender as send
+from rollout.weights.checksums import ChecksumStream
+from rollout.weights.sender import GroupKeeper, SendRequest, Sent, WeightSender
+from rollout.weights.transport import GroupTransport, Target
+from rollout.weights.weight_update import OnDisk
+from rollout.wire.client import ServerInfo
 from tests.emulated import strict_nccl
 from tests.emulated.played_server import CONTEXT
 from tests.emulated.strict_board import PATIENCE
@@ -176,7 +176,7 @@ def train(rank: int, world: int, rendezvous: str, pipe: Connection, patience_s: 
 
 
 class PlayedTrainer:
-    """All ranks, as a `rollout.publish.WeightStream` of the weights in `folder`."""
+    """All ranks, as a `rollout.weights.weight_update.WeightStream` of the weights in `folder`."""
 
     def __init__(
         self, root: Path, ranks: int, *, backend: str = "nccl", deadline_s: float = 60.0, patience_s: float = PATIENCE_S

@@ -40,9 +40,8 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def _join_alone(folder: Path) -> None:
-    from megatron_dapo.actor import process_groups
-    from megatron_dapo.actor.device import DeviceChoice
-    from megatron_dapo.config.actor import LayoutConfig
+    from megatron_dapo.actor.device import DeviceChoice, process_groups
+    from megatron_dapo.config.actor_config import LayoutConfig
 
     process_groups.initialise(
         LayoutConfig(),
@@ -58,11 +57,11 @@ def _join_alone(folder: Path) -> None:
 def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
     """The model of one rank with random weights, and its optimizer."""
     from megatron_dapo.actor.device import DeviceChoice, adam
-    from megatron_dapo.actor.hf_config import HFModelConfig
     from megatron_dapo.actor.learning_rate import LearningRate
-    from megatron_dapo.actor.model import build_model
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.model.model_chunks import build_model
     from megatron_dapo.actor.optimizer import ActorOptimizer
-    from megatron_dapo.config.actor import ActorConfig
+    from megatron_dapo.config.actor_config import ActorConfig
 
     adam.put_in_place()
     config = ActorConfig()
@@ -76,7 +75,7 @@ def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
 
 def _across(folder: Path, writer: Any, reader: Any) -> dict[str, Any]:
     """Save one, load it into the other: whether weights and master weights arrived."""
-    from megatron_dapo.actor import checkpoint
+    from megatron_dapo.actor.checkpoint import checkpoint
 
     checkpoint.begin(folder, writer, layout={}, background=False).finish()
     for parameter in reader.chunks[0].module.parameters():
@@ -105,7 +104,7 @@ def _stateless_recipes() -> list[str]:
     from megatron.core.fp8_utils import get_fp8_recipe
     from transformer_engine.pytorch._extra_state import is_stateless_recipe
 
-    from megatron_dapo.actor.device.choice import Asked
+    from megatron_dapo.actor.device.kernel_choice import Asked
 
     recipes = get_args(get_type_hints(Asked)["fp8_recipe"])
     return [name for name in recipes if is_stateless_recipe(get_fp8_recipe(_Fp8(name)))]

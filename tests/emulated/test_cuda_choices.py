@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor import OffloadConfig
+from megatron_dapo.config.actor_config import OffloadConfig
+from tests.actor.checkpoint.test_checkpoint import train
 from tests.actor.gloo import RankPlace, end_workers, run_ranks
 from tests.actor.mini_batches import (
     TEMPERATURE,
@@ -22,7 +23,6 @@ from tests.actor.mini_batches import (
     relative_error,
     start_actor,
 )
-from tests.actor.test_checkpoint import train
 from tests.actor.tiny import save_tiny
 from tests.emulated.cuda_choices import cuda_choices
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.actor.ranks import RankPlace
-from rollout.send import Sent
+from rollout.weights.sender import Sent
 from tests.actor.tiny import save_tiny
 from tests.coordinator.sync_kit import PoolTrainer, send
 from tests.emulated.played_server import PlayedEngine

@@ -5,14 +5,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dapo.actor.ranks import RankPlace
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 from tests.emulated.strict_ranks import GPU
 
 
 def backends(place: RankPlace, layout: dict[str, Any]) -> set[str]:
     """Of every group that this rank is in."""
-    from megatron_dapo.actor import process_groups
-    from megatron_dapo.actor.device import DeviceChoice
+    from megatron_dapo.actor.device import DeviceChoice, process_groups
 
     process_groups.initialise(
         LayoutConfig(**layout),

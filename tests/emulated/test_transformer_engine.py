@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dapo.actor.device.choice import FP8_CAPABILITY
-from megatron_dapo.config.actor import OffloadConfig
+from megatron_dapo.actor.device.kernel_choice import FP8_CAPABILITY
+from megatron_dapo.config.actor_config import OffloadConfig
+from tests.actor.checkpoint.test_checkpoint import train
 from tests.actor.gloo import ROOT, RankPlace, end_workers, run_ranks
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
-from tests.actor.test_checkpoint import train
 from tests.actor.tiny import save_tiny
 from tests.emulated import te_stub
 
@@ -51,8 +51,8 @@ def in_a_process(*arguments: str, folders: tuple[Path, ...] = ()) -> subprocess.
 @contextmanager
 def layers_like_transformer_engines() -> Iterator[None]:
     """Norms and attention get what TransformerEngine's have besides: an extra state, empty, that refuses a pickle."""
-    from megatron_dapo.actor.attention import PackedAttention
-    from megatron_dapo.actor.norm import RMSNorm
+    from megatron_dapo.actor.model.packed_attention import PackedAttention
+    from megatron_dapo.actor.model.rms_norm import RMSNorm
 
     def get_extra_state(self: torch.nn.Module) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)

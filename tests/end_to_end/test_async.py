@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
 from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.storage.ledger import check_ledger, effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
 
 STEPS = 4

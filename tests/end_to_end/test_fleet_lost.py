@@ -13,9 +13,9 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
-from megatron_dapo.data.ledger import check_ledger, read_ledger
-from rollout import launch_server
-from rollout.command import ServerSpec, server_arguments
+from megatron_dapo.storage.ledger import check_ledger, read_ledger
+from rollout.server import launch_server
+from rollout.server.server_command import ServerSpec, server_arguments
 from tests.end_to_end.test_quickstart import SMALL
 from tests.processes import ROOT, Running
 
@@ -40,7 +40,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         log_path=folder / "log",
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollout.launch_server", *server_arguments(config.rollout, spec, port)],
+        [sys.executable, "-m", "rollout.server.launch_server", *server_arguments(config.rollout, spec, port)],
         env=os.environ | {launch_server.PARENT: str(os.getpid())},
         stdout=(folder / "server.log").open("wb"),
         stderr=subprocess.STDOUT,

@@ -77,7 +77,7 @@ def test_trainer_and_server_stand_on_different_nodes_and_a_lost_server_host_come
     log = (tmp_path / "run" / "logs" / "server0.log").read_text()
     assert f"--host {address.split(':')[0]}" in log, "servers listen on the cluster's interface, not on every one"
     assert finished.left_behind == ()
-    assert not [process for process in of_the_cluster("") if "rollout.launch_server" in process.cmdline()]
+    assert not [process for process in of_the_cluster("") if "rollout.server.launch_server" in process.cmdline()]
 
 
 def test_what_does_not_fit_is_explained_before_anything_loads(address, tmp_path):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import make_tokenizer
 import respond
 import task
-from reward.messages import VerificationRequest
+from reward.verdict import VerificationRequest
 from reward.verifiers.robust import judge
 from tests.examples.test_quickstart_task import rows, some_problems
 

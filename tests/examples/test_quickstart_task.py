@@ -9,7 +9,7 @@ import pytest
 
 import make_data
 import task
-from reward.messages import Judgement, VerificationRequest
+from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
 from tests.examples.word_problems import calculation
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.config.compare import departures, flatten_config
+from megatron_dapo.config.config_diff import departures, flatten_config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}

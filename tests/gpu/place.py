@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import Generation, GenerationRequest, SamplingParams
-from rollout.server import LocalServer
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import Generation, GenerationRequest, SamplingParams
+from rollout.server.engine import LocalServer
+from rollout.server.server_command import ServerSpec
 from tests.actor.tiny import save_tiny
 
 DEVICE: Literal["cpu", "cuda"] = "cpu" if os.environ.get("GPU_TESTS_DEVICE") == "cpu" else "cuda"

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dapo.actor.messages import LogProbs, Responses
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.ranks import RankPlace
-from megatron_dapo.config.actor import ActorConfig
-from megatron_dapo.config.model import ModelConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import Generation, GenerationRequest
+from megatron_dapo.actor.step_data import LogProbs, Responses
+from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.model_config import ModelConfig
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import Generation, GenerationRequest
 from tests.coordinator.sync_kit import PoolTrainer
 from tests.gpu.place import DEVICE, ON_CPU, answers, requests
 

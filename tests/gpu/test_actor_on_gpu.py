@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
-from megatron_dapo.config.actor import ActorConfig, OffloadConfig, OptimizerConfig
+from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
 from tests.gpu.place import DEVICE, ON_CPU, save_small

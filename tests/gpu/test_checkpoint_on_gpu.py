@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dapo.actor.messages import UpdateMetrics
+from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor import ActorConfig, OptimizerConfig
+from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, start_actor
 from tests.gpu.place import DEVICE, DTYPES, save_small

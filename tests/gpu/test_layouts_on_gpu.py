@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig, OptimizerConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
 from tests.gpu.place import ON_CPU, save_small

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.fleet import RolloutFleet
+from rollout.fleet.fleet import RolloutFleet
 from tests.gpu.place import ON_CPU, answers, requests, serve
 from tests.gpu.publishing import (
     CONTEXT,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.fleet import RolloutFleet
+from rollout.fleet.fleet import RolloutFleet
 from tests.gpu.place import answers, requests, serve
 from tests.gpu.publishing import (
     CONTEXT,

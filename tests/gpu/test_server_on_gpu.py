@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.messages import Generation, GenerationRequest
+from rollout.generation import Generation, GenerationRequest
 from tests.actor.tiny import load_reference
 from tests.gpu.place import DEVICE, DTYPES, answers, requests, save_small, serve
 

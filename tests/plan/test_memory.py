@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import log_prob_stream
 from megatron_dapo.plan import memory, step, sync
 from megatron_dapo.plan.alternatives import changed
@@ -68,8 +68,8 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
 def test_constants_that_stand_in_modules_with_torch_are_the_same():
     import torch
 
-    from megatron_dapo.actor.vocabulary import piece_elements
-    from megatron_dapo.actor.weights import EXPORT_FILE_BYTES
+    from megatron_dapo.actor.model.vocab_parallel import piece_elements
+    from megatron_dapo.actor.weights.hf_weights import EXPORT_FILE_BYTES
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
     assert EXPORT_FILE_BYTES == sync.EXPORT_FILE_BYTES

@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Group, Workload, groups
 from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
 

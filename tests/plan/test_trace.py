@@ -25,7 +25,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import app
 from megatron_dapo.cli.trace import trace_command
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.shapes import model_shape

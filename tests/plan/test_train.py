@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan.shapes import BUILT_IN
 from megatron_dapo.plan.state import StateBytes
 from megatron_dapo.plan.train import forward_flops, log_prob_time, update_time

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 
 from reward.config import RewardConfig
-from reward.messages import Deferred, Judgement, VerificationRequest
 from reward.pool import RewardPool
+from reward.verdict import Deferred, Judgement, VerificationRequest
 from reward.verifiers import robust
 
 # No deadline for single examples: the machine may be busy. Verdicts have their own limits, tested as such.

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from reward.messages import Judgement, VerificationRequest
+from reward.verdict import Judgement, VerificationRequest
 
 
 def hang(request: VerificationRequest) -> bool:

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from reward.messages import VerificationRequest
+from reward.verdict import VerificationRequest
 from reward.verifiers import exact
 from tests.reward.conftest import Case, judge_robust, load_cases
 from tests.reward.measure_pool import math_dapo

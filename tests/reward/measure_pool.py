@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from reward.config import RewardConfig
-from reward.messages import Judgement, VerificationRequest
 from reward.pool import RewardPool
+from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers import robust
 
 TEXT = "so we have that the sum of all x where x^2 = 4 and y > 0 is then equal to $2y + 3$, thus"

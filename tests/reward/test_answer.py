@@ -9,7 +9,7 @@ from reward.answer import symbolic
 from reward.answer.extract import last_statement
 from reward.answer.numeral import read_number
 from reward.answer.text import ascii_lower, clean
-from reward.messages import Deferred, Rule, VerificationRequest, VerifierError
+from reward.verdict import Deferred, Rule, VerificationRequest, VerifierError
 from reward.verifiers import robust
 from tests.reward.conftest import judge_robust
 

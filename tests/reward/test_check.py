@@ -4,7 +4,7 @@ import pytest
 
 from reward.check import check_ground_truth, check_verifiers
 from reward.config import RemoteConfig, RewardConfig
-from reward.messages import VerifierError
+from reward.verdict import VerifierError
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from reward.code import lock
 from reward.code.values import NotPlain, decode, encode
-from reward.messages import Judgement, VerificationRequest, VerifierError
+from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import code
 
 ROOT = Path(__file__).parents[2]
@@ -265,7 +265,7 @@ def test_memory_is_bounded():
 def test_the_sandbox_dies_with_its_judge():
     program = (
         "import json, sys, threading\n"
-        "from reward.messages import VerificationRequest\n"
+        "from reward.verdict import VerificationRequest\n"
         "from reward.verifiers import code\n"
         "truth = json.dumps({'tests': 'assert f() == 1', 'cpu_s': 60})\n"
         "response = '```python\\nimport time\\ntime.sleep(1000)\\n```'\n"

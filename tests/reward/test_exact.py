@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from reward.messages import VerificationRequest, VerifierError
+from reward.verdict import VerificationRequest, VerifierError
 from reward.verifiers import exact
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reward.grade import LineError, parse_line
-from reward.messages import VerifierError
+from reward.verdict import VerifierError
 from tests.reward.conftest import load_cases
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reward.messages import Verdict, VerificationRequest, VerifierError
 from reward.pool import PoolError
+from reward.verdict import Verdict, VerificationRequest, VerifierError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -242,7 +242,7 @@ def test_workers_die_with_their_parent():
         "import asyncio, os, signal\n"
         "from reward.pool import RewardPool\n"
         "from reward.config import RewardConfig\n"
-        "from reward.messages import VerificationRequest as R\n"
+        "from reward.verdict import VerificationRequest as R\n"
         "async def main():\n"
         "    pool = RewardPool(RewardConfig(workers=2, timeout_s=300.0))\n"
         "    await pool.verify([R(response='Answer: 1', ground_truth='1')])\n"

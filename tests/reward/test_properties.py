@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from reward.answer.numeral import read_number
 from reward.answer.text import clean
-from reward.messages import Deferred, VerificationRequest, VerifierError
+from reward.verdict import Deferred, VerificationRequest, VerifierError
 from reward.verifiers import exact, robust
 from tests.reward.conftest import judge_robust
 

@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from reward.config import RemoteConfig, RewardConfig
-from reward.messages import Verdict, VerificationRequest
 from reward.pool import RewardPool
 from reward.remote import RemoteVerifier
+from reward.verdict import Verdict, VerificationRequest
 
 Answer = tuple[int, bytes]
 

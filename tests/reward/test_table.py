@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from reward.messages import VerificationRequest
+from reward.verdict import VerificationRequest
 from reward.verifiers import exact
 from tests.reward.conftest import Case, judge_robust, load_cases
 

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from reward.config import RewardConfig
-from reward.messages import Judgement, VerificationRequest, VerifierError
 from reward.registry import VERIFIERS, find, load
+from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import choice, json_answer
 
 

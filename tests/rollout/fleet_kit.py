@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import Generation, GenerationRequest, SamplingParams
-from rollout.timing import Timing
+from rollout.fleet.deadlines import Timing
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import Generation, GenerationRequest, SamplingParams
 from tests.rollout.folders import VOCABULARY
 from tests.rollout.standin import StandIn
 

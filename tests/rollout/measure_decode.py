@@ -6,8 +6,8 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from rollout.packed import LENGTH_BYTES, Segment, frame, read_frame
-from rollout.reply import Finish, read_part
+from rollout.wire.array_frames import LENGTH_BYTES, Segment, frame, read_frame
+from rollout.wire.reply import Finish, read_part
 from tests.rollout.script import Script
 
 RESPONSES, ROUNDS = 60, 7

@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.keys import new_key, read_key
-from rollout.messages import Generation, GenerationRequest, SamplingParams
-from rollout.server import LocalServer
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import Generation, GenerationRequest, SamplingParams
+from rollout.server.api_key import new_key, read_key
+from rollout.server.engine import LocalServer
+from rollout.server.server_command import ServerSpec
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from rollout.messages import FinishReason, Generation
+from rollout.generation import FinishReason, Generation
 
 END, RIGHT, WRONG = 2, 3, 4
 TAGS = 1 << 16

@@ -10,8 +10,8 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from rollout.packed import Segment, frame
-from rollout.reply import Finish
+from rollout.wire.array_frames import Segment, frame
+from rollout.wire.reply import Finish
 from tests.rollout.answering import Answer
 from tests.rollout.script import END, FIRST_TAG, PROMPT_TOKENS, TAGS, Script, prompt_of
 from tests.rollout.standin import StandIn

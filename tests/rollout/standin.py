@@ -11,9 +11,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rollout.checksums import expected_checksums
-from rollout.client import ServerInfo
-from rollout.packed import MEDIA_TYPE
+from rollout.weights.checksums import expected_checksums
+from rollout.wire.array_frames import MEDIA_TYPE
+from rollout.wire.client import ServerInfo
 from tests.rollout.answering import Answer
 
 INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.client import SglangClient
-from rollout.messages import SamplingParams
+from rollout.generation import SamplingParams
+from rollout.wire.client import SglangClient
 from tests.rollout.fleet_kit import FAST, fleet_of, run
 from tests.rollout.standin import StandIn
 

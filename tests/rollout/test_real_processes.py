@@ -11,13 +11,13 @@ import psutil
 import pytest
 import torch
 
-from rollout import server
-from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
-from rollout.fleet import RolloutFleet
-from rollout.server import LocalServer
-from rollout.timing import Timing
+from rollout.fleet.deadlines import Timing
+from rollout.fleet.fleet import RolloutFleet
+from rollout.server import engine
+from rollout.server.engine import LocalServer
+from rollout.server.server_command import ServerSpec
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     START_S,
@@ -60,7 +60,7 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_two_looks_that_find_a_server_stopped_count_as_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STOP_SHOWS_S", 0.2)
+    monkeypatch.setattr(engine, "STOP_SHOWS_S", 0.2)
     spec = ServerSpec(
         model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"
     )
@@ -197,8 +197,8 @@ def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_
     script.write_text(
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
-        "from rollout.command import ServerSpec\nfrom rollout.config import RolloutConfig\n"
-        "from rollout.fleet import RolloutFleet\nfrom rollout.server import LocalServer\n"
+        "from rollout.server.server_command import ServerSpec\nfrom rollout.config import RolloutConfig\n"
+        "from rollout.fleet.fleet import RolloutFleet\nfrom rollout.server.engine import LocalServer\n"
         "config = RolloutConfig(kv_cache_tokens=4096, memory_fraction=0.5)\n"
         "root = Path(sys.argv[1])\n"
         "spec = ServerSpec(model_path=root / 'model', device='cpu', dtype='float32', context_length=64, seed=0,\n"
@@ -233,12 +233,12 @@ def test_children_that_are_still_being_imported_end_with_their_server(tmp_path: 
     import subprocess
     import sys
 
-    from rollout import launch_server
+    from rollout.server import launch_server
 
     save_model(tmp_path / "model", "qwen3", seed=1)
     arguments = ("--model-path", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32", "--port", "0")
     server = subprocess.Popen(
-        [sys.executable, "-m", "rollout.launch_server", *arguments],
+        [sys.executable, "-m", "rollout.server.launch_server", *arguments],
         env=os.environ | {launch_server.PARENT: str(os.getpid())},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.command import ServerSpec
 from rollout.config import RolloutConfig
-from rollout.fleet import RolloutFleet
-from rollout.messages import Generation, GenerationRequest, SamplingParams
-from rollout.server import LocalServer
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import Generation, GenerationRequest, SamplingParams
+from rollout.server.engine import LocalServer
+from rollout.server.server_command import ServerSpec
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import SHAPES, START_S, assert_log_probs, requests_of
 

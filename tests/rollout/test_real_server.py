@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.checksums import expected_checksums, verify
-from rollout.client import SglangClient
 from rollout.errors import ServerRefused, WeightMismatch
-from rollout.keys import read_key
-from rollout.messages import FinishReason, GenerationRequest, SamplingParams, ServedPart
-from rollout.packed import MEDIA_TYPE
-from rollout.reply import Reply
+from rollout.generation import FinishReason, GenerationRequest, SamplingParams, ServedPart
+from rollout.server.api_key import read_key
+from rollout.weights.checksums import expected_checksums, verify
+from rollout.wire.array_frames import MEDIA_TYPE
+from rollout.wire.client import SglangClient
+from rollout.wire.reply import Reply
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     SHAPES,
@@ -167,8 +167,8 @@ def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, mon
             await ask("too long", np.zeros(CONTEXT + 1, np.int32))
         with monkeypatch.context() as patch:
             read = Mock(side_effect=AssertionError("not asked for"))
-            patch.setattr("rollout.client._FRAMES", {})
-            patch.setattr("rollout.client.packed.read_frame", read)
+            patch.setattr("rollout.wire.client._FRAMES", {})
+            patch.setattr("rollout.wire.client.array_frames.read_frame", read)
             replies.append(await ask("json", one.prompt_ids))
             with pytest.raises(ServerRefused, match="longer than") as other:
                 await ask("too long", np.zeros(CONTEXT + 1, np.int32))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.data.ledger import check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import check_ledger, effective_events, read_ledger
 from tests.processes import ROOT
 from tests.slurm.cluster import left_of, slurm_cluster, why_not
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.spans import SpanFile
 from megatron_dapo.plan.alternatives import changed

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_dapo.actor.safetensors_file import WeightsError, bytes_of
-from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Split
+from megatron_dapo.actor.weights.safetensors_file import WeightsError, bytes_of
+from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Split
 from tools.conversion import runs
 from tools.conversion.runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dapo.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.data.ledger import check_ledger, read_ledger
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Group, Workload
 from megatron_dapo.plan.rollout import Fleet, fill_batches
+from megatron_dapo.storage.ledger import check_ledger, read_ledger
 from tools.simulate_sampling import main
 from tools.simulation.engines import Speed
 from tools.simulation.figures import Conditions, measure, reference

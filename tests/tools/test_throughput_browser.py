@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.monitor.report.test_browser import BROWSER, MEASURE, browse
+from tests.report.test_browser import BROWSER, MEASURE, browse
 from tests.tools.test_profile_throughput import write_run
 from tests.tools.timelines import write_timeline
 from tools.profile_throughput import main

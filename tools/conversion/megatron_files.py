@@ -27,10 +27,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint_files import ALGORITHM, ALGORITHMS, MANIFEST_FILE, Manifest, read_manifest
-from megatron_dapo.actor.checkpoint_pickles import INDEX_FILE, read_index
-from megatron_dapo.actor.messages import CheckpointError
-from megatron_dapo.actor.safetensors_file import PIECE_BYTES, WeightsError
+from megatron_dapo.actor.checkpoint.checkpoint_files import (
+    ALGORITHM,
+    ALGORITHMS,
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+)
+from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
+from megatron_dapo.actor.step_data import CheckpointError
+from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES, WeightsError
 from tools.conversion.runs import row_elements
 from tools.conversion.stored import Stored
 

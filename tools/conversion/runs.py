@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.actor.safetensors_file import PIECE_BYTES
-from megatron_dapo.actor.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
+from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
+from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
 
 COPIED_BYTES = 16 * PIECE_BYTES
 """Copied at a time: the progress counts them."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dapo.actor.hf_config import HFModelConfig
-from megatron_dapo.actor.hf_files import SafetensorsReader
-from megatron_dapo.actor.shards import GateUp, Shards, Split
-from megatron_dapo.actor.weights import checkpoint_name, model_shards
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+from megatron_dapo.actor.weights.hf_weights import checkpoint_name, model_shards
+from megatron_dapo.actor.weights.shards import GateUp, Shards, Split
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 """Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it)."""

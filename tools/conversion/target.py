@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dapo.actor.hf_files import partial_folder
+from megatron_dapo.actor.weights.hf_files import partial_folder
 from megatron_dapo.config.base import ConfigError
 
 

@@ -11,14 +11,14 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint import CheckpointState
-from megatron_dapo.actor.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.hf_files import SafetensorsReader, copy_companions, put_in_place
+from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
+from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.ranks import RankPlace, RankPool
-from megatron_dapo.actor.safetensors_file import WeightsError
-from megatron_dapo.actor.weights import hf_shapes, no_parameters
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions, put_in_place
+from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
+from megatron_dapo.actor.weights.safetensors_file import WeightsError
+from megatron_dapo.config.actor_config import LayoutConfig
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
 from tools.conversion.runs import Run, row_elements, runs_of
 from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters

@@ -15,17 +15,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.actor import process_groups
-from megatron_dapo.actor.checkpoint_files import ALGORITHM, ALGORITHMS
-from megatron_dapo.actor.checkpoint_pickles import refuse_foreign_code
-from megatron_dapo.actor.device import prepare
-from megatron_dapo.actor.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.hf_files import SafetensorsReader
-from megatron_dapo.actor.model import build_model
+from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHM, ALGORITHMS
+from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
+from megatron_dapo.actor.device import prepare, process_groups
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.model_chunks import build_model
+from megatron_dapo.actor.model.packed_sequences import packed_sequences, padded_lengths
 from megatron_dapo.actor.ranks import RankPlace, RankPool
-from megatron_dapo.actor.safetensors_file import bytes_of
-from megatron_dapo.actor.sequences import packed_sequences, padded_lengths
-from megatron_dapo.config.actor import ActorConfig, LayoutConfig
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+from megatron_dapo.actor.weights.safetensors_file import bytes_of
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.workers import DEADLINE_S, Counter, run_parts

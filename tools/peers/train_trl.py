@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from megatron_dapo.config import Config, load_config
-from reward.messages import Judgement, VerificationRequest
+from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
 
 EVALUATION_BATCH = 250

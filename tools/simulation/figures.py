@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dapo.coordinator.messages import ScoredGroup
+from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.plan.lengths import Group, Workload
 from tools.simulation.engines import Speed
 from tools.simulation.fleet import ModelledFleet, Prompts

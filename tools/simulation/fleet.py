@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
-from megatron_dapo.coordinator.messages import ScoredGroup, ScoredResponse
+from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from megatron_dapo.plan.lengths import Group, GroupModel, Workload
-from reward.messages import Verdict
-from rollout.messages import FinishReason, Generation
+from reward.verdict import Verdict
+from rollout.generation import FinishReason, Generation
 from tools.simulation.engines import Engine, Response, Speed
 
 _PROMPT = np.zeros(1, np.int32)

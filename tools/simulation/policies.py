@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.coordinator.messages import ScoredGroup
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.data.ledger import Event, Ledger
+from megatron_dapo.experience.groups import ScoredGroup
+from megatron_dapo.storage.ledger import Event, Ledger
 from tools.simulation.fleet import ModelledFleet, useful
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_dapo.actor.device import cpu
-from megatron_dapo.actor.device.choice import Asked, DeviceChoice, Found, Kernel, choose
+from megatron_dapo.actor.device.kernel_choice import Asked, DeviceChoice, Found, Kernel, choose
 
 __all__ = ["Asked", "DeviceChoice", "Found", "Kernel", "choose", "prepare", "prepare_for"]
 

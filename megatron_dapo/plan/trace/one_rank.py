@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 
-from megatron_dapo.actor.hf_config import HFModelConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.shapes import model_shape
 from megatron_dapo.plan.trace.agreement import RankTrace, Shard
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
-from rollout.parent import end_with
+from rollout.server.parent_death import end_with
 
 
 def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:
@@ -116,8 +116,8 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
 def _mini_batch(config: Config, *, reference: bool) -> Any:
     """Full rows, as many on each data-parallel rank as fill the pipeline: responses of the longest length and, where
     the row has room, one of the rest."""
-    from megatron_dapo.actor.messages import MiniBatch, Responses
     from megatron_dapo.actor.packing import MicroBatchPlan
+    from megatron_dapo.actor.step_data import MiniBatch, Responses
 
     layout, longest = config.actor.layout, config.model.context_length
     whole, rest = divmod(row_tokens(config) * layout.context, longest)
@@ -146,7 +146,7 @@ def _shards(actor: Any) -> list[Shard]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    from megatron_dapo.actor import checkpoint
+    from megatron_dapo.actor.checkpoint import checkpoint
 
     with actor.memory.resident("parameters", "optimizer"):
         state = checkpoint._sharded_state(actor.optimizer, loading=False)
@@ -239,7 +239,7 @@ def _replace_files(meter: Meter, recorder: Recorder, hf: HFModelConfig, config: 
     """No weight files; the pipeline's other stages. Megatron is imported by now."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_dapo.actor import weights
+    from megatron_dapo.actor.weights import hf_weights as weights
 
     class Reader:
         def __init__(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dapo.config import Config
-from megatron_dapo.config.actor import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard
 from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
 

@@ -1,0 +1,307 @@
+"""Checkpoints of the actor: model, optimizer, step count, random state, in Megatron's distributed format.
+
+    folder/  __0_0.distcp ...  every rank's shards        .metadata, metadata.json, common.pt  Megatron's
+             actor.json        layout, optimizer step, the caller's own small values
+             manifest.json     a checksum of every other file
+
+A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
+training goes on: `begin` returns when the state is copied, `PendingSave.finish` makes the folder whole. Shards are read
+into any layout. Before anything is loaded every file is compared with the manifest.
+"""
+
+import json
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megatron_dapo.actor.checkpoint.checkpoint_files import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    check_digests,
+    check_there,
+    digest_of,
+    make_empty,
+    put_in_place,
+    read_manifest,
+    write_synced,
+)
+from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
+from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
+from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written
+from megatron_dapo.actor.device.host_memory import available_bytes
+from megatron_dapo.actor.optimizer import ActorOptimizer
+from megatron_dapo.actor.step_data import CheckpointError
+from megatron_dapo.storage.durable import sync_file
+
+MEMORY_SHARE = 0.5
+"""Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
+
+EXTRA_STATE = "_extra_state"
+"""Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
+`actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    """What stands in `actor.json`."""
+
+    optimizer_steps: int
+    layout: Mapping[str, Any]
+    """The layout that wrote it; the one that reads may differ."""
+
+    distributed_optimizer: bool | None
+    """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
+
+    extra: Mapping[str, Any]
+    """The caller's own values."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps({name: getattr(self, name) for name in CheckpointState.__slots__}, indent=1)
+
+
+def begin(
+    folder: Path,
+    optimizer: ActorOptimizer,
+    *,
+    layout: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    background: bool,
+) -> "PendingSave":
+    """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
+
+    Args:
+        layout: `dataclasses.asdict` of the LayoutConfig.
+        extra: small values that JSON can hold.
+        background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
+            all ranks write before this returns.
+    """
+    folder = Path(folder)
+    aside = folder.with_name(f"{folder.name}.partial")
+    state = CheckpointState(
+        optimizer_steps=optimizer.optimizer_steps,
+        layout=layout,
+        distributed_optimizer=optimizer.config.distributed,
+        extra=extra or {},
+    )
+    # Before any rank waits for another: what JSON cannot hold is refused on all of them.
+    text = state.text()
+    _on_rank_0(folder, lambda: make_empty(aside))
+    sharded = _sharded_state(optimizer, loading=False)
+    # After that: before the first step it is what makes the moments.
+    writer = ShardWriter(aside, optimizer.memory.storages())
+    dist_checkpointing.save(
+        sharded | {"rng": _all_random_states()},
+        str(aside),
+        sharded_strategy=_PlanOnly(writer),
+    )
+    _on_rank_0(folder, lambda: write_synced(aside / STATE_FILE, text))
+    if background and _has_room(writer.bytes_to_copy):
+        writer.copy()
+        writer.start()
+        return PendingSave(folder, aside, writer, in_background=True)
+    writer.write()
+    return PendingSave(folder, aside, writer, in_background=False)
+
+
+class PendingSave:
+    """A checkpoint that is being written. Collective: every rank makes every call, in the same order."""
+
+    def __init__(self, folder: Path, aside: Path, writer: ShardWriter, *, in_background: bool) -> None:
+        self.in_background = in_background
+        """False: there was no room for copies, or none were asked for; everything is written."""
+        self._folder, self._aside, self._writer = folder, aside, writer
+
+    def done(self) -> bool:
+        """Whether `finish` would wait on no rank."""
+        return all(_from_all(self._writer.done))
+
+    def finish(self) -> None:
+        """Wait for every rank's writer and put the checkpoint in its place.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write; what it wrote is removed.
+        """
+        own = self._writer.result()
+        written: list[Written] | None = [own] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, written, dst=0)
+        _on_rank_0(self._folder, lambda: self._publish(written or []))
+
+    def _publish(self, written: Sequence[Written]) -> None:
+        failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(written) if one.failure is not None]
+        try:
+            if failures:
+                raise OSError("; ".join(failures))
+            self._writer.write_index([one.results for one in written])
+            digests = {name: digest for one in written for name, digest in one.digests.items()}
+            # The rest is rank 0's own: Megatron's common values, the index, the state file, ranks without shards.
+            rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
+            for name in rest:  # Megatron leaves its common values to the system
+                sync_file(self._aside / name)
+            put_in_place(self._aside, self._folder, digests | {name: digest_of(self._aside / name) for name in rest})
+        except OSError:
+            shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
+            raise
+
+
+def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
+    """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
+
+    Raises:
+        CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
+            Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
+    """
+    folder = Path(folder)
+    _check(folder)
+    refuse_foreign_code(folder)
+    state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
+    if state.distributed_optimizer is None:
+        raise CheckpointError(
+            f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
+            "convert it to a Hugging Face folder and give that as model.path"
+        )
+    if state.distributed_optimizer != optimizer.config.distributed:
+        raise CheckpointError(
+            f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
+            "the two kinds of optimizer state do not interchange, so set it to that"
+        )
+    _check_common_state(folder)
+    loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
+    for name, chunk in _named_chunks(optimizer).items():
+        lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
+        assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
+    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
+    if dict(state.layout) == dict(layout):
+        _set_random_state(loaded["rng"][dist.get_rank()])
+    return state
+
+
+def _check_common_state(folder: Path) -> None:
+    """Megatron-Core 0.16 keeps it in a file of its own, 0.19 in the shards, and reads both."""
+    if (folder / COMMON_STATE_FNAME).exists():
+        return
+    try:
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
+        raise CheckpointError(
+            f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
+            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or convert it to a Hugging Face folder and "
+            "give that as model.path, to start from its weights"
+        ) from error
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's format, planned by all ranks now and written by `writer` later."""
+
+    def __init__(self, writer: ShardWriter) -> None:
+        super().__init__("torch_dist", 1)
+        self._writer = writer
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=self._writer,
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def _has_room(own_bytes: int) -> bool:
+    """Whether every host holds the copies of all its ranks; the same answer on every rank."""
+    places = _from_all((socket.gethostname(), own_bytes, available_bytes()))
+    needed: Counter[str] = Counter()
+    for host, size, _ in places:
+        needed[host] += size
+    return all(needed[host] <= MEMORY_SHARE * available for host, _, available in places)
+
+
+def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
+    """Megatron's names of the model chunks in a state dict, and the chunks without their wrapper."""
+    chunks = [chunk.module for chunk in optimizer.chunks]
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any]:
+    """Model and optimizer as Megatron's shards that fit any layout."""
+    metadata = {
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
+    if loading:
+        state = {
+            name: {key: shard for key, shard in shards.items() if not key.endswith(EXTRA_STATE)}
+            for name, shards in state.items()
+        }
+    model_state = state["model"] if "model" in state else dict(state)
+    optimizer_state = sharded_optimizer_state(optimizer.megatron, model_state, metadata, loading=loading)
+    return state | {"optimizer": optimizer_state}
+
+
+def _all_random_states() -> list[dict[str, Any]]:
+    """Every rank's generators, on every rank: a few kilobytes each, stored once with the common values."""
+    own: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_initialized():
+        own["cuda"] = torch.cuda.get_rng_state()
+    return _from_all(own)
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _from_all(value: T) -> list[T]:
+    """`value` of every rank, by rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
+    """Rank 0's action; its failure is every rank's: none waits for a rank that is gone."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure[0]}")
+
+
+def _check(folder: Path) -> None:
+    """Compare the folder's files with its manifest, the ranks sharing the reading."""
+    manifest = read_manifest(folder / MANIFEST_FILE)
+    check_there(folder, manifest)
+    names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+    own = {name: digest_of(folder / name, manifest.algorithm) for name in names}
+    found = {name: digest for part in _from_all(own) for name, digest in part.items()}
+    check_digests(folder, manifest, found)

@@ -1,0 +1,130 @@
+"""One rank's shards of a checkpoint, written while the rank goes on training, or at once.
+
+Torch's own writer plans, copies and writes in one call. Here the plan is made by torch, with all ranks; then the rank
+copies its shards to host memory (`copy`), which is all that training waits for; a thread writes and hashes them. No
+collective runs beside training: the ranks exchange what they wrote when the save is finished.
+
+Megatron-Core's own asynchronous save (0.16 and 0.19) hands the copies to a process, forked from this one with all its
+threads, or spawned, which imports the caller's main module once more. Neither is safe in a Ray actor.
+"""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What a rank wrote, or why it could not."""
+
+    results: list[WriteResult]
+    digests: dict[str, str]
+    """Checksums for the manifest, by file name."""
+
+    failure: str | None = None
+
+
+class ShardWriter(FileSystemWriter):
+    """To be given to torch's `save`, which then only plans; `copy` and `start` or `write` follow."""
+
+    def __init__(self, folder: Path, live: frozenset[int]) -> None:
+        """`live`: addresses of the storages that training changes."""
+        # Nothing is copied ahead: the copies of tensors on CUDA would wait for training's own stream.
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._folder, self._live = Path(folder), live
+        self._plan: SavePlan | None = None
+        self._data: dict[MetadataIndex, Any] = {}
+        self._metadata: Metadata | None = None
+        self._thread: threading.Thread | None = None
+        self._written: Written | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Torch's call to write: keeps the plan and what it refers to."""
+        self._plan = plan
+        self._data = {item.index: planner.resolve_data(item) for item in plan.items}
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Torch's last call, on rank 0: keeps what the index needs beside the places of the shards."""
+        self._metadata = metadata
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """Host memory that `copy` takes."""
+        return sum(data.nbytes for data in self._data.values() if self._must_copy(data))
+
+    def copy(self) -> None:
+        """Take shards that training would change into host memory of their own."""
+        for index, data in self._data.items():
+            if self._must_copy(data):
+                # Not pinned: such memory comes in powers of two, and PyTorch keeps it.
+                self._data[index] = data.detach().to("cpu", copy=True)
+
+    def start(self) -> None:
+        """Write in a thread, which ends with the process."""
+        self._thread = threading.Thread(target=self.write, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
+        try:
+            assert self._plan is not None
+            planner = cast(SavePlanner, _Kept(self._data))
+            results = FileSystemWriter.write_data(self, self._plan, planner).value()
+            names = sorted({result.storage_data.relative_path for result in results})
+            self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
+        except Exception as error:
+            self._written = Written(results=[], digests={}, failure=_reason(error))
+        finally:
+            self._data = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._written is not None
+
+    def result(self) -> Written:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join()
+        assert self._written is not None
+        return self._written
+
+    def write_index(self, results: list[list[WriteResult]]) -> None:
+        """On rank 0: the file that says where every shard of every rank stands."""
+        assert self._metadata is not None
+        super().finish(self._metadata, results)
+
+    def _must_copy(self, data: Any) -> bool:
+        return isinstance(data, torch.Tensor) and (data.is_cuda or data.untyped_storage()._cdata in self._live)
+
+
+class _Kept:
+    """In the planner's place while shards are written: hands each out once, so that its memory is freed on the way."""
+
+    def __init__(self, data: dict[MetadataIndex, Any]) -> None:
+        self._data = data
+
+    def resolve_data(self, item: Any) -> Any:
+        return self._data.pop(item.index)
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's word, where there is one: over a full disk torch says "unexpected pos 704 vs 598"."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, OSError):
+            return str(at)
+        at = at.__cause__ or at.__context__
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,113 @@
+"""torch.distributed and Megatron's parallel state for one rank."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import TCPStore
+
+from megatron_dapo.actor.device import DeviceChoice
+from megatron_dapo.config.actor_config import LayoutConfig
+
+
+def initialise(
+    layout: LayoutConfig,
+    *,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    device: DeviceChoice,
+    timeout_s: float,
+    seed: int,
+) -> None:
+    """Join `world_size` ranks at `rendezvous` ("tcp://address:port" or "file://path") and split them by `layout`.
+
+    Ranks are ordered tensor, context, data, pipeline, the tensor-parallel ones next to each other. Every collective
+    of every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process
+    under NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel
+    ranks).
+
+    Raises:
+        ValueError: `layout` is not for `world_size` ranks.
+    """
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"actor.layout: tensor x pipeline x context x data = {layout.world_size}, but {world_size} ranks were "
+            "started; make the two equal"
+        )
+    where, timeout = urlsplit(rendezvous), timedelta(seconds=timeout_s)
+    host, port = where.hostname or "", where.port or 0
+    by_store = where.scheme == "tcp"
+    with _gloo_on_loopback(host if by_store else ""):
+        torch.distributed.init_process_group(
+            device.backend,
+            init_method=None if by_store else rendezvous,
+            store=_store(host, port, rank, world_size, timeout) if by_store else None,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device.device if device.backend == "nccl" else None,
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            context_parallel_size=layout.context,
+            distributed_timeout_minutes=timeout_s / 60,
+            # Only checkpoint formats that are not used here gather over them, and over several nodes each would need
+            # an address that gloo finds by the machine's name.
+            create_gloo_process_groups=False,
+        )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
+    if rank != 0:
+        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+@contextmanager
+def _gloo_on_loopback(host: str) -> Iterator[None]:
+    """Where the ranks meet on loopback gloo shall listen there too, and not on the address of the machine's name."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or not _is_loopback(host):
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name, or none
+        return False
+
+
+def shutdown() -> None:
+    """Leave all groups; the process may `initialise` again."""
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,279 @@
+"""Weights between Hugging Face's names and Megatron's shards: load, gather, export."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, SafetensorsWriter
+from megatron_dapo.actor.weights.safetensors_file import WeightsError
+from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
+
+EXPORT_FILE_BYTES = 5 * 10**9
+_WRITE_ERRORS = (OSError, WeightsError)
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
+_LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+# TransformerEngine's layer spec fuses a norm into the linear after it, under another name.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder: Path) -> None:
+    """Fill this rank's parameters from the safetensors in `folder`; only its own slices are read.
+
+    Wrapped chunks (Float16Module, DistributedDataParallel) are fine. An optimizer that keeps its own copy of the
+    weights must be told afterwards (`reload_model_params`). No rank waits for another.
+
+    Raises:
+        WeightsError: a tensor of the model is missing, has another shape, or the folder has one that is not the
+        model's.
+    """
+    shards_of = model_shards(hf)
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    with SafetensorsReader(folder) as reader, torch.no_grad():
+        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
+        for name, parameter in _named_parameters(chunks, hf):
+            shards = shards_of[name]
+            if shards.local_shape(ranks) != parameter.shape:
+                mapped, built = list(shards.local_shape(ranks)), list(parameter.shape)
+                raise WeightsError(f"{name}: Megatron built {built}, but the mapping of this package gives {mapped}")
+            parameter.copy_(shards.local(reader.read, rank, ranks))
+
+
+def hf_tensors(
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
+
+    Collective over the tensor- and pipeline-parallel ranks that share rank 0's data: every rank must iterate to the
+    end. One parameter is gathered at a time. `value` gives what is gathered for a parameter, of its shape, in any
+    type: its weight, or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied
+    weights the first stage's copy counts.
+    """
+    for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value):
+        if stacked is not None:
+            for hf_name, tensor in shards.full(stacked.unbind()).items():
+                # Always a copy: on the CPU an unsplit weight would be the live parameter itself.
+                yield hf_name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def gathered_parameters(
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+) -> Iterator[tuple[Shards, Tensor | None]]:
+    """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
+    global rank 0, and nothing at all on ranks that hold other data.
+
+    Collective as `hf_tensors`. The shards are on the device they were gathered to, and may be the live parameter; let
+    go of them before the next ones, so that one parameter is held at a time.
+    """
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    shards_of = model_shards(hf)
+    own = dict(_named_parameters(chunks, hf))
+    stages: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, set(own), group=parallel_state.get_pipeline_model_parallel_group())
+    for name, shards in shards_of.items():
+        stage = next((index for index, names in enumerate(stages) if name in names), None)
+        if stage is None:
+            raise WeightsError(f"{name}: no pipeline stage holds this parameter")
+        ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
+        stacked = None
+        if stage == parallel_state.get_pipeline_model_parallel_rank():
+            stacked = _stack(value(own[name]).to(dtype).contiguous(), ranks)
+        stacked = _to_rank_zero(stacked, stage, (ranks, *shards.local_shape(ranks)), dtype)
+        yield shards, stacked
+        del stacked
+
+
+def export_hf(
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    folder: Path,
+    source_folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int = EXPORT_FILE_BYTES,
+    watch: Callable[[str, Tensor], None] | None = None,
+) -> int:
+    """Write the model to `folder` in Hugging Face format, return the bytes written; every rank calls, rank 0 writes.
+
+    `watch`, on rank 0, is handed each tensor before it is written: what it does with it needs no pass over the files.
+
+    `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
+    are those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
+
+    Raises:
+        RuntimeError: rank 0 could not write; raised on every rank, with the reason.
+    """
+    plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
+    written, failure = 0, None
+    writer = None
+    for name, tensor in hf_tensors(chunks, hf, dtype=dtype):
+        # After a failure the loop goes on: the other ranks still send.
+        if failure is None:
+            try:
+                writer = writer or SafetensorsWriter(folder, plan)
+                if watch is not None:
+                    watch(name, tensor)
+                writer.add(name, tensor)
+            except _WRITE_ERRORS as error:
+                failure = str(error)
+    if writer is not None and failure is None:
+        try:
+            written = writer.finish(source_folder)
+        except _WRITE_ERRORS as error:
+            failure = str(error)
+    report = [(written, failure)]
+    dist.broadcast_object_list(report, src=0)
+    [(written, failure)] = report
+    if failure is not None:
+        raise RuntimeError(f"{folder}: the model could not be exported: {failure}")
+    return written
+
+
+def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
+    """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
+    vocabulary = (hf.vocab_size, hf.hidden_size)
+    shards: dict[str, Shards] = {_EMBEDDING: Split(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
+    for layer in range(hf.num_layers):
+        for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
+            shards[f"decoder.layers.{layer}.{name}"] = layer_shards
+    shards["decoder.final_layernorm.weight"] = Replicated(name="model.norm.weight", size=hf.hidden_size)
+    if not hf.tied:
+        shards[_HEAD] = Split(name="lm_head.weight", shape=vocabulary, dim=0)
+    return shards
+
+
+def checkpoint_name(name: str) -> tuple[str, int | None]:
+    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
+
+    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
+    """
+    in_layer = _LAYER_NAME.fullmatch(name)
+    if not in_layer:
+        return name, None
+    prefix, layer, rest = in_layer.groups()
+    return prefix + {local: fused for fused, local in _FUSED_NORMS.items()}.get(rest, rest), int(layer)
+
+
+def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them."""
+    return {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
+
+
+def no_parameters(hf: HFModelConfig) -> set[str]:
+    """Tensors that a folder may hold besides: old exports have the head of a tied model, or each layer's rotary
+    frequencies."""
+    names = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
+    return names | ({"lm_head.weight"} if hf.tied else set())
+
+
+def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    hidden, ffn, heads = hf.hidden_size, hf.ffn_hidden_size, hf.num_attention_heads
+
+    def fused(kind: str, columns: tuple[int, ...]) -> QueryKeyValue:
+        return QueryKeyValue(
+            query=f"{attention}.q_proj.{kind}",
+            key=f"{attention}.k_proj.{kind}",
+            value=f"{attention}.v_proj.{kind}",
+            groups=hf.num_query_groups,
+            queries_per_group=heads // hf.num_query_groups,
+            head_dim=hf.head_dim,
+            columns=columns,
+        )
+
+    shards: dict[str, Shards] = {
+        "input_layernorm.weight": Replicated(name=f"{layer}.input_layernorm.weight", size=hidden),
+        "self_attention.linear_qkv.weight": fused("weight", (hidden,)),
+    }
+    if hf.qkv_bias:
+        shards["self_attention.linear_qkv.bias"] = fused("bias", ())
+    if hf.qk_norm:
+        for side in ("q", "k"):
+            norm = Replicated(name=f"{attention}.{side}_norm.weight", size=hf.head_dim)
+            shards[f"self_attention.{side}_layernorm.weight"] = norm
+    shards |= {
+        "self_attention.linear_proj.weight": Split(
+            name=f"{attention}.o_proj.weight", shape=(hidden, heads * hf.head_dim), dim=1
+        ),
+        "pre_mlp_layernorm.weight": Replicated(name=f"{layer}.post_attention_layernorm.weight", size=hidden),
+        "mlp.linear_fc1.weight": GateUp(
+            gate=f"{mlp}.gate_proj.weight", up=f"{mlp}.up_proj.weight", shape=(ffn, hidden)
+        ),
+        "mlp.linear_fc2.weight": Split(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
+    }
+    return shards
+
+
+def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name as in `model_shards`, parameter) of every parameter that this rank holds.
+
+    Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
+    """
+    for chunk in chunks:
+        model: Any = chunk
+        while not isinstance(model, GPTModel):
+            model = model.module
+        for name, parameter in model.named_parameters():
+            in_layer = _LAYER_NAME.fullmatch(name)
+            if in_layer:
+                prefix, index, rest = in_layer.groups()
+                layer = model.decoder.layers[int(index)].layer_number - 1
+                yield f"{prefix}{layer}.{_FUSED_NORMS.get(rest, rest)}", parameter
+            else:
+                yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
+
+
+def _stack(shard: Tensor, ranks: int) -> Tensor | None:
+    """[ranks, *shape] on tensor-parallel rank 0, None on the others."""
+    if ranks == 1:
+        return shard[None] if parallel_state.get_tensor_model_parallel_rank() == 0 else None
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = dist.get_global_rank(group, 0)
+    if dist.get_rank() != first:
+        dist.send(shard, dst=first, group=group)
+        return None
+    # Not `dist.gather`: gloo's receives into a second buffer of this size.
+    stacked = shard.new_empty((ranks, *shard.shape))
+    stacked[0].copy_(shard)
+    for rank in range(1, ranks):
+        dist.recv(stacked[rank], src=dist.get_global_rank(group, rank), group=group)
+    return stacked
+
+
+def _to_rank_zero(stacked: Tensor | None, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Bring what pipeline stage `stage` has stacked to global rank 0; None on the others."""
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    rank_zero, holder = dist.get_global_rank(group, 0), dist.get_global_rank(group, stage)
+    if holder == rank_zero:
+        return stacked
+    if dist.get_rank() == rank_zero:
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
+        stacked = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(stacked, src=holder, group=group)
+        return stacked
+    if stacked is not None:
+        dist.send(stacked, dst=rank_zero, group=group)
+    return None

@@ -1,0 +1,204 @@
+"""Where trainer ranks and servers stand on a Ray cluster: one placement group for all, checked before anything loads.
+
+A tensor-parallel group of the trainer is one bundle, and so is a server: a bundle never spans two nodes. On GPUs that
+both share (`run.mode: colocated`) a bundle holds whole groups and whole servers, as many as the larger one has GPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.config import Config
+
+
+class PlacementError(RuntimeError):
+    """Trainer and servers do not fit on the cluster. The message says what they need and what there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """What one node must offer at once."""
+
+    what: str
+    cpus: int
+    gpus: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray asks for them."""
+        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What a node of the cluster has."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The places of one run, all held."""
+
+    group: PlacementGroup
+    trainer: tuple[int, ...]
+    """Bundle of each trainer process; those of a node follow each other. `by_node_and_gpu` makes ranks of them."""
+    servers: tuple[int, ...]
+    """Bundle of each server that Ray starts; none where the coordinator's machine starts them itself."""
+
+    def at(self, bundle: int) -> dict[str, Any]:
+        """Ray's options for an actor in a bundle."""
+        return {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        }
+
+    def stands(self, bundle: int) -> bool:
+        """Whether a living node has the bundle. That of a lost node gets another node as soon as one has room."""
+        home = placement_group_table(self.group)["bundles_to_node_id"].get(bundle)
+        return any(node["NodeID"] == home and node["Alive"] for node in ray.nodes())
+
+
+def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
+    """The trainer's tensor-parallel groups, then the servers."""
+    layout, each = config.actor.layout, config.rollout.tensor_parallel
+    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
+    if _shared(config, use_gpu=use_gpu, servers=servers):
+        what = f"{size} trainer ranks and {size // each} servers (TP {each}) on the same GPUs"
+        return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (layout.world_size // size)
+    trainer = Bundle(what=f"trainer (TP group of {size})", cpus=size, gpus=size if use_gpu else 0)
+    server = Bundle(what=f"server (TP {each})", cpus=1 if use_gpu else each, gpus=each if use_gpu else 0)
+    return [trainer] * (layout.world_size // size) + [server] * servers
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Raise PlacementError unless the servers of `run.mode: colocated` stand on exactly the trainer's GPUs."""
+    layout, each, servers = config.actor.layout, config.rollout.tensor_parallel, config.rollout.servers
+    if servers * each != layout.world_size:
+        raise PlacementError(
+            f"run.mode = colocated: rollout.servers x rollout.tensor_parallel = {servers * each} must be the "
+            f"{layout.world_size} GPUs of actor.layout; set rollout.servers to {max(1, layout.world_size // each)}"
+        )
+    larger, smaller = max(layout.tensor, each), min(layout.tensor, each)
+    if larger % smaller or layout.world_size % larger:
+        raise PlacementError(
+            f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} one "
+            "must divide the other, and both the number of GPUs, so that servers and groups of ranks share nodes"
+        )
+
+
+def _shared(config: Config, *, use_gpu: bool, servers: int) -> bool:
+    """Whether Ray places servers and ranks in the same bundles."""
+    return config.run.mode == "colocated" and use_gpu and servers > 0
+
+
+def _ranks_in_bundle(config: Config, *, use_gpu: bool, servers: int) -> int:
+    size = config.actor.layout.tensor
+    return max(size, config.rollout.tensor_parallel) if _shared(config, use_gpu=use_gpu, servers=servers) else size
+
+
+def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+    """Raise PlacementError unless the bundles fit on the nodes, the largest first on the node with the least room."""
+    room = {node.name: [node.gpus, node.cpus] for node in nodes}
+    for bundle in sorted(bundles, key=lambda bundle: (bundle.gpus, bundle.cpus), reverse=True):
+        fitting = [name for name, (gpus, cpus) in room.items() if gpus >= bundle.gpus and cpus >= bundle.cpus]
+        if not fitting:
+            raise PlacementError(_explain(bundle, bundles, nodes))
+        tightest = min(fitting, key=lambda name: tuple(room[name]))
+        room[tightest][0] -= bundle.gpus
+        room[tightest][1] -= bundle.cpus
+
+
+async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) -> Placement:
+    """Reserve the places of every rank and of `servers` servers.
+
+    Raises:
+        PlacementError: they do not fit, whatever the order, or cannot share GPUs.
+        Stalled: they would fit, but somebody else holds the places.
+    """
+    shared = _shared(config, use_gpu=use_gpu, servers=servers)
+    if shared:
+        check_shared_gpus(config)
+    bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
+    check_fit(bundles, cluster_nodes())
+    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    await waits.wait_for("placement", "Ray", config.run.start_deadline_s, _reference(group.ready()))
+    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
+    groups = range(config.actor.layout.world_size // size)
+    # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    address = {node["NodeID"]: _in_order(node["NodeManagerAddress"]) for node in ray.nodes()}
+    ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
+    trainer = tuple(bundle for bundle in ordered for _ in range(size))
+    own = tuple(range(len(groups), len(bundles)))
+    beside = trainer[:: config.rollout.tensor_parallel]
+    return Placement(group=group, trainer=trainer, servers=beside if shared else own)
+
+
+def _in_order(address: str) -> tuple[int, str]:
+    """Sorts by number; a host name, which Ray may have been started with, as text behind the numbers."""
+    try:
+        return int(ip_address(address)), ""
+    except ValueError:
+        return 1 << 128, address
+
+
+def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
+    """Which of the trainer's processes is rank 0, 1, ...: the nodes in the order in which they come, on a node by GPU.
+
+    So a tensor-parallel group has neighbouring GPUs, and pipeline and data peers on full nodes the GPU of the same
+    number, whose network card is on the same rail.
+
+    Args:
+        places: node and GPU of each process; the GPU is a number, a UUID, or empty on the CPU.
+    """
+    nodes = list(dict.fromkeys(node for node, _ in places))
+
+    def key(at: int) -> tuple[int, int, str, int]:
+        node, gpu = places[at]
+        return nodes.index(node), int(gpu) if gpu.isdigit() else -1, gpu, at
+
+    return sorted(range(len(places)), key=key)
+
+
+def cluster_nodes() -> list[Node]:
+    """The living nodes of the cluster that this process has joined."""
+    return [
+        Node(
+            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
+    kinds = dict.fromkeys(bundles)
+    asked = [f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind.cpus, kind.gpus)} on one node" for kind in kinds]
+    there = [f"  {node.name}: {_amounts(node.cpus, node.gpus)}" for node in nodes]
+    return "\n".join(
+        [
+            f"no node has room for a {first.what}. Asked for by actor.layout and rollout:",
+            *asked,
+            "The cluster has:",
+            *there,
+            "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes.",
+        ]
+    )
+
+
+def _amounts(cpus: float, gpus: float) -> str:
+    return f"{gpus:g} GPUs, {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
+
+
+async def _reference(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,65 @@
+"""The weights of one trainer rank on their way to the servers: into a folder, or straight into their memory.
+
+Where the actor's buckets meet the fleet's transports; in the process of each rank, acting on rank 0.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.weights.hf_weights import hf_shapes
+from rollout.weights.checksums import Checksums, ChecksumStream
+from rollout.weights.sender import GroupKeeper, SendRequest, Sent, WeightSender
+from rollout.wire.client import ServerInfo
+
+
+class RankWeights:
+    """What every rank is asked for together; the answers are rank 0's."""
+
+    def __init__(self, actor: MegatronActor, *, bucket_bytes: int) -> None:
+        self._actor, self._bucket_bytes = actor, bucket_bytes
+        self._groups = GroupKeeper()
+
+    def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
+        """Export to `folder`; checksums of what was written, computed on the way."""
+        with self._checksums(kinds) as checksums:
+            watched = _Watched(checksums)
+            self._actor.export_hf(folder, watch=watched if kinds else None)
+            return checksums.finish() if kinds and self._actor.rank == 0 else {}
+
+    def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
+        """Into the memory of the request's servers."""
+        # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
+        with self._checksums(kinds) as checksums:
+            if self._actor.rank != 0:
+                self._actor.stream_weights(None, self._bucket_bytes)
+                return None
+            device = self._actor.device.device
+            names = hf_shapes(self._actor.hf)
+            with WeightSender(request, checksums, names, self._groups, device=device) as sender:
+                self._actor.stream_weights(sender, self._bucket_bytes)
+                return sender.report()
+
+    def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
+        config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())
+        return ChecksumStream(config, hf_shapes(self._actor.hf), kinds)
+
+
+class _Watched:
+    """Hashes tensors while they are written, some at a time."""
+
+    AHEAD_BYTES = 256 << 20
+
+    def __init__(self, checksums: ChecksumStream) -> None:
+        self._checksums, self._bytes = checksums, 0
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        self._checksums.add({name: tensor})
+        self._bytes += tensor.nbytes
+        if self._bytes > self.AHEAD_BYTES:
+            self._checksums.settle()
+            self._bytes = 0

@@ -1,0 +1,162 @@
+"""Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
+
+import os
+import signal
+import socket
+from typing import Literal
+
+import grpc
+import psutil
+import ray
+import torch
+
+from megatron_dapo.cluster.placement import PlacementError
+from megatron_dapo.cluster.ray_sweeper import RaySweeper
+from megatron_dapo.cluster.ray_temp_dir import RayFolder
+from megatron_dapo.cluster.waits import Stalled, StopRequested
+
+LOCAL_OBJECT_STORE_BYTES = 256 << 20
+"""A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
+
+
+CONNECT_DEADLINE_S = 10.0
+
+RANK_BYTES = 400_000_000
+"""Less than any trainer process on the CPU takes before it holds a model."""
+
+GCS = "gcs_server"
+"""Ray's process without which no actor can be called. Ray notices its loss after 60 s, and ends the whole run then."""
+
+
+class ClusterError(RuntimeError):
+    """Ray could not be started or joined. The message says where and what to do."""
+
+
+class Cluster:
+    """Connection to Ray. A local cluster lives and dies with this process."""
+
+    use_gpu: bool
+    """Whether the run is on GPUs: those of this machine, or of the cluster that was joined."""
+
+    def __init__(self, *, processes: int, device: Literal["auto", "cpu", "cuda"]) -> None:
+        """Start or join.
+
+        Args:
+            processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
+            device: `actor.device`.
+
+        Raises:
+            ClusterError: with Ray's own words, or why the device cannot be had.
+            StopRequested: SIGTERM came meanwhile.
+        """
+        self._folder: RayFolder | None = None
+        self._sweeper: RaySweeper | None = None
+        self._gcs: psutil.Process | None = None
+        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            self.use_gpu = self._connect(processes, device)
+        except (ClusterError, PlacementError, Stalled):
+            self.close()
+            raise
+        except SystemExit:
+            self.close()
+            raise StopRequested from None
+        except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
+            self.close()
+            raise ClusterError(
+                f"Ray could not be {'joined' if os.environ.get('RAY_ADDRESS') else 'started'}: {error}"
+            ) from None
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the cluster is somebody else's, perhaps of several nodes."""
+        return self._folder is None
+
+    def _connect(self, processes: int, device: Literal["auto", "cpu", "cuda"]) -> bool:
+        """Returns `use_gpu`."""
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            _check_reachable(address)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            return _decide(device, ray.cluster_resources().get("GPU", 0) > 0, f"the cluster at {address}")
+        use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
+        if not use_gpu:
+            check_memory(processes, psutil.virtual_memory().total)
+        self._folder = RayFolder()
+        self._sweeper = RaySweeper(str(self._folder.path))
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, processes),
+            num_gpus=processes if use_gpu else 0,  # the first ones: the servers take those after them
+            object_store_memory=None if use_gpu else LOCAL_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
+            _system_config={"worker_niceness": 0},
+            _temp_dir=str(self._folder.path),
+            _node_ip_address="127.0.0.1",
+        )
+        mine = (child for child in psutil.Process().children() if child.name() == GCS and _lives(child))
+        self._gcs = next(mine, None)
+        return use_gpu
+
+    def lost(self) -> bool:
+        """Whether this run's own cluster has lost its GCS. Of a cluster that was joined nothing is known here."""
+        return self._gcs is not None and not _lives(self._gcs)
+
+    def close(self) -> None:
+        ray.shutdown()
+        if self._sweeper is not None:
+            self._sweeper.close()
+        if self._folder is not None:
+            self._folder.remove()
+
+
+def check_memory(processes: int, total: int) -> None:
+    """PlacementError if so many trainer processes cannot fit into `total` bytes of memory, whatever the model."""
+    if processes * RANK_BYTES > total:
+        raise PlacementError(
+            f"actor.layout asks for {processes} trainer processes on this machine's CPUs: each takes at least "
+            f"{RANK_BYTES / 1e9:g} GB, and there are {total / 1e9:.0f} GB; lower actor.layout"
+        )
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _decide(device: Literal["auto", "cpu", "cuda"], has_gpu: bool, where: str) -> bool:
+    if device == "cuda" and not has_gpu:
+        raise ClusterError(f"actor.device = cuda: {where} has no GPU; set actor.device=auto")
+    return has_gpu and device != "cpu"
+
+
+def _check_reachable(address: str) -> None:
+    """ClusterError unless something listens there and speaks Ray's protocol, gRPC: ray.init would try for minutes, and
+    let no signal through meanwhile.
+
+    Only for HOST:PORT; other forms (`auto`, `ray://...`) are Ray's to look up.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    remedy = "start Ray's head, or unset RAY_ADDRESS for a cluster of this run's own"
+    try:
+        socket.create_connection((host, int(port)), CONNECT_DEADLINE_S).close()
+    except OSError as error:
+        raise ClusterError(f"RAY_ADDRESS = {address}: nothing answers there ({error}); {remedy}") from None
+    if os.environ.get("RAY_USE_TLS") == "1":
+        return
+    # As Ray's own channels: not through a proxy that `http_proxy` names.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
+        except grpc.FutureTimeoutError:
+            raise ClusterError(f"RAY_ADDRESS = {address}: what listens there is not Ray; {remedy}") from None

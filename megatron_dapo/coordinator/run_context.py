@@ -1,0 +1,162 @@
+"""Everything a run is made of, started in the right order and closed in the opposite one."""
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.config import Config, dump_config
+from megatron_dapo.config.config_diff import flatten
+from megatron_dapo.coordinator.batch import objective_of
+from megatron_dapo.coordinator.checkpoint_recovery import load_counters
+from megatron_dapo.coordinator.inputs import Inputs
+from megatron_dapo.coordinator.manifest import manifest, one_line
+from megatron_dapo.coordinator.progress import Progress
+from megatron_dapo.coordinator.resume import check_resume
+from megatron_dapo.coordinator.run_checkpoint import Checkpoints
+from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.services import Services, start_services
+from megatron_dapo.experience.evaluation import Evaluator
+from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.experience.responder import Responder
+from megatron_dapo.monitor.at_k import EVALUATIONS
+from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.weights_and_biases import WandbMirror
+from megatron_dapo.monitor.writer import MetricsWriter
+from megatron_dapo.storage.ledger import Event, Ledger
+from megatron_dapo.storage.run_dir import RunDir
+from rollout.generation import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything a run is made of; used only by the loop and the functions it calls."""
+
+    config: Config
+    inputs: Inputs
+    run_dir: RunDir
+    console: Console
+    services: Services
+    ledger: Ledger
+    writer: MetricsWriter
+    generator: GroupGenerator
+    sampler: DynamicSampler
+    evaluator: Evaluator
+    timeline: Timeline
+    objective: PolicyObjective
+    checkpoints: Checkpoints
+    progress: Progress
+    """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
+    start_seconds: float
+
+
+async def start_parts(
+    config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
+) -> Parts:
+    """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
+
+    Raises:
+        Whatever part failed to start, with its own explanation; the others are closed by `stack`.
+    """
+    began = time.monotonic()
+    if config.run.resume:
+        check_resume(config, inputs, run_dir)
+    progress = await _progress(config, run_dir)
+    if config.run.resume:
+        console.note(f"resuming after rollout step {progress.rollout_step}")
+    ledger = Ledger(run_dir.ledger)
+    stack.callback(ledger.close)
+    if config.run.resume:
+        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        ledger.commit()
+    mirror = _mirror(config, run_dir, stack)
+    timeline = Timeline(run_dir.path, every=config.monitor.timeline_every)
+    stack.callback(timeline.close)
+    services, described = await start_services(config, inputs, run_dir, console, stack, waits, progress, timeline)
+    run_dir.write_text("config.yaml", dump_config(config))
+    run_dir.write_json("manifest.json", manifest(config, inputs, described))
+    console.note(one_line(described))
+    for part, choice in described["kernels"].items():
+        console.note(f"  {part}: {choice}")
+    checkpoints = Checkpoints(config.run, run_dir, services.trainer, ledger, waits, console)
+    await stack.enter_async_context(checkpoints)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
+    stack.callback(writer.close)
+    generator = _generator(config, inputs, services)
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+    stack.push_async_callback(sampler.close)
+    return Parts(
+        config=config,
+        inputs=inputs,
+        run_dir=run_dir,
+        console=console,
+        services=services,
+        ledger=ledger,
+        writer=writer,
+        generator=generator,
+        sampler=sampler,
+        timeline=timeline,
+        evaluator=_evaluator(config, inputs, services, run_dir),
+        objective=objective_of(config.algorithm),
+        checkpoints=checkpoints,
+        progress=progress,
+        start_seconds=time.monotonic() - began,
+    )
+
+
+def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirror | None:
+    if config.monitor.wandb.mode == "off":
+        return None
+    return stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
+
+
+def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=inputs.text.stop_token_ids,
+    )
+
+
+def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGenerator:
+    return GroupGenerator(
+        fleet=services.fleet,
+        pool=services.pool,
+        decoder=inputs.text.decoder,
+        prompts=inputs.prompts,
+        sampling=_sampling(config, inputs),
+        group_size=config.algorithm.group_size,
+        overlong=config.algorithm.overlong,
+        seed=config.run.seed,
+    )
+
+
+def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunDir) -> Evaluator:
+    prompts = inputs.heldout.prompts[: config.evaluation.limit or None]
+    responder = Responder(
+        fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder, prompts=prompts, seed=config.run.seed
+    )
+    return Evaluator(
+        config=config.evaluation,
+        responder=responder,
+        prompts=prompts,
+        sampling=_sampling(config, inputs),
+        folder=run_dir.path / EVALUATIONS,
+    )
+
+
+async def _progress(config: Config, run_dir: RunDir) -> Progress:
+    if config.run.resume_step is not None:
+        run_dir.go_back_to(config.run.resume_step)
+    latest = run_dir.latest_checkpoint() if config.run.resume else None
+    if latest is not None:
+        return await load_counters(run_dir, latest)
+    sampling = config.algorithm.dynamic_sampling
+    # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
+    rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)
+    state = SamplerState(cursor=0, pass_rate=rate, carried=())
+    return Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)

@@ -1,0 +1,198 @@
+"""Prompt files -> rows: lines and records, and the columns of each."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.data.field_mapping import Columns, PromptFile
+
+Chat = list[dict[str, str]]
+
+
+class DataError(ValueError):
+    """A prompt file that cannot be used. The message names the file, the line and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What a prompt file says of one problem. Row(prompt="1 + 1?", answer="2", source="gsm8k", verifier=None)."""
+
+    prompt: str | Chat
+    answer: str
+    """Ground truth; an object or a list of the file as JSON."""
+    structured: bool
+    """Whether the file holds an object or a list there."""
+    source: str
+    verifier: str | None
+    """Verifier that the row itself names."""
+
+
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "gzip", "decompress it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "decompress it"),
+    (b"PAR1", "parquet", "rename it to .parquet"),
+    (b"\xff\xfe", "UTF-16", "write it anew as UTF-8"),
+    (b"\xfe\xff", "UTF-16", "write it anew as UTF-8"),
+)
+
+
+def check_file(path: Path, setting: str) -> None:
+    """Whether `path`, which the key `setting` names, can be a prompt file, without reading it.
+
+    Raises:
+        DataError: it is missing, unreadable, empty or of another kind.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such prompt file; set {setting} to a .jsonl or .parquet file")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: this user may not read it; change its permissions or name another file")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: no usable prompt, the file is empty")
+    with path.open("rb") as file:
+        start = file.read(4)
+    for mark, kind, remedy in _OTHER_KINDS:
+        if start.startswith(mark) and path.suffix != ".parquet":
+            raise DataError(f"{path}: is {kind}, by its first bytes; {remedy}")
+
+
+def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each row; a line of JSON lines comes as its bytes.
+
+    Raises:
+        DataError: as `check_file`, or damaged.
+    """
+    check_file(path, setting)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        at = 0
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                for row in batch.to_pylist():
+                    at += 1
+                    yield f"{path}: row {at}", row
+        except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
+            raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
+    else:
+        with path.open("rb") as lines:
+            for at, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{at}", line
+
+
+def parse_row(record: Any, file: PromptFile, place: str) -> Row:
+    """The columns of one record.
+
+    Raises:
+        DataError: not JSON, a column that is missing, empty or of the wrong type.
+    """
+    columns = file.columns
+    if isinstance(record, bytes):
+        try:
+            record = json.loads(record)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{place}: not valid JSON ({error}); each line must be one JSON object; fix it or set "
+                "data.broken_rows=skip"
+            ) from None
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
+    answer, structured = _answer(record, columns, place)
+    source = file.name
+    if columns.source_key is not None:
+        source = _text(record, columns.source_key, "source_key", place)
+    verifier = None
+    if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
+        verifier = _text(record, columns.verifier_key, "verifier_key", place)
+    prompt = _prompt(record, columns, place)
+    for key, text in (
+        (columns.prompt_key, prompt),
+        (columns.answer_key, answer),
+        (columns.source_key or "the file's name", source),
+    ):
+        _check_characters(text, key, place)
+    return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
+
+
+def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
+    prompt = _column(record, columns.prompt_key, "prompt_key", place)
+    if isinstance(prompt, list):
+        if not prompt or not all(
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in prompt
+        ):
+            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts")
+        if not all(turn["role"].strip() for turn in prompt) or not any(turn["content"].strip() for turn in prompt):
+            raise DataError(f"{place}: {columns.prompt_key} has a turn without a role, or no turn says anything")
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
+    return prompt
+
+
+def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
+    key = columns.answer_key
+    answer = _column(record, key, "answer_key", place)
+    if isinstance(answer, dict | list) and answer and columns.answer_after is None:
+        try:
+            return json.dumps(answer, ensure_ascii=False, allow_nan=False), True
+        except (TypeError, ValueError) as error:  # parquet has columns of bytes, dates and decimals; and NaN is no JSON
+            raise DataError(f"{place}: {key} holds what JSON cannot ({error}); store texts and numbers") from None
+    if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer):
+        answer = _numeral(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(f"{place}: {key} = {str(answer)[:80]!r}: expected a text or a number that is not empty")
+    if columns.answer_after is None:
+        return answer, False
+    _, mark, after = answer.rpartition(columns.answer_after)
+    if not mark or not after.strip():
+        raise DataError(f"{place}: {key} holds no answer after {columns.answer_after!r} (answer_after)")
+    return after.strip(), False
+
+
+def _numeral(number: int | float | Decimal) -> str:
+    """The number in plain digits, without a fraction of zeros: a column of integers becomes one of floats or decimals
+    where a cell is empty or a scale is given, and `exact` compares texts. 42.0 is "42", 1e-05 "0.00001"."""
+    if isinstance(number, int):
+        return str(number)
+    text = format(Decimal(repr(number)) if isinstance(number, float) else number, "f")
+    text = text.rstrip("0").removesuffix(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def _check_characters(text: str | Chat, key: str, place: str) -> None:
+    """A lone surrogate is half a character that JSON can write (`\\ud800`) and UTF-8, and so any tokenizer, cannot."""
+    texts = [turn[part] for turn in text for part in ("role", "content")] if isinstance(text, list) else [text]
+    for each in texts:
+        try:
+            each.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {key} holds {each[error.start]!a}, half a character (a lone surrogate); fix the text"
+            ) from None
+
+
+def _text(record: Any, key: str, setting: str, place: str) -> str:
+    text = _column(record, key, setting, place)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{place}: {key} = {str(text)[:80]!r} ({setting}): expected a text that is not empty")
+    return text.strip()
+
+
+def _column(record: Any, key: str, setting: str, place: str) -> Any:
+    at = record
+    for part in key.split("."):
+        if not isinstance(at, dict) or part not in at:
+            known = sorted(at) if isinstance(at, dict) else []
+            near = get_close_matches(part, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'no columns'}"
+            raise DataError(f"{place}: no column {key!r} ({setting}); {hint}")
+        at = at[part]
+    return at

@@ -1,0 +1,82 @@
+"""Which layouts a certificate tries: all that fit the model and the processes, and a seeded choice of them."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.base import ConfigError
+
+
+def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
+    """Every layout of at most `processes` ranks that divides the model, one process without any split first."""
+    return [layout for layout in _all_layouts(hf.num_layers, processes) if _fits(hf, layout)]
+
+
+def choose_layouts(
+    candidates: Sequence[LayoutConfig], count: int, *, seed: int, always: LayoutConfig
+) -> list[LayoutConfig]:
+    """One process (other packings alone), `always`, and a random choice up to `count` in all.
+
+    Each next one is drawn from those that bring most kinds of parallelism that are not there yet: 4 of the layouts of
+    two ranks have all kinds.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = list(dict.fromkeys([LayoutConfig(), always]))[:count]
+    left = [layout for layout in candidates if layout not in chosen]
+    seen = {kind for layout in chosen for kind in kinds(layout)}
+    while left and len(chosen) < count:
+        news = [len(kinds(layout) - seen) for layout in left]
+        best = [layout for layout, new in zip(left, news, strict=True) if new == max(news)]
+        layout = best[int(rng.integers(len(best)))]
+        chosen.append(layout)
+        left.remove(layout)
+        seen |= kinds(layout)
+    return chosen
+
+
+def kinds(layout: LayoutConfig) -> set[str]:
+    """The kinds of parallelism in a layout: of DP, TP, SP, PP, VPP, CP."""
+    present = {
+        "TP": layout.tensor > 1,
+        "SP": layout.sequence_parallel,
+        "PP": layout.pipeline > 1,
+        "VPP": layout.virtual_pipeline is not None,
+        "CP": layout.context > 1,
+        "DP": layout.data > 1,
+    }
+    return {kind for kind, there in present.items() if there}
+
+
+def label(layout: LayoutConfig) -> str:
+    """A layout in a table: "TP2+SP PP2 VPP2", or "one process"."""
+    parts = [f"TP{layout.tensor}+SP" if layout.sequence_parallel else f"TP{layout.tensor}"]
+    parts += [f"PP{layout.pipeline}", f"VPP{layout.virtual_pipeline}", f"CP{layout.context}", f"DP{layout.data}"]
+    return " ".join(part for part in parts if not part.endswith(("P1", "PNone"))) or "one process"
+
+
+def _all_layouts(num_layers: int, processes: int) -> Iterator[LayoutConfig]:
+    sizes = range(1, processes + 1)
+    for tensor, pipeline, context, data in itertools.product(sizes, repeat=4):
+        if tensor * pipeline * context * data > processes:
+            continue
+        stages = [None, *(range(2, num_layers // pipeline + 1) if pipeline > 1 else ())]
+        for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
+            yield LayoutConfig(
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_pipeline=virtual,
+                context=context,
+                data=data,
+                sequence_parallel=sequence,
+            )
+
+
+def _fits(hf: HFModelConfig, layout: LayoutConfig) -> bool:
+    try:
+        check_layout(hf, layout)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""The mini-batch of a certificate: ragged lengths, and numbers that put tokens on both sides of every clip."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dapo.actor.packing import MicroBatchPlan
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
+from megatron_dapo.algorithm.aggregation import Aggregation, token_weights
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+
+GROUP = 4
+"""Responses a prompt."""
+
+RATIO_SPREAD = 0.3
+"""Standard deviation of log(pi / pi_old): about a third of the tokens lie outside 0.8 .. 1.28."""
+
+KINK_DISTANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""No log-ratio is nearer to a clip bound's: there rounding, that of the type of the layouts, decides which side a token
+is on, and its gradient jumps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """R random responses and what their losses read, without the token weights."""
+
+    responses: Responses
+    carries_loss: np.ndarray
+    """bool [R]; one response is masked, as overlong filtering does."""
+
+    columns: dict[str, np.ndarray]
+    """Columns of `MiniBatch` by name, float32 [N] each."""
+
+    def mini_batch(
+        self, aggregation: Aggregation, plan: MicroBatchPlan, *, constant_length: int, weights_plan: MicroBatchPlan
+    ) -> MiniBatch:
+        """The mini-batch packed by `plan`. `weights_plan` is the packing that `verl_legacy` takes its weights from:
+        they are part of the mini-batch, so one for all layouts."""
+        lengths = torch.from_numpy(self.responses.response_lengths.astype(np.int64))
+        weights = token_weights(
+            lengths,
+            torch.arange(len(lengths)) // GROUP,
+            aggregation,
+            mask=torch.from_numpy(self.carries_loss),
+            constant_length=constant_length,
+            micro_batch_index=torch.from_numpy(weights_plan.micro_batch_index()),
+        )
+        return MiniBatch(responses=self.responses, plan=plan, weights=weights.numpy(), **self.columns)
+
+
+def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) -> Responses:
+    """Lognormal lengths; the last response fills `longest` tokens (prompt included), the first has a single token."""
+    rng = np.random.default_rng([seed, 0])
+    prompts = rng.integers(1, max(2, longest // 4), count)
+    room = longest - prompts
+    lengths = np.clip(rng.lognormal(np.log(longest / 4), 0.8, count).astype(np.int64), 1, room)
+    lengths[0], lengths[-1] = 1, room[-1]
+    return Responses(
+        token_ids=rng.integers(0, vocabulary, int((prompts + lengths).sum())).astype(np.int32),
+        sequence_lengths=(prompts + lengths).astype(np.int32),
+        prompt_lengths=prompts.astype(np.int32),
+    )
+
+
+def random_sample(
+    responses: Responses, current: LogProbs, objective: PolicyObjective, *, dtype: str, correction: bool, seed: int
+) -> Sample:
+    """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens."""
+    rng = np.random.default_rng([seed, 1])
+    tokens, lengths = responses.num_response_tokens, responses.response_lengths
+    columns = {
+        "advantages": np.repeat(_advantages(rng, len(lengths)), lengths),
+        "old_log_probs": current.log_probs - _log_ratios(rng, tokens, objective, KINK_DISTANCE[dtype]),
+    }
+    if objective.kl_coefficient > 0:
+        columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
+    if correction:
+        columns["correction"] = rng.uniform(0.5, 2.0, tokens)
+    carries_loss = np.ones(len(lengths), dtype=bool)
+    carries_loss[len(lengths) // 2] = False
+    return Sample(
+        responses=responses,
+        carries_loss=carries_loss,
+        columns={name: column.astype(np.float32) for name, column in columns.items()},
+    )
+
+
+def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
+    """float64 [R]: of each prompt's responses one has a negative advantage, which is smaller.
+
+    Were they balanced, as eq. 9 makes them, the loss would be a small difference of large terms, and a rounding of
+    1e-7 of the terms could be any share of the loss.
+    """
+    size = rng.uniform(0.5, 2.0, responses)
+    return np.where(np.arange(responses) % GROUP == 1, -size / 4, size)
+
+
+def _log_ratios(rng: np.random.Generator, tokens: int, objective: PolicyObjective, distance: float) -> np.ndarray:
+    """float64 [tokens]: log(pi / pi_old), kept away from the clip bounds."""
+    drawn = rng.normal(0, RATIO_SPREAD, tokens)
+    for bound in (1 - objective.clip_low, 1 + objective.clip_high, objective.clip_dual):
+        if bound:
+            near = np.abs(drawn - np.log(bound)) < distance
+            drawn[near] = np.log(bound) + np.copysign(distance, drawn[near] - np.log(bound))
+    return drawn

@@ -1,0 +1,113 @@
+"""Responses of an evaluation, on disk as soon as each is judged, so that one which goes on asks for the others only."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.experience.responder import Answer
+from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+
+SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
+
+Asked = tuple[str, str, int]
+"""(way, problem, number of the sample)"""
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation cannot be made, or its folder not be used. The message says why and what to do."""
+
+
+class ResponseLog:
+    """`responses.jsonl` in the folder of one evaluation, which one process writes at a time."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """
+        Args:
+            settings: what decides a response and its verdict; those of an earlier start must have been equal.
+
+        Raises:
+            EvaluationError: another process holds the folder, its responses were made with other settings, or one of
+                them cannot be read.
+            OSError: the folder cannot be written or locked.
+        """
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock_folder(folder)
+        except FolderHeld:
+            raise EvaluationError(
+                f"{folder}: another evaluation writes there; wait for it, or give another --out"
+            ) from None
+        try:
+            _check_settings(folder / SETTINGS, settings)
+            self.known = _read(folder / RESPONSES)
+        except EvaluationError:
+            self._lock.release()
+            raise
+        self._file = (folder / RESPONSES).open("a", encoding="utf-8")
+
+    def add(self, asked: Asked, answer: Answer) -> None:
+        """One more; with the system before this returns, so that the death of this process cannot lose it."""
+        way, problem, sample = asked
+        line = {"way": way, "problem": problem, "sample": sample} | asdict(answer)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self.known[asked] = answer
+
+    def set_aside(self, ending: str) -> Path:
+        """Rename the file: what it holds is of no use to this evaluation. Returns where it is now."""
+        self._file.close()
+        aside = self._folder / f"{RESPONSES}.{ending}"
+        os.replace(self._folder / RESPONSES, aside)
+        return aside
+
+    def close(self) -> None:
+        """Harmless when called again."""
+        self._file.close()
+        self._lock.release()
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    if not path.exists():
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+        return
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EvaluationError(f"{path}: {error}; remove the folder, or give another --out") from None
+    now = json.loads(json.dumps(settings))
+    changed = [key for key in now if not isinstance(stored, dict) or stored.get(key) != now[key]]
+    if changed:
+        key = changed[0]
+        was = stored.get(key) if isinstance(stored, dict) else None
+        raise EvaluationError(
+            f"{path.parent}: its responses were made with {key} = {was}, not {now[key]}; give another --out, or "
+            "remove that folder"
+        )
+
+
+def _read(path: Path) -> dict[Asked, Answer]:
+    """What is there; a last line that a killed process did not finish is cut off."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    known = {}
+    for number, text in enumerate(whole.splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            asked = (line.pop("way"), line.pop("problem"), line.pop("sample"))
+            known[asked] = Answer(**line | {"versions": tuple(line["versions"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EvaluationError(
+                f"{path}:{number}: no response of an evaluation ({error!r}); remove the line, it will be asked for "
+                "again"
+            ) from None
+    return known

@@ -1,0 +1,86 @@
+"""What the coordinator's own parts tell each other."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reward.verdict import Verdict
+from rollout.generation import FinishReason, Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredResponse:
+    """One response, judged. Wrong and half way into the soft overlong buffer:
+    ScoredResponse(..., accuracy=False, reward_raw=-1.0, reward_shaped=-1.5)."""
+
+    generation: Generation
+    text: str
+    verdict: Verdict
+    accuracy: bool
+    """The only thing dynamic sampling may read (law 2)."""
+    reward_raw: float
+    """Eq. 7: +1.0 or -1.0."""
+    reward_shaped: float
+    """reward_raw plus the length penalty (eq. 13): what eq. 9 reads."""
+    other_accuracy: bool | None = None
+    """For mathematics, what the other rule says: `exact` of what `robust` judged, or the reverse. Only watched."""
+
+    @property
+    def rules_disagree(self) -> bool:
+        """Whether `exact` and `robust` were both asked and differ."""
+        return self.other_accuracy is not None and self.other_accuracy is not self.accuracy
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the server cut the response off at its limit."""
+        return self.generation.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredGroup:
+    """All G responses of one prompt."""
+
+    position: int
+    """Place in the endless shuffled order; the ledger's `prompt`."""
+    prompt_index: int
+    """Row of the prompt set."""
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    weight_version: int
+    """Oldest version that wrote a token of it."""
+    responses: tuple[ScoredResponse, ...]
+
+    @property
+    def correct(self) -> int:
+        return sum(response.accuracy for response in self.responses)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of the whole group."""
+        return sum(len(response.generation.token_ids) for response in self.responses)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """One filled batch: what is trained on, what was filtered, what waits for the next step."""
+
+    kept: tuple[ScoredGroup, ...]
+    """In prompt order; fewer than N only when the over-sampling limit was reached."""
+    filtered: tuple[ScoredGroup, ...]
+    carried: int
+    """Finished groups past the end of the batch, first in line for the next one."""
+    carried_tokens: int
+    """Response tokens of those groups."""
+    in_flight: int
+    """Groups past the end of the batch that are still being written; 0 without look-ahead."""
+    expired: int
+    """Groups that had become too old when this step began and were generated again."""
+    expired_tokens: int
+    """Response tokens of those of them that were finished."""
+    generated: tuple[ScoredGroup, ...]
+    """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
+    pass_rate: float
+    """Expected share of kept groups that the dispatch of this step began with."""
+    predicted_groups: int
+    """Prompts that this batch was expected to need when it was begun."""
+    limit_reached: bool

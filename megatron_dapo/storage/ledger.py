@@ -1,0 +1,156 @@
+"""The ledger: an append-only record of what became of every prompt (law 4: nothing is lost, nothing is trained twice).
+
+One JSON object a line. `prompt` is a position in the endless shuffled order. The life of a position:
+
+    dispatched -> finished -> trained                 kept and used by an optimizer step
+                           -> filtered                all responses right or all wrong (or no response fit to train on)
+                           -> carried -> trained ...  finished past the end of a full batch, first in line for the next
+               -> expired -> dispatched               its weights became too old, finished or not: generated again
+
+A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
+that checkpoint, and what belongs to later steps than it, and `effective_events` gives what stands. What was in flight
+at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.storage.durable import drop_torn_line
+from megatron_dapo.storage.os_errors import naming
+
+
+class Event(StrEnum):
+    DISPATCHED = "dispatched"
+    FINISHED = "finished"
+    FILTERED = "filtered"
+    CARRIED = "carried"
+    EXPIRED = "expired"
+    INTERRUPTED = "interrupted"
+    """Never written: what `effective_events` finds in flight at a checkpoint that was resumed from."""
+    TRAINED = "trained"
+    CHECKPOINT = "checkpoint"
+    RESUMED = "resumed"
+
+
+class LedgerError(RuntimeError):
+    """The ledger contradicts itself. The message names the line."""
+
+
+class Ledger:
+    """Appends events; `commit` makes them durable. Single writer: the coordinator."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        drop_torn_line(path)  # it was never committed, so nothing rests on it
+        self._file = path.open("a", encoding="utf-8")
+
+    def record(
+        self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any
+    ) -> None:
+        """Append one event. `prompt` is the position in the shuffled order; none for events of the whole run."""
+        line = {
+            "event": event,
+            "prompt": prompt,
+            "rollout_step": rollout_step,
+            "weight_version": weight_version,
+            **details,
+        }
+        with naming(self._path):
+            self._file.write(json.dumps(line) + "\n")
+
+    def commit(self) -> None:
+        """Returns when everything recorded is on disk."""
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.commit()
+            self._file.close()
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """All events as written, a torn last line left out.
+
+    Raises:
+        LedgerError: a line in the middle that is no event in JSON.
+    """
+    events: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+        if not isinstance(event, dict) or "event" not in event:
+            raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
+        events.append(event)
+    return events
+
+
+def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that stand: those after a checkpoint that a later resume went back behind are left out.
+
+    Where a checkpoint was resumed from, each position without a fate by then gets an event `interrupted`.
+    """
+    standing: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == Event.RESUMED:
+            step = event["rollout_step"]
+            keep = 0
+            for at, earlier in enumerate(standing, start=1):
+                if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
+                    keep = at
+            # A run that stops in the middle of a step saves what stood before it, after events of that step.
+            standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
+            standing += _interrupted(standing, event)
+        else:
+            standing.append(event)
+    return standing
+
+
+def _interrupted(standing: Iterable[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+    last = {event["prompt"]: event["event"] for event in standing if event["prompt"] is not None}
+    unfinished = (Event.DISPATCHED, Event.FINISHED)  # finished, but after the checkpoint's content was fixed
+    return [
+        resumed | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt, kind in last.items() if kind in unfinished
+    ]
+
+
+def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """Fate of every dispatched position among `effective_events`.
+
+    Raises:
+        LedgerError: a position trained twice, sent twice, decided without being finished, or skipped.
+    """
+    fates: dict[int, str] = {}
+    allowed: dict[Event, set[str | None]] = {
+        Event.DISPATCHED: {None, Event.EXPIRED, Event.INTERRUPTED},
+        Event.FINISHED: {Event.DISPATCHED},
+        Event.TRAINED: {Event.FINISHED, Event.CARRIED},
+        Event.FILTERED: {Event.FINISHED, Event.CARRIED},
+        Event.CARRIED: {Event.FINISHED, Event.CARRIED},
+        Event.EXPIRED: {Event.DISPATCHED, Event.FINISHED, Event.CARRIED},
+        Event.INTERRUPTED: {Event.DISPATCHED, Event.FINISHED},
+    }
+    for number, event in enumerate(effective_events(events), start=1):
+        position, kind = event["prompt"], Event(event["event"])
+        if position is None:
+            continue
+        before = fates.get(position)
+        if before not in allowed[kind]:
+            raise LedgerError(f"event {number}: prompt {position} is {kind} after {before or 'nothing'}")
+        fates[position] = kind
+    if fates and set(fates) != set(range(max(fates) + 1)):
+        missing = sorted(set(range(max(fates) + 1)) - set(fates))
+        raise LedgerError(f"prompts {missing[:10]} of the order were never dispatched, but later ones were")
+    return fates

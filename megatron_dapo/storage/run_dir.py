@@ -1,0 +1,288 @@
+"""The run directory: one writer at a time, complete checkpoints only, everything in readable files."""
+
+import json
+import os
+import shutil
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.storage.durable import sync_folder
+from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.storage.json_files import misshapen
+from megatron_dapo.storage.os_errors import naming
+
+OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
+"""What a run replaces or removes below its directory: nothing of that may be somebody else's."""
+
+LEDGER = "ledger.jsonl"
+
+
+class RunDirError(RuntimeError):
+    """The run directory cannot be used. The message says why and what to do."""
+
+
+class RunDirLost(RunDirError):
+    """The directory that the run began in is not at its path any more. The message says what to do."""
+
+
+class CheckpointDamaged(RunDirError):
+    """The checkpoint to go on from is damaged; the message names the file and what to do."""
+
+    def __init__(self, reason: str, intact: int | None) -> None:
+        """`intact`: rollout steps of the newest intact checkpoint before it; None: there is none."""
+        self.intact = intact
+        remedy = (
+            "no checkpoint before it is intact; begin anew in another run.dir"
+            if intact is None
+            else f"run.resume_step={intact} continues from the newest intact one before it"
+        )
+        super().__init__(f"{reason}\n{remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint: `step` rollout steps are done."""
+
+    step: int
+    folder: Path
+
+
+def has_run(path: Path) -> bool:
+    """Whether a run began in this directory. A start that failed leaves an empty ledger, which is no run.
+
+    Raises:
+        RunDirError: that cannot be seen.
+    """
+    try:
+        return (path / LEDGER).stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+
+
+class RunDir:
+    """Files of one run. Holds the directory's lock until `close`."""
+
+    def __init__(self, path: str | Path, *, resume: bool) -> None:
+        self.path = Path(path).resolve()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "logs").mkdir(exist_ok=True)
+        except OSError as error:
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
+        try:
+            self._lock = lock_folder(self.path)
+        except FolderHeld:
+            holder = _read_or(self.path / ".holder", "another process")
+            raise RunDirError(
+                f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
+            ) from None
+        except OSError as error:
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+        try:
+            (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        except OSError as error:
+            self._lock.release()
+            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+        self._identity = _identity(self.path / ".lock")
+        if resume:
+            return
+        try:
+            self._refuse_what_is_there()
+        except RunDirError:
+            self.close()
+            raise
+
+    def _refuse_what_is_there(self) -> None:
+        """For a new run."""
+        if has_run(self.path):
+            raise RunDirError(
+                f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
+            )
+        taken = [name for name in OWN_NAMES if (self.path / name).exists()]
+        if taken and not (self.path / "manifest.json").exists():
+            raise RunDirError(f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory")
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / LEDGER
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def check_there(self) -> None:
+        """Before something is written that a resume rests on: a path whose mount is gone may be a directory still, and
+        what is written to it is lost once the mount is back.
+
+        Raises:
+            RunDirLost: another directory, or none, is at the run directory's path.
+        """
+        if _identity(self.path / ".lock") != self._identity:
+            raise RunDirLost(
+                f"run.dir = {self.path}: is not the directory that this run began in (was a mount lost, or the "
+                "directory moved?); what was saved stands there: bring it back and set run.resume=true"
+            )
+
+    def write_text(self, name: str, text: str, *, durable: bool = True) -> None:
+        """Write a file whole or not at all.
+
+        Args:
+            durable: on return it is on disk, whatever becomes of the machine. A resume rests on most files; for one
+                that is written every few seconds it is too dear.
+        """
+        aside = self.path / f".{name}.tmp"
+        with naming(aside), aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, self.path / name)
+        if durable:
+            sync_folder(self.path)
+
+    def write_json(self, name: str, content: Any, *, durable: bool = True) -> None:
+        self.write_text(name, json.dumps(content, indent=2) + "\n", durable=durable)
+
+    def read_json(self, name: str, *keys: str) -> dict[str, Any]:
+        """An object that `write_json` wrote.
+
+        Args:
+            keys: what it must hold.
+
+        Raises:
+            RunDirError: the file is missing, damaged or of another shape; names it.
+        """
+        file = self.path / name
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunDirError(f"{file}: {error.strerror}; restore it from a copy, or begin anew elsewhere") from None
+        except ValueError as error:
+            raise RunDirError(f"{file}: damaged ({error}); restore it from a copy, or begin anew elsewhere") from None
+        missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+        if missing:
+            raise RunDirError(f"{file}: damaged, without {', '.join(missing)}; restore it from a copy")
+        if wrong := misshapen(name, content):
+            raise RunDirError(f"{file}: damaged ({wrong}); restore it from a copy")
+        return content
+
+    def checkpoint_aside(self, step: int) -> Path:
+        """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count. One at a time: what an
+        earlier save or removal left unfinished goes."""
+        self.check_there()
+        aside = self.path / "checkpoints" / f".step_{step}.tmp"
+        for pattern in (".step_*.tmp", ".step_*.removed"):
+            for left in aside.parent.glob(pattern):
+                shutil.rmtree(left)
+        aside.mkdir(parents=True)
+        return aside
+
+    def publish_checkpoint(self, aside: Path, step: int, keep: int) -> Checkpoint:
+        """Rename into place, point `latest` at it, remove all but the newest `keep`."""
+        self.check_there()
+        folder = self.path / "checkpoints" / f"step_{step}"
+        if folder.exists():
+            _remove(folder)
+        sync_folder(aside)
+        os.replace(aside, folder)
+        self._point_latest_at(folder.name)
+        for old in self.checkpoints()[:-keep]:
+            _remove(old.folder)
+        return Checkpoint(step=step, folder=folder)
+
+    def _point_latest_at(self, name: str) -> None:
+        latest = self.path / "checkpoints" / ".latest.tmp"
+        latest.write_text(name + "\n")
+        os.replace(latest, self.path / "checkpoints" / "latest")
+        sync_folder(self.path / "checkpoints")
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first."""
+        return _checkpoints(self.path)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        found = self.checkpoints()
+        return found[-1] if found else None
+
+    def go_back_to(self, step: int) -> None:
+        """Make the checkpoint after rollout step `step` the newest. Later ones, and the summary of a run that ended,
+        are kept under another name.
+
+        Raises:
+            RunDirError: there is none; says which there are.
+        """
+        steps = [checkpoint.step for checkpoint in self.checkpoints()]
+        if step not in steps:
+            raise RunDirError(
+                f"run.resume_step = {step}: {self.path / 'checkpoints'} holds "
+                f"{', '.join(f'step {found}' for found in steps) or 'none'}"
+            )
+        summary = self.path / "summary.json"
+        if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
+            os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
+        self._point_latest_at(f"step_{step}")  # first: it must not name what is not there any more
+        for later in self.checkpoints():
+            if later.step > step:
+                os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
+
+    def close(self) -> None:
+        with suppress(OSError):  # a disk that has become read-only must not hide why the run ends
+            (self.path / ".holder").unlink()
+        self._lock.release()
+
+
+def newest_step(path: Path) -> int:
+    """Rollout steps that the newest complete checkpoint of a run directory stands for; 0 without one.
+
+    Raises:
+        RunDirError: no directory can be at this path.
+    """
+    try:
+        found = _checkpoints(path)
+    except OSError as error:
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
+    return found[-1].step if found else 0
+
+
+def _checkpoints(path: Path) -> list[Checkpoint]:
+    found = [
+        Checkpoint(step=int(folder.name.removeprefix("step_")), folder=folder)
+        for folder in (path / "checkpoints").glob("step_*")
+        if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint. Renamed first: a kill in between must not leave half a one under its name."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside)
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of path.2, path.3, ... that is not there."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def _identity(lock: Path) -> tuple[int, int] | None:
+    """Device and inode of the lock file, which is never replaced while a run holds it; None without one."""
+    try:
+        found = lock.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _read_or(path: Path, otherwise: str) -> str:
+    return path.read_text().strip() if path.exists() else otherwise

@@ -1,0 +1,279 @@
+"""Engines: a server process of our own, or the address of one that somebody else runs."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from rollout.config import RolloutConfig
+from rollout.errors import ServerStartError
+from rollout.server import launch_server
+from rollout.server.server_command import ServerSpec, server_arguments
+
+TAIL_LINES = 40
+GRACE_S = 8.0
+"""Seconds that a GPU server has after SIGTERM to release its devices. On a CPU there is nothing to release."""
+
+STOP_SHOWS_S = 5.0
+"""Between two looks whether a process of a server is stopped."""
+
+_REAP_S = 10.0
+_PORTS = range(20000, 32768)
+"""Below those that the kernel gives to outgoing connections."""
+_PORT_SHARES = 64
+"""Servers of one run on one machine draw from different shares of the ports, so that no two draw the same."""
+_PORT_ATTEMPTS = 50
+
+
+class Engine(Protocol):
+    """One server, whose life the fleet looks after. `url` may change with a restart."""
+
+    ours: bool
+    """Whether the run started it: then nobody else has requests there, and its /health draws no token."""
+
+    @property
+    def url(self) -> str:
+        """http://host:port"""
+
+    async def start(self) -> None:
+        """Begins the start; the fleet waits for readiness."""
+
+    def alive(self) -> bool:
+        """False when the process is known to have ended, or to be stopped for seconds (SIGSTOP)."""
+
+    def killed(self) -> bool:
+        """Whether that was by a signal: somebody's, or the kernel's for want of memory."""
+
+    def log_tail(self) -> str:
+        """The last lines of the log, for errors."""
+
+    async def restart(self) -> None:
+        """Ends what is left of it and begins a new start."""
+
+    def kill(self) -> None:
+        """Ends it at once, with all of its processes."""
+
+    async def close(self) -> None:
+        """Ends it in order."""
+
+
+def group_environment(config: RolloutConfig) -> dict[str, str]:
+    """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
+
+    They are what SGLang sets for itself; a trainer with NCCL's defaults would exchange memory handles of another kind.
+    """
+    if config.weight_sync != "distributed":
+        return {}
+    symmetric = "--enable-symm-mem" in config.extra_args
+    sharp = symmetric or "--enable-nccl-nvls" in config.extra_args
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(sharp))}
+
+
+class LocalServer:
+    """A server as a child process with a process group of its own. It ends with this process, however that ends.
+
+    `start` must be called from a thread that lives as long as the server: the kernel ties a child to the thread.
+    """
+
+    ours = True
+
+    def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
+        self.config = config
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self._port = config.port + spec.index if config.port else 0
+        self._next_look, self._stopped_looks = 0.0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Starts the process.
+
+        Raises:
+            ServerStartError: the configured port is taken; nothing was started.
+        """
+        self._port = self._choose_port()
+        self._next_look, self._stopped_looks = time.monotonic() + STOP_SHOWS_S, 0
+        arguments = server_arguments(self.config, self.spec, self._port)
+        self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.spec.log_path.open("ab") as log:
+            log.write(f"\n=== {time.strftime('%F %T')} {' '.join(arguments)}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", launch_server.__name__, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None and not self._is_stopped()
+
+    def killed(self) -> bool:
+        return self.process is not None and ((self.process.poll() or 0) < 0 or self._is_stopped())
+
+    def log_tail(self) -> str:
+        return tail(self.spec.log_path)
+
+    async def restart(self) -> None:
+        await asyncio.to_thread(self.kill)
+        await self.start()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group; returns when no process of it is left, at the latest after 10 s."""
+        if self.process is None:
+            return
+        group = self.process.pid
+        members = _group_members(group)
+        for member in members:
+            _ignore_gone(member.kill)
+        _ignore_gone(lambda: os.killpg(group, signal.SIGKILL))
+        self.process.wait(_REAP_S)
+        psutil.wait_procs(members, _REAP_S)
+        self.process = None
+
+    async def close(self) -> None:
+        """SIGTERM to the server, time to release its GPUs, then `kill`."""
+        if self.alive() and self.spec.device == "cuda":
+            assert self.process is not None
+            self.process.terminate()
+            deadline = time.monotonic() + GRACE_S
+            while self.alive() and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)
+        await asyncio.to_thread(self.kill)
+
+    def _is_stopped(self) -> bool:
+        """Whether a process of the server was found stopped by two looks in a row: one by itself may fall into the
+        moment in which a batch system stops or continues all processes of a job."""
+        assert self.process is not None
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + STOP_SHOWS_S
+            self._stopped_looks = self._stopped_looks + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
+        return self._stopped_looks > 1
+
+    def _choose_port(self) -> int:
+        if not self.config.port:
+            return free_port(self.config.host, self.spec.index)
+        wanted = self.config.port + self.spec.index
+        problem = _problem_of_port(self.config.host, wanted)
+        if problem:
+            raise ServerStartError(
+                f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
+                f"{self.config.host}:{wanted}, which cannot be had ({problem}); choose another port, or 0 for free ones"
+            )
+        return wanted
+
+    def _environment(self) -> dict[str, str]:
+        # A checkout that is not installed must be importable in the child too.
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        # Kernels that are compiled at their first use call `ninja`, which an environment that is not activated hides.
+        programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+        key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
+        ours = {"PYTHONPATH": path, "PATH": programs, launch_server.PARENT: str(os.getpid())}
+        return group_environment(self.config) | os.environ | ours | key | gpus
+
+
+class RemoteServer:
+    """A server that somebody else runs and restarts. The fleet checks it, balances over it and sends it weights."""
+
+    ours = False
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self) -> None:
+        return None
+
+    def alive(self) -> bool:
+        return True
+
+    def killed(self) -> bool:
+        return False
+
+    def log_tail(self) -> str:
+        return f"{self._url} was started by somebody else; see its log there"
+
+    async def restart(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def _problem_of_port(host: str, port: int) -> str | None:
+    """Why nobody could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def free_port(host: str, index: int) -> int:
+    """A port that stays free while server `index` starts, which takes it only after a minute on a busy machine.
+
+    Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
+    """
+    draw = random.SystemRandom()  # neither moves nor follows the run's own random numbers
+    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
+        if _problem_of_port(host, port) is None:
+            return port
+    raise ServerStartError(f"rollout.host = {host}: {_problem_of_port(host, 0) or 'no free port'}; name a rollout.port")
+
+
+def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:
+    """The last `lines` of a log, at most `size` bytes; a note if there is none."""
+    if not path.exists():
+        return f"(no log at {path})"
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _group_members(group: int) -> list[psutil.Process]:
+    """Processes of a process group. SGLang's children stay in their parent's."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                members.append(process)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def _ignore_gone(action: object) -> None:
+    try:
+        action()  # type: ignore[operator]
+    except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
+        return

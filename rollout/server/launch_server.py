@@ -1,0 +1,163 @@
+"""`python -m rollout.server.launch_server ARGUMENTS`: SGLang's server, with what our fleet and a CPU need.
+
+The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, it
+looks for nothing in the network, it can answer in arrays (`rollout.wire.array_frames_server`), and with `--device cpu`
+it gets `rollout.cpu`. SGLang spawns its scheduler and detokenizer; Python imports this module again in each of them, as
+`__mp_main__` and before anything else, so its last lines act there too. Nothing is written into the installed packages.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from rollout import cpu
+from rollout.server.parent_death import end_with
+
+PARENT = "ROLLOUT_SERVER_PARENT"
+"""Environment variable: id of the process whose end also ends this one; absent when a person starts the server."""
+
+KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
+"""Environment variable: file with the API key to ask for. Not the key itself, and not on the command line: both can be
+read by other users of the machine."""
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SERVER = {
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
+    "SGL_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests
+}
+CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # more threads made a busy machine 13-20 times slower
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled by a C++ compiler that need not be there
+}
+
+SAVER = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+"""Of a server that leaves its GPUs' memory to the trainer: its decode graphs leave with the weights. Graphs of prefill
+cannot (`rollout.server.server_command` switches them off): SGLang's kind ends the server beside this variable."""
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""PyTorch's variables for its allocator, the old name and the new one."""
+
+MEETING_PLACE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's own variable: where the processes of a server meet, as torch.distributed writes it."""
+
+_MEET_ELSEWHERE = ("--dist-init-addr", "--nccl-port", "--nnodes", "--dp-size", "--data-parallel-size", "--dp")
+"""Arguments of servers whose processes do not all meet in one place on this machine."""
+
+_ENTRY_POINT = "rollout.cpu.plugin:register"
+
+
+def environment(arguments: Sequence[str]) -> dict[str, str]:
+    """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
+    if "cpu" not in _values(arguments, "--device"):
+        return OFFLINE | SERVER | (SAVER if "--enable-memory-saver" in arguments else {})
+    deterministic = "--enable-deterministic-inference" in arguments
+    mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
+    sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
+    parallel = max(sizes, default=1)
+    # One core a scheduler process; SGLang refuses a tensor-parallel size over the NUMA nodes without it.
+    cores = sorted(os.sched_getaffinity(0))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(parallel))
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {}
+    return OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | bound
+
+
+def _values(arguments: Sequence[str], flag: str) -> list[str]:
+    following = [value for given, value in itertools.pairwise(arguments) if given == flag]
+    return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
+
+
+def drop_expandable_segments(variables: MutableMapping[str, str]) -> list[str]:
+    """Takes that setting out of PyTorch's `variables`; the names of those that had it.
+
+    torch_memory_saver sees no memory of expandable segments: it refuses them under the old name of the variable, and
+    under the new one they would stay on the GPU.
+    """
+    changed = []
+    for name in ALLOCATOR:
+        settings = variables.get(name, "").split(",")
+        kept = [setting for setting in settings if setting.partition(":")[0].strip() != "expandable_segments"]
+        if kept != settings:
+            changed.append(name)
+            variables[name] = ",".join(kept)
+            if not kept:
+                del variables[name]
+    return changed
+
+
+def meeting_place() -> str:
+    """A file in this process's memory, which only its owner's processes can open, and which is gone when it is.
+    SGLang's own choice is a port that torch opens on every interface, from the range that the kernel gives to outgoing
+    connections: somebody else may have it when the server has loaded enough to bind it."""
+    return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting-place')}"
+
+
+def end_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if the parent is gone already."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    end_with(int(parent))
+    os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the server until it is stopped. Call it as the first thing of a process."""
+    end_with_parent()
+    os.environ.update(environment(arguments))
+    if "--enable-memory-saver" in arguments:
+        for name in drop_expandable_segments(os.environ):
+            print(f"{name}: expandable_segments is left out, torch_memory_saver cannot release such memory", flush=True)
+    if not any(_values(arguments, flag) for flag in _MEET_ELSEWHERE):
+        os.environ.setdefault(MEETING_PLACE, meeting_place())
+    if cpu.cpu_mode() is not cpu.CpuMode.OFF:
+        if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
+            sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
+        prepare_imports()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(list(arguments))
+    if KEY_FILE in os.environ:
+        from rollout.server.api_key import read_key
+
+        # Not as an argument: SGLang would make plain text of it and print it. Its settings are read-only by now.
+        object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))
+    # Not before: what it imports of SGLang reads settings that the arguments make.
+    from rollout.wire import array_frames_server
+
+    array_frames_server.add()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def prepare_imports() -> None:
+    """Makes SGLang importable in this process where GPU packages are absent."""
+    from rollout.cpu import standins
+
+    standins.install()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    # SGLang's own way comes after imports that take seconds: a parent that dies meanwhile would leave this one behind.
+    end_with_parent()
+    if cpu.cpu_mode() is not cpu.CpuMode.OFF:
+        prepare_imports()

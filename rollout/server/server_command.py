@@ -1,0 +1,89 @@
+"""The command line of one SGLang server, from the config and what the run knows of its model and machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollout.config import RolloutConfig
+from rollout.cpu.plugin import DECODE_BACKEND, PREFILL_BACKEND
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSpec:
+    """What a server needs besides section `rollout`.
+
+    A 32B model on four GPUs of a node: ServerSpec(model_path=Path("/models/Qwen2.5-32B"), device="cuda",
+    dtype="bfloat16", context_length=22528, seed=1, log_path=Path("runs/a/server0.log"),
+    gpus=("0", "1", "2", "3"))
+    """
+
+    model_path: Path
+    """Folder in Hugging Face layout; its weights serve until the first publish."""
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    """float32 (the CPU's) or bfloat16. Never "auto": SGLang would turn a float32 checkpoint into float16."""
+    context_length: int
+    """Longest prompt and response together, in tokens; at most what the model's config allows."""
+    seed: int
+    """Of the server's own sampling, where requests bring no seed; another one for each server of a fleet, which would
+    otherwise draw the same noise."""
+    log_path: Path
+    """Everything that the server prints is appended here."""
+    api_key_file: Path | None = None
+    """File with the key that the server asks its callers for (rollout.server.api_key); None: it answers anybody."""
+    index: int = 0
+    """Number of the server; a configured port is counted up from the first server's."""
+    shares_memory: bool = False
+    """Whether it can leave its accelerators' memory and take it back."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
+    `rollout.tensor_parallel`; empty: all."""
+
+
+def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list[str]:
+    """Arguments of `rollout.server.launch_server`. `extra_args` come last: SGLang takes the last of two equal flags."""
+    arguments = {
+        "--model-path": str(spec.model_path),
+        "--device": spec.device,
+        "--dtype": spec.dtype,
+        "--context-length": str(spec.context_length),
+        "--tensor-parallel-size": str(config.tensor_parallel),
+        "--random-seed": str(spec.seed),
+        "--host": config.host,
+        "--port": str(port),
+        "--max-running-requests": str(config.max_running_requests),
+        "--mem-fraction-static": str(config.memory_fraction),
+        "--weight-version": "0",
+        "--sampling-defaults": "openai",  # not those of the model's generation_config.json
+        "--log-level-http": "warning",  # else a line for each request
+    }
+    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    kv_cache_tokens = config.kv_cache_tokens
+    if config.deterministic:
+        flags.append("--enable-deterministic-inference")
+    elif config.stream_every:
+        flags.append("--incremental-streaming-output")
+        arguments["--stream-interval"] = str(config.stream_every)
+    if spec.shares_memory and spec.device == "cuda":
+        # The backup: after a checkpoint, for one, they draw on with the weights that they had.
+        flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+        arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
+    if spec.device == "cuda" and spec.dtype == "float32":
+        # FlashAttention 3 and FlashInfer take 16-bit types alone, and so does SGLang's RMS norm outside this mode.
+        arguments["--attention-backend"] = "triton"
+        flags += [] if config.deterministic else ["--enable-deterministic-inference"]
+    if spec.device == "cpu":
+        arguments |= {
+            "--attention-backend": "torch_native",
+            "--prefill-attention-backend": PREFILL_BACKEND,
+            "--decode-attention-backend": DECODE_BACKEND,
+        }
+        # Nothing to overlap with on one core: 15-20 % less work a token without it.
+        flags.append("--disable-overlap-schedule")
+        if config.deterministic:
+            arguments["--chunked-prefill-size"] = "-1"  # a prompt cut in two would be computed in another order
+        # SGLang's own choice takes a share of the machine's memory. This much never evicts a running response.
+        kv_cache_tokens = kv_cache_tokens or config.max_running_requests * spec.context_length
+    if kv_cache_tokens is not None:
+        arguments["--max-total-tokens"] = str(kv_cache_tokens)
+    return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)

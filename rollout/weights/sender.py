@@ -1,0 +1,182 @@
+"""The trainer's end of a weight sync without files: buckets to all servers, and the checksums they must then report.
+
+It runs in the process that holds the gathered weights, trainer rank 0, and calls the servers itself.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from rollout.server.api_key import read_key
+from rollout.weights.checksums import Checksums, ChecksumStream
+from rollout.weights.transport import (
+    Failure,
+    Flat,
+    GroupTransport,
+    SharedMemoryTransport,
+    Target,
+    Transport,
+    failures_of,
+)
+from rollout.wire.client import ServerInfo, SglangClient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendRequest:
+    """What is to be sent where."""
+
+    transport: Literal["tensor", "distributed"]
+    targets: tuple[Target, ...]
+    """Paused; none: only checksums are computed."""
+    label: str
+    """The servers' new name of their weights."""
+    deadline_s: float
+    """For each bucket, and for the servers to meet in a process group."""
+    backend: Literal["nccl", "gloo"]
+    """Of a process group."""
+    api_key_file: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What became of it."""
+
+    bytes: int = 0
+    buckets: int = 0
+    seconds: float = 0.0
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    """By URL: these servers hold some of the buckets, or none."""
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+    """Of the trainer's weights, as each kind of server should have them."""
+
+
+class GroupKeeper:
+    """Keeps the process group from one publish to the next, as long as the same servers run."""
+
+    def __init__(self) -> None:
+        self._group: GroupTransport | None = None
+        self._left: str | None = None
+
+    def take(self, request: SendRequest, *, device: torch.device) -> GroupTransport:
+        """The group of the request's servers; one of others is left."""
+        if self._group is None or self._group.broken or self._group.targets != request.targets:
+            self.close()
+            self._group = GroupTransport(
+                request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
+            )
+        return self._group
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            # A broken group is not ended at its servers: their end of it could wait for ever.
+            self._left = None if self._group.broken else self._group.name
+            self._group.close()
+        self._group = None
+
+    async def end_left(self, clients: Mapping[str, SglangClient]) -> None:
+        """Ends the group that was left last at those servers that were in it."""
+        name, self._left = self._left, None
+        if name is not None:
+            await failures_of({url: client.destroy_weights_update_group(name) for url, client in clients.items()})
+
+
+class WeightSender:
+    """A sink of buckets (megatron_dapo.actor.weights.buckets.BucketSink) that sends each one to every server.
+
+    Use as a context. A server that fails is left out of the buckets that follow; nothing is raised for it.
+    """
+
+    def __init__(
+        self,
+        request: SendRequest,
+        checksums: ChecksumStream,
+        names: Collection[str],
+        groups: GroupKeeper,
+        *,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            names: all tensors that will come.
+            device: where the trainer's weights are.
+        """
+        self._request, self._checksums, self._missing = request, checksums, set(names)
+        self._groups, self._device = groups, device
+        self._transport: Transport | None = None
+        self._clients: dict[str, SglangClient] = {}
+        self._closing: list[SglangClient] = []
+        self._failures: dict[str, Failure] = {}
+        self._runner = asyncio.Runner()
+        self._bytes = self._buckets = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._close())
+        self._runner.close()
+
+    def buffer(self, size: int) -> Tensor:
+        """Memory for the next bucket, which the transport can send from."""
+        if self._transport is None:  # not in the constructor: what fails here must not keep the other ranks waiting
+            self._runner.run(self._open())
+        assert self._transport is not None
+        self._buffer = self._transport.buffer(size)
+        return self._buffer
+
+    def put(self, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Sends a bucket and hashes it meanwhile; on return its memory may be used again."""
+        self._checksums.add(tensors)
+        self._missing -= tensors.keys()
+        self._bytes += bucket.size
+        self._buckets += 1
+        label = None if self._missing else self._request.label
+        if self._clients and self._transport is not None:
+            flat = Flat(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
+            self._drop(self._runner.run(self._transport.send(flat, self._clients, label)))
+        self._checksums.settle()
+
+    def report(self) -> Sent:
+        """Once the last bucket was put."""
+        return Sent(
+            bytes=self._bytes,
+            buckets=self._buckets,
+            seconds=time.monotonic() - self._started,
+            failures=dict(self._failures),
+            checksums=self._checksums.finish(),
+        )
+
+    async def _open(self) -> None:
+        request = self._request
+        key = read_key(request.api_key_file) if request.api_key_file else None
+        for target in request.targets:
+            self._clients[target.url] = SglangClient(
+                target.url, request_deadline_s=request.deadline_s, control_deadline_s=request.deadline_s, api_key=key
+            )
+        if not request.targets or request.transport == "tensor":
+            self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
+        else:
+            self._transport = self._groups.take(request, device=self._device)
+            await self._groups.end_left(self._clients)
+        if self._clients:
+            self._drop(await self._transport.join(self._clients))
+
+    def _drop(self, failures: Mapping[str, Failure]) -> None:
+        self._failures |= failures
+        for url in failures:
+            self._closing.append(self._clients.pop(url))
+
+    async def _close(self) -> None:
+        for client in (*self._clients.values(), *self._closing):
+            await client.close()
+        if isinstance(self._transport, SharedMemoryTransport):
+            self._transport.close()

@@ -1,0 +1,387 @@
+"""How a bucket of weights gets into servers without a file: shared memory of this machine, or a process group.
+
+Both give it to SGLang as its flattened bucket: uint8 in one piece, and where each tensor lies in it.
+"""
+
+import asyncio
+import base64
+import functools
+import os
+import pickle
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, distributed_c10d
+
+from rollout.errors import RolloutError, ServerRefused
+from rollout.wire.client import ServerInfo, SglangClient
+
+GRACE_S = 3.0
+"""For the servers of a group to notice that it is broken."""
+
+_NEVER = timedelta(days=7)
+"""Limit of torch's own watchdog: the deadlines here are the transport's, and one of the watchdog's ends the process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A server that gets weights: Target(url="http://127.0.0.1:30000", info=..., starts=0)"""
+
+    url: str
+    info: ServerInfo
+    starts: int
+    """Restarts of the server so far: a server that was restarted has left every process group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flat:
+    """A bucket: its bytes, and the tensors that stand in them one behind the other."""
+
+    buffer: Tensor
+    """uint8 [size]"""
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a server did not load a bucket: Failure(reason="...: 400: out of memory", answers=True)"""
+
+    reason: str
+    answers: bool
+    """Whether it said so itself, and can be asked for something else."""
+
+
+class Transport(Protocol):
+    """One bucket after the other, to servers that are paused."""
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8 [size], to be filled with the next bucket."""
+        ...
+
+    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        """Before the first bucket. {url: why} of the servers that cannot take part."""
+        ...
+
+    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+        """Returns when every server has loaded the bucket; {url: why} of those that have not.
+
+        `label`: the servers' new name of their weights, with the last bucket.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what is held."""
+        ...
+
+
+class SharedMemoryTransport:
+    """A memory of this machine without a name in the file system: it is gone when this process is.
+
+    The servers map it read-only; each rank reads its share. They must run on this machine as the same user. Weights on
+    a GPU are gathered there, and hashed there, and copied to the memory bucket by bucket.
+    """
+
+    def __init__(self, targets: Sequence[Target], *, device: torch.device, deadline_s: float) -> None:
+        """
+        Args:
+            device: where buckets are filled: that of the trainer's weights.
+
+        Raises:
+            RolloutError: a target is on another machine.
+        """
+        for target in targets:
+            check_this_machine(target.url)
+        self._ranks = {target.url: target.info.tensor_parallel for target in targets}
+        self._device, self._deadline_s = device, deadline_s
+        self._file = os.memfd_create("rollout-weights")
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def buffer(self, size: int) -> Tensor:
+        if self._memory.numel() < size:
+            os.ftruncate(self._file, size)
+            self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory[:size]
+
+    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        return {}
+
+    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+        if bucket.buffer.device.type != "cpu":
+            self._memory[: bucket.buffer.numel()].copy_(bucket.buffer)
+        payload = _payload(self._path, bucket)
+        calls = {
+            url: client.update_weights_from_tensor([payload] * self._ranks[url], label, self._deadline_s)
+            for url, client in clients.items()
+        }
+        return await failures_of(calls)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class _Mapped:
+    """Pickles as the call that maps the memory: SGLang's unpickler admits functions of torch."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path, self.size = path, size
+
+    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[str, bool, int]]:
+        return functools.partial(torch.from_file, dtype=torch.uint8), (self.path, False, self.size)
+
+
+def _payload(path: str, bucket: Flat) -> str:
+    """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
+    metadata, start = [], 0
+    for name, shape in bucket.shapes.items():
+        size = torch.Size(shape).numel() * bucket.dtype.itemsize
+        entry = SimpleNamespace(
+            name=name, shape=torch.Size(shape), dtype=bucket.dtype, start_idx=start, end_idx=start + size, numel=size
+        )
+        metadata.append(entry)
+        start += size
+    content = {"flattened_tensor": _Mapped(path, start), "metadata": metadata}
+    return base64.b64encode(pickle.dumps(content)).decode()
+
+
+def address_towards(targets: Sequence[Target]) -> str:
+    """This machine's address for the servers: the loopback one only if all of them are on it."""
+    hosts = [urlsplit(target.url).hostname or "" for target in targets]
+    found = []
+    for host in hosts:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            found.append(str(probe.getsockname()[0]))
+    return next((address for address in found if not address.startswith("127.") and address != "::1"), found[0])
+
+
+def check_this_machine(url: str) -> None:
+    """
+    Raises:
+        RolloutError: the server at `url` is not on this machine.
+    """
+    host = urlsplit(url).hostname or ""
+    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    if not {found[4][0] for found in socket.getaddrinfo(host, None)} & here:
+        raise RolloutError(
+            f"{url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor shares with the "
+            "servers; use distributed or disk"
+        )
+
+
+class GroupTransport:
+    """A process group of this process, as rank 0, and all ranks of the servers; one broadcast a bucket.
+
+    It stays from publish to publish. After a failure it is of no use: make a new one. Our end of each call runs in a
+    thread of its own: NCCL makes its communicator in the first broadcast, and blocks that thread until every rank has
+    come. Torch's `abort` does not reach a communicator that is being made, so such a thread may never end.
+    """
+
+    def __init__(self, targets: Sequence[Target], *, backend: str, device: torch.device, deadline_s: float) -> None:
+        """
+        Args:
+            backend: "nccl", or "gloo".
+            device: where buckets are filled: that of the trainer's weights.
+        """
+        self.targets = tuple(targets)
+        self.broken = False
+        self.name = f"weights-{uuid.uuid4().hex[:12]}"
+        """The servers' name of the group."""
+        self._backend, self._device, self._deadline_s = backend, device, deadline_s
+        self._host = host = address_towards(targets)
+        self._world = 1 + sum(target.info.tensor_parallel for target in targets)
+        # Torch by itself would listen on every interface.
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._store = TCPStore(
+            host,
+            listener.getsockname()[1],
+            self._world,
+            is_master=True,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._group: Any = None
+        # Later than the servers' deadline: else our own end would be named, and not the server that is late.
+        self._own_limit = timedelta(seconds=deadline_s + 2 * GRACE_S)
+
+    def buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        if self._group is not None:
+            return {}
+        calls, offset = {}, 1
+        for target in self.targets:
+            calls[target.url] = clients[target.url].init_weights_update_group(
+                host=self._host,
+                port=self._store.port,
+                rank_offset=offset,
+                world_size=self._world,
+                group_name=self.name,
+                backend=self._backend,
+                deadline_s=self._deadline_s,
+            )
+            offset += target.info.tensor_parallel
+        # A server's end over NCCL is made without the others: it waits for nobody yet.
+        return await self._together("the joining of the process group", calls, self._make, held=False)
+
+    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+        names = list(bucket.shapes)
+        calls = {
+            url: client.update_weights_from_distributed(
+                names=names,
+                dtypes=[bucket.dtype_name] * len(names),
+                shapes=[list(shape) for shape in bucket.shapes.values()],
+                group_name=self.name,
+                label=label,
+                deadline_s=self._deadline_s,
+            )
+            for url, client in clients.items()
+        }
+        # A new thread would begin with another stream than the one that fills the bucket.
+        stream = torch.cuda.current_stream(bucket.buffer.device) if bucket.buffer.is_cuda else None
+        ours = functools.partial(self._broadcast, bucket.buffer, stream)
+        return await self._together(f"the broadcast of {names[0]}", calls, ours, held=self._backend == "nccl")
+
+    def close(self) -> None:
+        """Leaves the group. Nothing is waited for: the end of a group over NCCL can need the other ranks."""
+        group, self._group = self._group, None
+        if group is not None:
+            _in_thread(group.abort)
+
+    def _make(self) -> None:
+        """This process's end, on the store alone. By torch's own function it would be split from the trainer's group,
+        in a call that every trainer rank has to make. The prefixes are those of SGLang's end, which is made by it."""
+        device = "cuda" if self._backend == "nccl" else "cpu"  # the first one that torch registers the backend for
+        store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        if self._backend == "gloo":
+            self._group = ProcessGroupGloo(store, 0, self._world, self._own_limit)
+            return
+        options = distributed_c10d.ProcessGroupNCCL.Options()
+        options.group_name = self.name  # type: ignore[assignment]
+        options._timeout = _NEVER
+        with _watchdog_that_spares_the_process():
+            self._group = distributed_c10d.ProcessGroupNCCL(store, 0, self._world, options)
+
+    def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            # With a limit NCCL lets the host wait too, until the bucket is sent.
+            self._group.broadcast([buffer], BroadcastOptions()).wait(self._own_limit)
+
+    async def _together(
+        self, what: str, calls: "Mapping[str, Any]", ours: Callable[[], None], *, held: bool
+    ) -> dict[str, Failure]:
+        """The servers' answers, and our own part. The first failure ends the wait for all of them: the others would
+        wait for the one that is missing.
+
+        Args:
+            held: whether a server that takes part may stay in the call for ever, whatever it answers: over NCCL its
+                answer comes before the data, and its device waits on.
+        """
+        tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
+        own = asyncio.wrap_future(_in_thread(ours))
+        everybody = {own, *tasks.values()}
+        await asyncio.wait(everybody, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        if all(task.done() and task.exception() is None for task in everybody):
+            return {}
+        self.broken = True
+        late = not any(task.done() and task.exception() for task in everybody)
+        if not late:  # who broke it is known a little later than that it broke
+            await asyncio.wait(tasks.values(), timeout=GRACE_S)
+        failed = [url for url, task in tasks.items() if task.done() and task.exception()]
+        silent = [url for url, task in tasks.items() if not task.done()]
+        if failed:
+            cause = f"{what} failed at {', '.join(failed)}"
+        elif late:
+            cause = (
+                f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+                f"{', '.join(silent) or 'nobody'}; the trainer {'has done its part' if own.done() else 'waits in it'}"
+            )
+        else:
+            cause = f"{what} failed at the trainer: {own.exception()}"
+        for task in everybody:
+            task.cancel()
+        results = await asyncio.gather(own, *tasks.values(), return_exceptions=True)
+        if self._group is not None:
+            _in_thread(self._group.abort)
+        failures = {}
+        for url, error in zip(tasks, results[1:], strict=True):
+            failure = _failure(error) if url in failed else Failure(reason=f"{url}: {cause}", answers=url not in silent)
+            failures[url] = replace(failure, answers=failure.answers and not held)
+        return failures
+
+
+@contextmanager
+def _watchdog_that_spares_the_process() -> Iterator[None]:
+    """For a group that is made inside: torch ends the process when a rank of it is lost, unless it is told otherwise;
+    a lost server must not end the trainer."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _in_thread(work: Callable[[], object]) -> "Future[None]":
+    """Runs `work` in a thread that keeps nothing from ending, should it wait for ever."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    return done
+
+
+async def failures_of(calls: "Mapping[str, Any]") -> dict[str, Failure]:
+    """Awaits all calls; {url: error} of those that failed."""
+    results = await asyncio.gather(*calls.values(), return_exceptions=True)
+    problems = {}
+    for url, result in zip(calls, results, strict=True):
+        if isinstance(result, BaseException):
+            problems[url] = _failure(result)
+    return problems
+
+
+def _failure(error: BaseException) -> Failure:
+    """
+    Raises:
+        BaseException: `error`, if it is not one of the fleet's.
+    """
+    if not isinstance(error, RolloutError):
+        raise error
+    return Failure(reason=str(error), answers=isinstance(error, ServerRefused))

@@ -1,0 +1,162 @@
+"""What is chosen for a machine, as a table: a faked presence of GPU and packages in, kernels and their reasons out."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dapo.actor.device import Asked, Found, choose, prepare_for
+from megatron_dapo.config.actor_config import ActorConfig
+from tests.actor.gloo import RankPlace
+from tests.actor.tiny import save_tiny
+
+H100 = {"capability": (9, 0), "index": 3}
+TE = {"transformer_engine": "2.20.2", "fused_adam": "transformer_engine"}
+LOCAL = "PyTorch's scaled_dot_product_attention on packed sequences"
+OURS = "AdamW of this package in FusedAdam's state layout"
+
+# asked, found -> TransformerEngine's layers, FusedAdam, fused accumulation, overlapped reduction, and words of `str()`
+TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool], list[str]]] = [
+    ({"device": "auto"}, {}, (False, False, False, False), ["device cpu", "gloo", f"attention: {LOCAL} (no CUDA"]),
+    ({"device": "cpu"}, H100 | TE, (False, False, False, False), ["device cpu", f"{OURS} (the fused ones need CUDA"]),
+    ({"device": "cpu", "reducing_ranks": 2}, {}, (False, False, False, False), ["after backward (over gloo"]),
+    ({"device": "auto"}, H100, (False, False, False, False), ["cuda:3", "nccl", "Engine is not importable"]),
+    (
+        {"device": "cuda"},
+        H100 | TE,
+        (True, True, False, False),
+        ["FusedAdam of transformer_engine", "Engine 2.20.2"],
+    ),
+    (
+        {"device": "cuda", "dtype": "float32"},
+        H100 | TE,
+        (False, True, False, False),
+        [f"attention: {LOCAL} (TransformerEngine's attention has no packed sequences in float32)"],
+    ),
+    (
+        {"device": "cuda"},
+        H100 | {"fused_adam": "apex", "gradient_accumulation": True},
+        (False, True, True, False),
+        ["FusedAdam of apex", "gradient accumulation: fused into the matrix product"],
+    ),
+    (
+        {"device": "cuda", "reducing_ranks": 2},
+        H100 | TE,
+        (True, True, False, True),
+        ["during backward (2 data"],
+    ),
+    ({"device": "cuda", "reducing_ranks": 1}, H100, (False, False, False, False), ["one data-parallel rank"]),
+    (
+        {"device": "cuda", "fp8": "hybrid"},
+        H100 | TE,
+        (True, True, False, False),
+        ["matrix products: FP8 hybrid, tensorwise scaling (actor.fp8 asks for it)"],
+    ),
+    ({"device": "auto", "fp8": "e4m3", "fp8_recipe": "blockwise"}, H100 | TE, (True, True, False, False), ["FP8 e4m3"]),
+    (
+        {"device": "cuda", "context": 2},
+        H100 | TE,
+        (True, True, False, False),
+        ["TransformerEngine's dot-product attention"],
+    ),
+    ({"device": "cuda", "context": 2, "dtype": "float32"}, H100, (False, False, False, False), [LOCAL]),
+    ({"device": "cpu", "context": 2}, {}, (False, False, False, False), [LOCAL]),
+]
+
+
+@pytest.mark.parametrize(("asked", "found", "wanted", "words"), TABLE, ids=str)
+def test_what_is_chosen_and_why(asked, found, wanted, words):
+    choice = choose(Asked(**asked), Found(**found))
+    got = (choice.transformer_engine, choice.fused_adam, choice.gradient_accumulation, choice.overlap_grad_reduce)
+    assert got == wanted
+    for word in words:
+        assert word in str(choice)
+    assert all(kernel.name and kernel.reason for kernel in choice.kernels)
+
+
+REFUSED = [
+    ({"device": "cuda"}, {}, "actor.device = cuda: no CUDA device is visible"),
+    ({"device": "cpu", "fp8": "hybrid"}, H100 | TE, "actor.fp8 = hybrid: .* no CUDA device is used; set actor.fp8 to"),
+    ({"device": "auto", "fp8": "e4m3"}, {}, "actor.fp8 = e4m3: .* no CUDA device is used"),
+    ({"device": "cuda", "fp8": "e4m3"}, H100, "actor.fp8 = e4m3: .*Engine is not importable; .* install"),
+    ({"device": "cuda", "fp8": "e4m3", "dtype": "float32"}, H100 | TE, "no packed sequences in float32"),
+    (
+        {"device": "cuda", "fp8": "e4m3"},
+        TE | {"capability": (8, 0)},
+        r"needs compute capability 8\.9, .* 8\.0",
+    ),
+    ({"device": "cuda", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, H100 | TE, r"mxfp8: needs compute capability 10\.0"),
+    ({"device": "auto", "context": 2}, H100, "actor.layout.context = 2: .*Engine is not importable; .*Install"),
+]
+
+
+@pytest.mark.parametrize(("asked", "found", "words"), REFUSED, ids=str)
+def test_what_cannot_be_had_is_refused_with_its_key(asked, found, words):
+    with pytest.raises(ValueError, match=words):
+        choose(Asked(**asked), Found(**found))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without CUDA says")
+def test_fp8_is_refused_here_before_anything_is_changed():
+    with pytest.raises(ValueError, match=r"actor\.fp8 = hybrid"):
+        prepare_for(Asked(device="auto", fp8="hybrid"))
+
+
+def megatron_names(place: RankPlace) -> dict[str, Any]:
+    """The names that the choice stands on, in the Megatron-Core that is installed."""
+    import inspect
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = TransformerConfig.__dataclass_fields__
+    return {
+        "fp8": str(fields["fp8"].type),
+        "recipes": {recipe.value for recipe in Fp8Recipe},
+        "overlap": "overlap_grad_reduce" in inspect.signature(DistributedDataParallelConfig).parameters,
+        "fused": "gradient_accumulation_fusion" in fields,
+    }
+
+
+def test_megatron_has_the_names(gloo):
+    [names] = gloo(1, megatron_names)
+    assert "e4m3" in names["fp8"]
+    assert "hybrid" in names["fp8"]
+    assert names["recipes"] >= {"tensorwise", "blockwise", "mxfp8"}
+    assert names["overlap"]
+    assert names["fused"]
+
+
+def fp8_configs(place: RankPlace, folder: Path) -> list[tuple[Any, str]]:
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.model.model_chunks import transformer_config
+    from megatron_dapo.config.actor_config import ActorConfig
+
+    hf, seen = HFModelConfig.load(folder), []
+    for fields in FP8:
+        choice = choose(Asked(device="cuda", **fields), Found(**H100 | TE))
+        # Megatron's config imports what is to do the rotary embedding, and refuses where that is not installed.
+        choice = dataclasses.replace(choice, transformer_engine=False)
+        config = transformer_config(hf, ActorConfig(**fields), "bfloat16", choice)
+        seen.append((config.fp8, config.fp8_recipe))
+    return seen
+
+
+FP8: list[dict[str, Any]] = [
+    {"fp8": "none"},
+    {"fp8": "hybrid"},
+    {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+]
+
+
+def test_fp8_reaches_megatrons_config(gloo, tmp_path):
+    [seen] = gloo(1, fp8_configs, save_tiny(tmp_path, "qwen3", tied=True))
+    assert seen == [(None, "tensorwise"), ("hybrid", "tensorwise"), ("e4m3", "blockwise")]
+
+
+def test_a_recipe_whose_state_transformer_engine_does_not_load_again_is_no_choice():
+    with pytest.raises(ValueError, match="'tensorwise', 'blockwise' or 'mxfp8'"):
+        ActorConfig(fp8="hybrid", fp8_recipe="delayed")

@@ -1,0 +1,74 @@
+"""Which GPUs the servers of a run get."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cluster import ray_server
+from megatron_dapo.cluster.engines import own_engines, visible_gpus
+from megatron_dapo.cluster.placement import PlacementError
+from megatron_dapo.config import load_config
+from rollout.server.engine import LocalServer, RemoteServer
+
+CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
+
+
+def places(tmp_path, gpus, *overrides):
+    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=gpus)
+    assert all(isinstance(engine, LocalServer) for engine in engines)
+    return [engine.spec.gpus for engine in engines if isinstance(engine, LocalServer)]
+
+
+def test_servers_take_the_gpus_behind_the_trainers(tmp_path):
+    gpus = ("0", "1", "2", "3", "4", "5")
+    assert places(tmp_path, gpus, "rollout.servers=2", "rollout.tensor_parallel=2") == [("2", "3"), ("4", "5")]
+
+
+COLOCATED = ("run.mode=colocated", "actor.offload.between_phases=all")
+
+
+def test_colocated_servers_stand_on_the_trainers_gpus(tmp_path):
+    gpus = ("0", "1", "2", "3")
+    four = (*COLOCATED, "actor.layout.data=2")
+    assert places(tmp_path, gpus, *four, "rollout.servers=2", "rollout.tensor_parallel=2") == [("0", "1"), ("2", "3")]
+    assert places(tmp_path, gpus, *four, "rollout.servers=4") == [("0",), ("1",), ("2",), ("3",)]
+    with pytest.raises(PlacementError, match=r"= 1 must be the 4 GPUs of actor\.layout; set rollout\.servers to 4"):
+        places(tmp_path, gpus, *four)
+    with pytest.raises(PlacementError, match=r"tensor = 2 and rollout\.tensor_parallel = 3 one must divide"):
+        places(tmp_path, gpus, *COLOCATED, "actor.layout.data=3", "rollout.servers=2", "rollout.tensor_parallel=3")
+
+
+def test_the_users_own_choice_of_gpus_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-8a")
+    assert visible_gpus(3) == ("4", "7", "GPU-8a")
+    assert places(tmp_path, visible_gpus(3)) == [("GPU-8a",)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus(2) == ("0", "1")
+
+
+def test_too_few_gpus_are_refused_with_both_numbers(tmp_path):
+    with pytest.raises(PlacementError, match=r"actor\.layout needs 2 GPUs.* 1 more.* offers 2"):
+        places(tmp_path, ("0", "1"))
+
+
+def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
+    assert places(tmp_path, ()) == [()]
+    remote = own_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
+    assert [type(engine) for engine in remote] == [RemoteServer]
+
+
+def test_no_two_servers_draw_the_same_noise(tmp_path):
+    overrides = ["run.seed=4294967294", "rollout.servers=3"]
+    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=())
+    assert [engine.spec.seed for engine in engines] == [4294967294, 4294967295, 0]
+
+
+@pytest.mark.parametrize(
+    ("host", "heard"),
+    [("127.0.0.1", "10.0.0.7"), ("0.0.0.0", "10.0.0.7"), ("::", "10.0.0.7"), ("10.1.0.7", "10.1.0.7")],
+)
+def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, tmp_path, host, heard):
+    monkeypatch.setattr(ray_server.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    config = load_config(CONFIG, [f"rollout.host='{host}'"])
+    (local,) = own_engines(config, tmp_path, gpus=())
+    assert ray_server.ServerHost(config.rollout, local.spec)._server.url.startswith(f"http://{heard}:")

@@ -1,0 +1,146 @@
+"""Whose turn it is in the GPUs' memory, and what is said when one side does not leave it."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from megatron_dapo.cluster.gpu_handover import GIB, DeviceMemory, MemoryNotFree, Turns
+from megatron_dapo.cluster.waits import Stalled, Waits
+from megatron_dapo.config.run_config import RunConfig
+
+TOTAL = 80
+
+
+class Gpus:
+    """Two GPUs of 80 GiB, with a server and a trainer rank on each; amounts in GiB."""
+
+    def __init__(self, *, server=50, trainer=4, stays=0):
+        self.server, self.trainer, self.stays = server, trainer, stays
+        self.held_by_servers = server
+        self.calls: list[str] = []
+
+    async def release_memory(self):
+        self.calls.append("release")
+        self.held_by_servers = self.stays
+        return (float(self.server), float(self.server))
+
+    async def resume_memory(self):
+        self.calls.append("resume")
+        self.held_by_servers = self.server
+
+    async def look(self):
+        free = (TOTAL - self.held_by_servers - self.trainer) * GIB
+        return [DeviceMemory(rank=rank, free=free, total=TOTAL * GIB, held=self.trainer * GIB) for rank in range(2)]
+
+
+def with_turns(gpus, test, *, mode="colocated", deadline_s=5.0):
+    async def run():
+        lines = []
+        config = RunConfig(dir="x", rollout_steps=1, mode=mode, step_deadline_s=deadline_s)
+        await test(Turns(config, gpus, gpus.look, Waits(), report=lines.append))
+        return lines
+
+    return asyncio.run(run())
+
+
+def test_each_side_comes_once_the_other_has_left_and_only_then():
+    gpus = Gpus()
+
+    async def test(turns):
+        await turns.servers()  # theirs already
+        await turns.trainer()
+        await turns.trainer()
+        await turns.servers()
+        await turns.trainer()
+
+    lines = with_turns(gpus, test)
+    assert gpus.calls == ["release", "resume", "release"]
+    assert lines == [
+        "colocated: servers leave 50.0 GiB of each GPU to the trainer, rank 0: 76.0 of 80.0 GiB free, 4.0 held by the "
+        "trainer"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_without_shared_memory_nobody_is_told_anything(mode):
+    gpus = Gpus()
+
+    async def test(turns):
+        await turns.trainer()
+        await turns.servers()
+
+    with_turns(gpus, test, mode=mode)
+    assert gpus.calls == []
+
+
+def test_servers_that_keep_memory_are_named():
+    async def test(turns):
+        with pytest.raises(MemoryNotFree, match=r"less memory .*:\n  rank 0: 46\.0 of .*, 50\.0 claimed"):
+            await turns.trainer()
+
+    with_turns(Gpus(stays=30), test)
+
+
+def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
+    class OneDown(Gpus):
+        """Its second server has just died: its GPU was free before already."""
+
+        async def release_memory(self):
+            return (*(await super().release_memory())[:1], None)
+
+        async def look(self):
+            first, second = await super().look()
+            return [first, replace(second, free=(TOTAL - self.trainer) * GIB)]
+
+    async def test(turns):
+        await turns.trainer()
+        await turns.servers()
+
+    lines = with_turns(OneDown(), test)
+    assert lines[0].startswith("colocated: servers leave 50.0 GiB of each GPU")
+    with pytest.raises(MemoryNotFree, match=r"rank 0: 46\.0 of"):
+        with_turns(OneDown(stays=30), test)
+
+
+def test_a_trainer_that_keeps_memory_is_named_before_the_servers_fail_for_it():
+    gpus = Gpus()
+
+    async def test(turns):
+        await turns.trainer()
+        gpus.trainer = 40
+        with pytest.raises(MemoryNotFree, match=r"between_phases to all.*\n  rank 0: 40\.0 of 80\.0 GiB free, 40"):
+            await turns.servers()
+        assert gpus.calls == ["release"], "they were not told to come back"
+        gpus.trainer = 4
+        await turns.servers()
+
+    with_turns(gpus, test)
+
+
+def test_a_handover_that_does_not_end_is_named():
+    class Stuck(Gpus):
+        async def release_memory(self):
+            await asyncio.sleep(60)
+
+    async def test(turns):
+        with pytest.raises(Stalled, match=r"memory for the trainer: rollout servers gave no answer within 0\.1 s"):
+            await turns.trainer()
+
+    with_turns(Stuck(), test, deadline_s=0.1)
+
+
+def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
+    gpus = Gpus(stays=50)
+
+    async def nothing():
+        return []
+
+    gpus.look = nothing
+
+    async def test(turns):
+        await turns.trainer()
+        await turns.servers()
+
+    with_turns(gpus, test)
+    assert gpus.calls == ["release", "resume"]

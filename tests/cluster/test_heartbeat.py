@@ -1,0 +1,144 @@
+"""The sign of life of a run: waits while it lives, the way it ended, errors that outlive a restart."""
+
+import asyncio
+import json
+import os
+import socket
+
+import pytest
+
+from megatron_dapo.cluster import heartbeat as module
+from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.cluster.waits import StopRequested, Waits
+from megatron_dapo.monitor.run_status import Heartbeat, read_heartbeat
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = RunDir(tmp_path / "run", resume=False)
+    yield folder
+    folder.close()
+
+
+def live(run_dir, body, steps=7):
+    async def run():
+        waits = Waits()
+        async with heartbeat(run_dir, waits, steps):
+            await body(waits)
+
+    asyncio.run(run())
+
+
+async def nothing(waits):
+    pass
+
+
+def test_open_waits_are_written_while_they_last(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+    seen = []
+
+    async def body(waits):
+        with waits.register("batch of groups", "rollout servers", 60.0):
+            await asyncio.sleep(0.05)
+            seen.append(read_heartbeat(run_dir.path))
+        await asyncio.sleep(0.05)
+        seen.append(read_heartbeat(run_dir.path))
+
+    live(run_dir, body)
+    during, after = seen
+    assert during.waits == ["batch of groups: waiting for rollout servers for 0 of 60 s"]
+    assert (during.state, during.pid, during.rollout_steps) == ("running", os.getpid(), 7)
+    assert after.waits == []
+    assert after.written > during.written
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "text"),
+    [
+        (None, "finished", None),
+        (StopRequested(), "stopped", None),
+        (asyncio.CancelledError(), "stopped", None),
+        (ValueError("no more\ndisk"), "failed", "ValueError: no more\ndisk"),
+    ],
+)
+def test_the_end_is_written_and_the_error_goes_on(run_dir, error, state, text):
+    async def body(waits):
+        if error:
+            raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            live(run_dir, body)
+    else:
+        live(run_dir, body)
+    beat = read_heartbeat(run_dir.path)
+    assert (beat.state, beat.error) == (state, text)
+
+
+def test_an_error_outlives_the_next_start(run_dir):
+    async def fail(waits):
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        live(run_dir, fail)
+    live(run_dir, nothing)
+    beat = read_heartbeat(run_dir.path)
+    assert beat.state == "finished"
+    assert beat.error == "ValueError: first"
+    assert beat.error_at < beat.started
+
+
+def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir, monkeypatch):
+    def full(name, content, **_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_dir, "write_json", full)
+    live(run_dir, nothing)
+
+
+def test_it_is_never_read_half(run_dir):
+    live(run_dir, nothing)
+    assert json.loads((run_dir.path / "status.json").read_text())["state"] == "finished"
+    assert not list(run_dir.path.glob("*.tmp"))
+
+
+def sign_of(run_dir, *, host: str, state: str = "running") -> Heartbeat:
+    sign = Heartbeat(
+        pid=7,
+        host=host,
+        started=1.0,
+        written=1.0,
+        state=state,
+        rollout_steps=3,
+        waits=[],
+        error=None,
+        error_at=None,
+    )
+    run_dir.write_json("status.json", sign.as_json())
+    return sign
+
+
+def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign = sign_of(run_dir, host="node-9")
+
+    async def test():
+        watching = asyncio.create_task(refuse_live_elsewhere(run_dir))
+        await asyncio.sleep(0.05)
+        sign.written = 0.5
+        run_dir.write_json("status.json", sign.as_json())
+        await watching
+
+    with pytest.raises(RunDirError, match=r"a live run holds it \(process 7 on node-9\)"):
+        asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("host", "state"), [("node-9", "running"), ("node-9", "failed"), (socket.gethostname(), "running")]
+)
+def test_a_dead_one_is_not(run_dir, monkeypatch, host, state):
+    monkeypatch.setattr(module, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign_of(run_dir, host=host, state=state)
+    asyncio.run(refuse_live_elsewhere(run_dir))

@@ -1,0 +1,66 @@
+"""Whether a run fits on a cluster, and what it says when not."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cluster.placement import Node, PlacementError, by_node_and_gpu, check_fit, needed_bundles
+from megatron_dapo.config import load_config
+
+CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
+
+
+def bundles(*overrides, servers):
+    return needed_bundles(load_config(CONFIG, overrides), use_gpu=True, servers=servers)
+
+
+def nodes(*gpus):
+    return [Node(name=f"n{at}", cpus=64.0, gpus=float(count)) for at, count in enumerate(gpus)]
+
+
+def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
+    found = bundles("actor.layout.tensor=2", "actor.layout.data=3", "rollout.tensor_parallel=4", servers=2)
+    assert [bundle.gpus for bundle in found] == [2, 2, 2, 4, 4]
+    assert found[0].resources == {"CPU": 2.0, "GPU": 2.0}
+
+
+def test_colocated_servers_and_ranks_are_in_the_same_bundles():
+    shared = ("run.mode=colocated", "actor.offload.between_phases=all", "actor.layout.data=4")
+    found = bundles(*shared, "actor.layout.tensor=2", "rollout.tensor_parallel=4", servers=2)
+    assert [(bundle.gpus, bundle.cpus) for bundle in found] == [(4, 5), (4, 5)], "two groups of ranks and a server"
+    found = bundles(*shared, "actor.layout.tensor=4", "rollout.tensor_parallel=2", servers=8)
+    assert [(bundle.gpus, bundle.cpus) for bundle in found] == [(4, 6)] * 4, "a group of ranks and two servers"
+    alone = bundles(*shared, "actor.layout.tensor=2", servers=0)
+    assert [bundle.gpus for bundle in alone] == [2] * 4, "servers of this machine are none of Ray's"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fits"), [((8, 8), True), ((8, 6), True), ((8, 5), False), ((3, 3, 3, 3), False), ((4, 4, 2, 2, 2), True)]
+)
+def test_bundles_fit_only_where_none_is_split(gpus, fits):
+    asked = bundles("actor.layout.tensor=2", "actor.layout.data=3", "rollout.tensor_parallel=4", servers=2)
+    if fits:
+        check_fit(asked, nodes(*gpus))
+        return
+    with pytest.raises(PlacementError):
+        check_fit(asked, nodes(*gpus))
+
+
+def test_the_error_says_what_is_asked_for_and_what_there_is():
+    with pytest.raises(PlacementError) as caught:
+        check_fit(bundles("actor.layout.tensor=2", servers=2), nodes(2, 1))
+    for part in ("1 x trainer (TP group of 2): 2 GPUs", "2 x server (TP 1): 1 GPUs", "n0: 2 GPUs", "n1: 1 GPUs"):
+        assert part in str(caught.value)
+
+
+def test_ranks_are_numbered_by_gpu_within_a_node_and_the_nodes_keep_their_order():
+    places = [("b", "7"), ("b", "10"), ("b", "2"), ("a", "GPU-8a"), ("a", "GPU-1c"), ("a", "0")]
+    assert [places[at] for at in by_node_and_gpu(places)] == [
+        ("b", "2"),
+        ("b", "7"),
+        ("b", "10"),
+        ("a", "GPU-1c"),
+        ("a", "GPU-8a"),
+        ("a", "0"),
+    ]
+    assert by_node_and_gpu([("a", ""), ("a", ""), ("b", "")]) == [0, 1, 2], "on the CPU as they come"

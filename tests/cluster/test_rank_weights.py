@@ -1,0 +1,154 @@
+"""Weights from Megatron at TP=2 into other processes, by both transports, with peers that die, hang or refuse."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from rollout.weights.checksums import expected_checksums
+from rollout.weights.sender import SendRequest
+from rollout.weights.transport import Target
+from rollout.wire.client import ServerInfo
+from tests.actor.gloo import end_workers, run_ranks
+from tests.actor.tiny import save_tiny
+from tests.actor.weights.test_hf_weights import assert_same_tensors, read_folder
+from tests.coordinator.sync_kit import send
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+ONE = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+BUCKET = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    process: subprocess.Popen
+    folder: Path
+    target: Target
+
+    def held(self) -> tuple[str, dict]:
+        with safe_open(self.folder / "held.safetensors", framework="pt") as file:
+            return file.metadata()["label"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def peers(root: Path, *faults: tuple[str, ...]) -> Iterator[list[Started]]:
+    started = []
+    try:
+        for number, fault in enumerate(faults):
+            folder = root / f"peer{number}"
+            folder.mkdir()
+            command = [sys.executable, "-m", "tests.rollout.peer", str(folder), *map(str, fault)]
+            with (folder / "log").open("wb") as log:
+                process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            started.append((process, folder))
+        deadline = time.monotonic() + 120
+        while not all((folder / "port").exists() for _, folder in started):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield [
+            Started(
+                process=process,
+                folder=folder,
+                target=Target(url=f"http://127.0.0.1:{(folder / 'port').read_text()}", info=ONE, starts=0),
+            )
+            for process, folder in started
+        ]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator:
+    yield run_ranks
+    end_workers()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), "qwen2", tied=False)
+
+
+def request(transport: str, started: list[Started], label: str = "7", deadline_s: float = 30.0) -> SendRequest:
+    return SendRequest(
+        transport=transport,
+        targets=tuple(each.target for each in started),
+        label=label,
+        deadline_s=deadline_s,
+        backend="gloo",
+        api_key_file=None,
+    )
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_every_peer_holds_the_model_and_the_trainer_knows_its_checksums(ranks, folder, tmp_path, transport):
+    with peers(tmp_path, (), ()) as started:
+        requests = [request(transport, started, "7"), request(transport, started, "8"), request(transport, started[:1])]
+        (first, second, alone), other = ranks(2, send, folder, requests, [ONE], BUCKET, timeout_s=120)
+        assert other == [None] * 3
+        whole = read_folder(folder)
+        for sent in (first, second, alone):
+            assert sent.failures == {}
+            assert sent.checksums == {ONE: expected_checksums(folder, ONE)}
+            assert sent.bytes == sum(tensor.nbytes for tensor in whole.values())
+            assert sent.buckets > 2
+        for each, label in zip(started, ("7", "8"), strict=True):
+            held, tensors = each.held()
+            assert held == label  # the last request left the second peer out
+            assert_same_tensors(tensors, whole)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "answers"),
+    [(("exit", 1), "", False), (("hang", 1), "sync_deadline_s", False), (("refuse", 1), "planted", True)],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_by_memory_one_peer_fails_alone(ranks, folder, tmp_path, fault, words, answers):
+    with peers(tmp_path, (), fault) as started:
+        clock = time.monotonic()
+        [sent], _ = ranks(2, send, folder, [request("tensor", started, deadline_s=5.0)], [ONE], BUCKET, timeout_s=120)
+        assert time.monotonic() - clock < 60
+        good, bad = started
+        assert list(sent.failures) == [bad.target.url]
+        assert sent.failures[bad.target.url].answers is answers
+        if words == "planted":
+            assert words in sent.failures[bad.target.url].reason
+        assert_same_tensors(good.held()[1], read_folder(folder))
+        assert sent.checksums == {ONE: expected_checksums(folder, ONE)}
+
+
+@pytest.mark.parametrize(
+    "fault", [("exit", -1), ("exit", 1), ("hang", 1), ("refuse", 1)], ids=lambda value: "-".join(map(str, value))
+)
+def test_by_group_all_fail_in_time_and_the_next_group_works(ranks, folder, tmp_path, fault):
+    """The trainer is back within the deadline and the grace; it sends again to the peers that are left."""
+    with peers(tmp_path, (), fault) as started:
+        clock = time.monotonic()
+        requests = [request("distributed", started, deadline_s=8.0), request("distributed", started[:1], "9")]
+        (failed, again), _ = ranks(2, send, folder, requests, [ONE], BUCKET, timeout_s=150)
+        assert time.monotonic() - clock < 80
+        good, bad = started
+        assert failed.failures.keys() == {good.target.url, bad.target.url}
+        assert failed.failures[bad.target.url].answers is (fault[0] == "refuse")
+        assert failed.checksums == {ONE: expected_checksums(folder, ONE)}
+        if again.failures:  # it is still held by the broken group: the fleet restarts it
+            assert not failed.failures[good.target.url].answers
+        else:
+            held, tensors = good.held()
+            assert held == "9"
+            assert_same_tensors(tensors, read_folder(folder))
+
+
+def test_memory_is_not_shared_with_another_machine(ranks, folder):
+    far = Target(url="http://192.0.2.1:30000", info=ONE, starts=0)
+    asked = SendRequest(transport="tensor", targets=(far,), label="1", deadline_s=5, backend="gloo", api_key_file=None)
+    with pytest.raises(Exception, match=r"192\.0\.2\.1:30000: not on the machine of trainer rank 0"):
+        ranks(2, send, folder, [asked], [ONE], BUCKET, timeout_s=60)

@@ -1,0 +1,202 @@
+"""Joining a Ray cluster that is not there, and losing one's own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from megatron_dapo.cluster.placement import PlacementError
+from megatron_dapo.cluster.ray_cluster import Cluster, ClusterError, _check_reachable, check_memory
+from megatron_dapo.cluster.waits import StopRequested
+from tests.processes import ROOT
+
+
+def test_an_address_where_nothing_answers_is_named_at_once(monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}"):
+        Cluster(processes=1, device="auto")
+    assert time.monotonic() - began < 15
+
+
+def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.CONNECT_DEADLINE_S", 0.5)
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: what listens there is not Ray"):
+            Cluster(processes=1, device="auto")
+        assert time.monotonic() - began < 15
+
+
+def test_ray_is_not_asked_through_a_proxy(monkeypatch):
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.CONNECT_DEADLINE_S", 5.0)
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        _check_reachable(f"127.0.0.1:{port}")
+    finally:
+        server.stop(None)
+
+
+def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed():
+    # In a process of its own: what Ray itself does then is to end it, a minute later.
+    program = """
+import psutil, time
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+from megatron_dapo.cluster.ray_cluster import Cluster
+cluster = Cluster(processes=1, device="cpu")
+assert not cluster.lost()
+next(child for child in psutil.Process().children() if child.name() == "gcs_server").kill()
+began = time.monotonic()
+while not cluster.lost() and time.monotonic() < began + 1:
+    time.sleep(0.05)
+lost = cluster.lost()
+cluster.close()
+print("lost", lost)
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert "lost True" in finished.stdout, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("moment", ["starting", "up"])
+def test_nothing_of_ray_outlives_a_killed_coordinator(moment, tmp_path):
+    # By process id: Ray's titles overwrite the environment, and its agents tried for a minute to reach a dead GCS.
+    program = """
+import time
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+from megatron_dapo.cluster.ray_cluster import Cluster
+print("starting", flush=True)
+cluster = Cluster(processes=1, device="cpu")
+print("up", flush=True)
+time.sleep(1000)
+"""
+    link = Path("/tmp") / f"l{os.getpid()}"  # Ray's folder must have a short name; its files' names are then others
+    link.symlink_to(tmp_path)
+    try:
+        check_nothing_outlives(program, moment, {**os.environ, "TMPDIR": str(link)})
+    finally:
+        link.unlink()
+
+
+def check_nothing_outlives(program: str, moment: str, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", program]
+    coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    assert coordinator.stdout is not None
+    while coordinator.stdout.readline() != f"{moment}\n":
+        assert coordinator.poll() is None
+    wanted = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} if moment == "up" else {"raylet"}
+    deadline = time.monotonic() + 60
+    while not wanted <= set(titles(below := children(coordinator.pid))):
+        assert time.monotonic() < deadline, titles(below)
+        time.sleep(0.05)
+    coordinator.kill()
+    coordinator.wait()
+    deadline = time.monotonic() + 10
+    while (left := [process for process in below if lives(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, titles(left)
+
+
+def lives(process: psutil.Process) -> bool:
+    """A zombie does not: an orphan stays one where nobody waits for it."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def titles(processes: list[psutil.Process]) -> list[str]:
+    """Of Ray's Python processes what they call themselves, of others the name."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            command = process.cmdline()
+            own = command[0].strip() if command else ""
+            found.append(own if own.startswith("ray::") else process.name())
+    return found
+
+
+def test_nobody_outside_this_machine_reaches_the_runs_own_ray():
+    program = """
+import psutil
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+import ray
+from megatron_dapo.cluster.ray_cluster import Cluster
+cluster = Cluster(processes=1, device="cpu")
+
+@ray.remote
+class Actor:
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+actor = Actor.remote()
+print("node", ray.get(actor.address.remote()))
+me = psutil.Process()
+for process in [me, *me.children(recursive=True)]:
+    for found in process.net_connections("inet"):
+        if found.status == psutil.CONN_LISTEN:
+            print("listens", found.laddr.ip.removeprefix("::ffff:"), process.name())
+cluster.close()
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    lines = finished.stdout.splitlines()
+    assert "node 127.0.0.1" in lines, finished.stdout + finished.stderr
+    listeners = [line.split()[1:] for line in lines if line.startswith("listens")]
+    assert {name for _, name in listeners} >= {"gcs_server", "raylet"}
+    assert {address for address, _ in listeners} == {"127.0.0.1"}, listeners
+
+
+def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")  # Ray's own words, and its own class
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.ray.init", init)
+    with pytest.raises(ClusterError, match="Ray could not be started: The current node timed out"):
+        Cluster(processes=1, device="cpu")
+
+
+def test_sigterm_while_ray_starts_is_a_stop(monkeypatch):
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.ray.init", init)
+    with pytest.raises(StopRequested):
+        Cluster(processes=1, device="cpu")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_more_trainer_processes_than_memory_holds_are_refused():
+    check_memory(8, 16 << 30)
+    with pytest.raises(PlacementError, match=r"1000 trainer processes.* lower actor\.layout"):
+        check_memory(1000, 16 << 30)

@@ -1,0 +1,182 @@
+"""The certificate: which layouts and which mini-batch it takes, that it passes here, and that it finds a wrong one."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.step_data import LogProbs
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.cli.certify import CertifyOptions, Limits, certify_command
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics.certificate import certificate as run
+from megatron_dapo.diagnostics.certificate.certificate import Case, Measured
+from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
+from megatron_dapo.diagnostics.certificate.measure import Bounds, Difference, relative_error
+from megatron_dapo.diagnostics.certificate.sample_batch import random_responses, random_sample
+from tests.processes import ROOT, Running
+
+CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
+HF = HFModelConfig.load(ROOT / "examples" / "quickstart" / "base")
+KINDS = {"TP", "SP", "PP", "VPP", "CP", "DP"}
+
+
+def test_layouts_fit_the_model_and_the_processes():
+    """4 layers, 2 key-value heads: no tensor size but 2, no stage count but 2 and 4."""
+    layouts = fitting_layouts(HF, 4)
+    assert len(set(layouts)) == len(layouts)
+    assert max(layout.world_size for layout in layouts) == 4
+    assert {layout.tensor for layout in layouts} == {1, 2}
+    assert {(layout.pipeline, layout.virtual_pipeline) for layout in layouts} == {
+        (1, None),
+        (2, None),
+        (2, 2),
+        (4, None),
+    }
+    assert LayoutConfig(context=3) in layouts
+    assert [label(layout) for layout in fitting_layouts(HF, 1)] == ["one process"]
+    assert label(LayoutConfig(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2)) == "TP2+SP PP2 VPP2"
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_few_layouts_have_every_kind_of_parallelism(processes, seed):
+    candidates, own = fitting_layouts(HF, processes), LayoutConfig(data=2)
+    chosen = choose_layouts(candidates, 6, seed=seed, always=own)
+    assert chosen[:2] == [LayoutConfig(), own]
+    assert len(set(chosen)) == 6
+    assert set().union(*map(kinds, chosen)) == KINDS
+    assert chosen == choose_layouts(candidates, 6, seed=seed, always=own)
+
+
+def test_the_mini_batch_is_ragged_and_meets_both_clips():
+    responses = random_responses(count=16, longest=100, vocabulary=50, seed=3)
+    lengths = responses.response_lengths
+    assert lengths.min() == 1
+    assert responses.sequence_lengths.max() == 100
+    assert len(set(lengths.tolist())) > 8
+    current = LogProbs(
+        log_probs=np.full(lengths.sum(), -2, dtype=np.float32), entropy=np.zeros(lengths.sum(), dtype=np.float32)
+    )
+    objective = PolicyObjective()
+    sample = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    ratio = np.exp(current.log_probs.astype(float) - sample.columns["old_log_probs"])
+    advantages = sample.columns["advantages"]
+    assert ((ratio < 0.8) & (advantages < 0)).sum() > 5
+    assert ((ratio > 1.28) & (advantages > 0)).sum() > 5
+    for bound in (0.8, 1.28):
+        assert np.abs(np.log(ratio / bound)).min() > 9e-4
+    assert sample.carries_loss.sum() == 15
+    again = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    assert np.array_equal(again.columns["old_log_probs"], sample.columns["old_log_probs"])
+    full = random_sample(
+        responses, current, PolicyObjective(kl_coefficient=0.1), dtype="float32", correction=True, seed=3
+    )
+    assert full.columns.keys() == {"advantages", "old_log_probs", "reference_log_probs", "correction"}
+
+
+def test_what_is_not_a_number_is_not_within_the_bounds():
+    one, zero = torch.ones(3), torch.zeros(3)
+    assert relative_error(one * 1.5, one) == 0.5
+    assert relative_error(zero, zero) == 0
+    assert math.isinf(relative_error(one, zero))
+    assert math.isnan(relative_error(one * math.nan, one))
+    bounds = Bounds(loss=0.5, gradient=0.5, parameter=0.7)
+    good = Difference(loss=0.5, gradient=0.5, worst=0.7, parameter="")
+    assert good.within(bounds)
+    for name in ("loss", "gradient", "worst"):
+        assert not dataclasses.replace(good, **{name: 0.8}).within(bounds)
+        assert not dataclasses.replace(good, **{name: math.nan}).within(bounds)
+
+
+def result(*, loss: float = 0.01, gradient: float, worst: float) -> Measured:
+    case = Case(layout=LayoutConfig(), aggregation="token_mean", budget=1, mini_batch=None)
+    return Measured(case=case, difference=Difference(loss=loss, gradient=gradient, worst=worst, parameter=""))
+
+
+def test_in_bfloat16_a_layout_may_be_as_far_as_two_draws_of_rounding_and_no_further():
+    """What rounding does to the model is measured by one process, which comes first."""
+    limits = Limits("bfloat16", loss=0.02, gradient=0.4)
+    assert limits.hold(result(gradient=0.1, worst=9.0))
+    assert limits.hold(result(gradient=0.24, worst=9.0))
+    assert not limits.hold(result(gradient=0.26, worst=0.1))
+    assert not limits.hold(result(gradient=0.1, worst=0.1, loss=0.03))
+    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold(result(gradient=0.41, worst=0.1))
+
+
+def test_in_float32_each_parameter_counts():
+    limits = Limits("float32", loss=0.02, gradient=0.4)
+    assert limits.hold(result(gradient=0.1, worst=0.4))
+    assert limits.hold(result(gradient=0.3, worst=0.4))
+    assert not limits.hold(result(gradient=0.1, worst=0.41))
+
+
+def rows(output: str) -> list[str]:
+    return re.findall(r"^.* (?:ok|FAIL) .*$", output, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_quickstart_is_certified(tmp_path, dtype):
+    sizes = ("--layouts", "3", "--responses", "8", "--processes", "2")
+    finished = Running("certify", str(CONFIG), *sizes, "--dtype", dtype, log=tmp_path / "out.txt").finish(240)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    assert len(rows(finished.output)) == 3 * 5
+    assert "FAIL" not in finished.output
+    for name in ("token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"):
+        assert finished.output.count(f" {name} ") == 3
+
+
+def test_a_deadline_that_passes_ends_the_command_and_its_processes(tmp_path):
+    arguments = ("certify", str(CONFIG), "--deadline", "1")
+    finished = Running(*arguments, log=tmp_path / "out.txt").finish(60)
+    assert finished.code == ExitCode.STALLED, finished.output
+    assert "ranks [0] gave no result within 1 s" in finished.output
+    assert "Traceback" not in finished.output
+    assert finished.left_behind == ()
+
+
+OPTIONS = CertifyOptions(
+    processes=2,
+    layouts=2,
+    responses=8,
+    longest=64,
+    dtype=None,
+    loss_bound=None,
+    gradient_bound=None,
+    deadline_s=120,
+)
+
+
+def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys):
+    """One of about 150 response tokens weighs 5% more, under one aggregation, on the tensor-parallel ranks."""
+    honest = run.layout_cases
+
+    def layout_cases(plan, sample, layout, *args, **options):
+        cases = honest(plan, sample, layout, *args, **options)
+        if layout.tensor == 2:
+            weights = cases[2].mini_batch.weights.copy()
+            weights[len(weights) // 3] *= 1.05
+            cases[2] = dataclasses.replace(
+                cases[2], mini_batch=dataclasses.replace(cases[2].mini_batch, weights=weights)
+            )
+        return cases
+
+    monkeypatch.setattr(run, "layout_cases", layout_cases)
+    assert certify_command(CONFIG, [], OPTIONS) == ExitCode.INEXACT
+    output = capsys.readouterr().out
+    wrong = [row for row in rows(output) if "FAIL" in row]
+    assert len(rows(output)) == 10
+    assert len(wrong) == 1, output
+    assert wrong[0].startswith("TP2 ")
+    assert "sequence_mean" in wrong[0]
+
+
+def test_a_config_that_cannot_be_certified_here_says_why(capsys):
+    assert certify_command(CONFIG, ["actor.layout.tensor=3"], OPTIONS) == ExitCode.CONFIG
+    assert "actor.layout.tensor = 3: must divide the model's num_key_value_heads = 2" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""Responses on disk: none is lost, none is asked for twice, none of another evaluation is taken over."""
+
+import pytest
+
+from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, ResponseLog
+from megatron_dapo.experience.responder import Answer
+
+SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
+ANSWER = Answer(
+    text="so \ud800 Answer: 42", tokens=3, truncated=False, correct=True, extracted="42", error=None, versions=(1, 1)
+)
+
+
+def write(folder, count):
+    log = ResponseLog(folder, SETTINGS)
+    for sample in range(count):
+        log.add(("sampled", "p", sample), ANSWER)
+    log.close()
+
+
+def test_what_was_added_is_known_to_the_next_start(tmp_path):
+    write(tmp_path, 2)
+    log = ResponseLog(tmp_path, SETTINGS)
+    assert log.known == {("sampled", "p", 0): ANSWER, ("sampled", "p", 1): ANSWER}
+    log.close()
+
+
+def test_a_torn_last_line_is_asked_for_again(tmp_path):
+    write(tmp_path, 3)
+    file = tmp_path / RESPONSES
+    file.write_bytes(file.read_bytes()[:-20])
+    log = ResponseLog(tmp_path, SETTINGS)
+    assert len(log.known) == 2
+    log.add(("sampled", "p", 2), ANSWER)
+    log.close()
+    log = ResponseLog(tmp_path, SETTINGS)
+    assert len(log.known) == 3
+    log.close()
+
+
+def test_a_broken_line_is_named(tmp_path):
+    write(tmp_path, 2)
+    file = tmp_path / RESPONSES
+    file.write_text("{}\n" + file.read_text())
+    with pytest.raises(EvaluationError, match=r"responses\.jsonl:1: no response"):
+        ResponseLog(tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize("changed", [{"weights": {"fingerprint": "b"}}, {"temperature": 0.5}])
+def test_responses_of_other_weights_or_settings_are_not_taken_over(tmp_path, changed):
+    write(tmp_path, 1)
+    with pytest.raises(EvaluationError, match=f"made with {next(iter(changed))} = .*another --out"):
+        ResponseLog(tmp_path, SETTINGS | changed)
+
+
+def test_one_process_writes_at_a_time(tmp_path):
+    log = ResponseLog(tmp_path, SETTINGS)
+    with pytest.raises(EvaluationError, match="another evaluation writes there"):
+        ResponseLog(tmp_path, SETTINGS)
+    log.close()
+    ResponseLog(tmp_path, SETTINGS).close()

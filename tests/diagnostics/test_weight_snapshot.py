@@ -1,0 +1,72 @@
+"""Weights kept while the run removes its own; what tells two versions apart."""
+
+import os
+import shutil
+
+import pytest
+
+from megatron_dapo.diagnostics.response_log import EvaluationError
+from megatron_dapo.diagnostics.weight_snapshot import fingerprint, freeze, versions
+
+
+def model(folder, weights=b"1" * 100):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_what_is_frozen_outlives_its_source(tmp_path):
+    source = model(tmp_path / "v3")
+    before = fingerprint(source)
+    assert freeze(source, tmp_path / "kept" / "v3")
+    shutil.rmtree(source)
+    assert fingerprint(tmp_path / "kept" / "v3") == before
+
+
+def test_without_hard_links_it_is_copied(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    source = model(tmp_path / "v3")
+    assert freeze(source, tmp_path / "kept" / "v3")
+    assert (tmp_path / "kept" / "v3" / "model.safetensors").stat().st_ino != (
+        source / "model.safetensors"
+    ).stat().st_ino
+    assert fingerprint(tmp_path / "kept" / "v3") == fingerprint(source)
+
+
+def test_a_version_that_goes_away_meanwhile_leaves_nothing(tmp_path, monkeypatch):
+    source, link = model(tmp_path / "v3"), os.link
+
+    def remove_then_link(one, other):
+        (source / "model.safetensors").unlink(missing_ok=True)
+        link(one, other)
+
+    monkeypatch.setattr(os, "link", remove_then_link)
+    assert not freeze(source, tmp_path / "kept" / "v3")
+    assert not (tmp_path / "kept" / "v3").exists()
+    assert not freeze(tmp_path / "nowhere", tmp_path / "kept" / "v4")
+
+
+def test_a_change_at_either_end_shows(tmp_path):
+    weights = bytearray(3 << 20)
+    prints = set()
+    for number, place in enumerate((None, 0, len(weights) - 1)):
+        changed = bytearray(weights)
+        if place is not None:
+            changed[place] = 1
+        prints.add(fingerprint(model(tmp_path / str(number), bytes(changed))))
+    assert len(prints) == 3
+
+
+def test_a_folder_without_a_model_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(EvaluationError, match="convert_checkpoint"):
+        fingerprint(tmp_path)
+
+
+def test_versions_are_numbers(tmp_path):
+    for name in ("v10", "v2", "v3.tmp", "very"):
+        (tmp_path / name).mkdir()
+    assert versions(tmp_path) == [2, 10]

@@ -1,0 +1,151 @@
+"""Groups written by a scripted fleet and judged by the real pool: each by the verifier of its prompt."""
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_dapo.config.algorithm_config import OverlongConfig
+from megatron_dapo.coordinator.progress import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.sampler import PassRate, SamplerState
+from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
+from megatron_dapo.data.order import PromptOrder, Span
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from megatron_dapo.experience.generator import GroupGenerator, Unjudged
+from megatron_dapo.experience.groups import ScoredResponse
+from reward.config import RewardConfig
+from reward.pool import RewardPool
+from rollout.generation import FinishReason, Generation, SamplingParams
+
+TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
+"""What the scripted model says, one a response: token i is text i."""
+
+
+class Script:
+    async def generate(self, request):
+        at = int(request.request_id.split("-s")[1].rstrip("."))
+        return Generation(
+            request_id=request.request_id,
+            token_ids=np.array([at], np.int32),
+            log_probs=np.zeros(1, np.float32),
+            weight_versions=np.zeros(1, np.int32),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return TEXTS[token_ids[0]]
+
+
+def prompt(verifier, answer, source):
+    ids = np.ones(1, np.int32)
+    return Prompt(text="?", answer=answer, ids=ids, place=f"{source}.jsonl:1", source=source, verifier=verifier)
+
+
+PROMPTS = (
+    prompt("robust", "7", "exam"),
+    prompt("exact", "7", "old"),
+    prompt("choice", "B", "quiz"),
+    prompt("json", '{"equals": {"n": 7}}', "api"),
+)
+
+
+def groups(*prompts, config=None):
+    spans = tuple(Span(name=p.source, start=at, count=1, weight=1.0) for at, p in enumerate(prompts))
+    nothing = {"rows_read": 0, "duplicates": 0, "contradictions": 0, "broken": 0, "too_long": 0, "content_hash": ""}
+    order = PromptOrder(spans, 0)
+    at = {order.index_at(position): position for position in range(100)}
+
+    async def generate():
+        pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
+        generator = GroupGenerator(
+            fleet=script,
+            pool=pool,
+            decoder=script,
+            prompts=PromptSet(prompts=prompts, spans=spans, **nothing),
+            sampling=SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
+            group_size=len(TEXTS),
+            overlong=OverlongConfig(shape="none"),
+            seed=0,
+        )
+        try:
+            return [await generator.group(at[index], 0) for index in range(len(prompts))]
+        finally:
+            pool.close()
+
+    return asyncio.run(asyncio.wait_for(generate(), 60))
+
+
+def test_a_run_mixes_sources_each_with_its_verifier(tmp_path):
+    exam, old, quiz, api = found = groups(*PROMPTS)
+    assert [[response.accuracy for response in group.responses] for group in found] == [
+        [False, True, True, False],
+        [False, True, False, False],
+        [True, False, False, False],
+        [False, False, False, True],
+    ]
+    assert [response.other_accuracy for response in exam.responses] == [False, True, False, False]
+    assert [response.other_accuracy for response in old.responses] == [False, True, True, False]
+    assert [response.other_accuracy for response in (*quiz.responses, *api.responses)] == [None] * 8
+    assert _disagreement(found) == {"verdict_disagreement": 2 / 8}
+    assert _disagreement([quiz, api]) == {}
+    state = SamplerState(cursor=0, pass_rate=PassRate.start(0.5, memory=4.0), carried=tuple(found))
+    progress = Progress(rollout_step=1, optimizer_step=1, weight_version=1, sampler=state)
+    save_progress(progress, tmp_path)
+    assert _disagreement(load_progress(tmp_path).sampler.carried) == {"verdict_disagreement": 2 / 8}
+
+
+def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):
+    admission = SimpleNamespace(generated=tuple(groups(*PROMPTS)), kept=())
+    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    write_samples(record, PROMPTS, tmp_path / "samples.jsonl", 2)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["source"], line["response"], line["other_accuracy"]) for line in lines] == [
+        ("exam", "Answer: B", False),
+        ("old", "Answer: B", False),
+        ("exam", "Answer: 7.", False),
+        ("old", "Answer: 7.", True),
+    ]
+    assert (lines[0]["answer"], lines[0]["verifier"], lines[0]["place"]) == ("7", "robust", "exam.jsonl:1")
+
+
+def test_samples_hold_responses_without_a_verdict(tmp_path):
+    (group,) = groups(PROMPTS[2])
+    *judged, last = group.responses
+    failed = replace(last, verdict=replace(last.verdict, accuracy=False, error="timeout"))
+    admission = SimpleNamespace(generated=(replace(group, responses=(*judged, failed)),), kept=())
+    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    write_samples(record, PROMPTS[2:], tmp_path / "samples.jsonl", 1)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(line["response"], line["error"]) for line in lines] == [(judged[0].text, None), (last.text, "timeout")]
+
+
+def test_what_nobody_could_judge_stops_the_run():
+    with pytest.raises(Unjudged, match=r"exam\.jsonl:1: no verdict by 'remote': reward\.remote\.url is not set"):
+        groups(replace(PROMPTS[0], verifier="remote"))
+    with pytest.raises(Unjudged, match="ground truth"):
+        groups(replace(PROMPTS[0], answer=""))
+
+
+def test_truncation_is_what_the_server_says_whatever_the_last_token_is():
+    """A response of full length whose last token ends it, and one that the server cut off at a stop token's id."""
+    stop = SamplingParams(max_new_tokens=2, stop_token_ids=(0,))
+
+    def scored(tokens, reason):
+        generation = Generation(
+            request_id="r",
+            token_ids=np.array(tokens, np.int32),
+            log_probs=np.zeros(len(tokens), np.float32),
+            weight_versions=np.zeros(len(tokens), np.int32),
+            finish_reason=reason,
+        )
+        verdict = SimpleNamespace()
+        return ScoredResponse(
+            generation=generation, text="", verdict=verdict, accuracy=0.0, reward_raw=-1.0, reward_shaped=-1.0
+        )
+
+    assert not scored([5, stop.stop_token_ids[0]], FinishReason.STOP).truncated
+    assert scored([5, stop.stop_token_ids[0]], FinishReason.LENGTH).truncated
+    assert scored([5], FinishReason.LENGTH).truncated

@@ -1,0 +1,142 @@
+"""Alive, dead or stuck: what `megatron-dapo status` makes of lock, sign of life and files."""
+
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.status import status_command
+from megatron_dapo.monitor.run_status import STALE_S, Heartbeat, liveness, lock_holder, read_heartbeat
+from tests.monitor.runs import metrics
+from tests.report.folders import write_lines, write_run
+
+HOLD = """
+import sys, filelock
+lock = filelock.FileLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def beat(**changes) -> Heartbeat:
+    usual = {
+        "pid": 7, "host": socket.gethostname(), "started": 0.0, "written": 1000.0, "state": "running",
+        "rollout_steps": 12, "waits": [], "error": None, "error_at": None,
+    }  # fmt: skip
+    return Heartbeat(**{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("sign", "holder", "now", "alive", "text"),
+    [
+        (beat(), 7, 1001, True, "process 7 on this machine holds the lock"),
+        (beat(), 7, 1001 + STALE_S, True, "no sign of life for 31 s: the coordinator is busy or stuck"),
+        (beat(), None, 1001, False, "died without a word"),
+        (beat(host="node-3"), None, 1005, True, "process 7 on node-3 (5.0 s ago)"),
+        (beat(host="node-3"), None, 2000, False, "died without a word (or its coordinator is stuck)"),
+        (beat(host="node-3"), None, -2000, False, "ahead of this clock"),
+        (beat(state="stopped"), None, 1005, False, "continue with run.resume=true"),
+        (beat(state="failed"), None, 1005, False, "failed"),
+        (beat(state="finished"), None, 1005, False, "finished"),
+        (None, 7, 1005, True, "process 7"),
+        (None, None, 1005, False, "not running"),
+    ],
+)
+def test_liveness(sign, holder, now, alive, text):
+    found = liveness(sign, holder, finished=False, now=now)
+    assert found.alive == alive
+    assert text in found.text
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
+def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
+    assert lock_holder(tmp_path) is None
+    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        assert lock_holder(tmp_path) == holder.pid
+        holder.kill()
+        holder.wait(10)
+        assert lock_holder(tmp_path) is None, "the file is still there, the lock is not"
+    assert (tmp_path / ".lock").exists()
+
+
+def test_a_dead_run_in_full(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", finished=False, steps=7)
+    write_lines(
+        folder / "metrics.jsonl", [{**line, "truncated_fraction": 0.5, "timing/step": 10.0} for line in metrics()[:7]]
+    )
+    (folder / "checkpoints" / "step_5").mkdir(parents=True)
+    sign = beat(state="failed", error="Stalled: no answer\n  open waits", error_at=1000.0, written=time.time() - 600)
+    write_lines(folder / "status.json", [sign.as_json()])
+    assert status_command(folder) == ExitCode.FINISHED
+    text = capsys.readouterr().out
+    for part in (
+        "failed, see the last error (10 min ago)",
+        "7 of 12 rollout steps, 28 optimizer steps; newest checkpoint after rollout step 5",
+        "step  7/12",
+        "Stalled: no answer",
+        "truncation",
+        "section 3.4",
+        "Turn first: rollout.max_new_tokens or algorithm.overlong.filter",
+    ):
+        assert part in text
+
+
+def test_a_run_that_has_only_begun(tmp_path, capsys):
+    sign = beat(waits=["server start: waiting for SGLang servers for 3 of 600 s"], written=time.time(), host="node-9")
+    write_lines(tmp_path / "status.json", [sign.as_json()])
+    assert status_command(tmp_path) == ExitCode.FINISHED
+    text = capsys.readouterr().out
+    assert "running, process 7 on node-9" in text
+    assert "waits       server start: waiting for SGLang servers for 3 of 600 s" in text
+    assert "no rollout step of 12 is done; no checkpoint yet" in text
+
+
+def test_no_run(tmp_path, capsys):
+    assert status_command(tmp_path) == ExitCode.CONFIG
+    assert "no run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_somebody_elses_run_that_may_not_be_read(tmp_path, capsys, monkeypatch, name):
+    folder = write_run(tmp_path / "run", finished=False, steps=2)
+    opened = io.open
+
+    def refuse(file, *arguments):
+        if str(file).endswith(name):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *arguments)
+
+    monkeypatch.setattr(io, "open", refuse)
+    code = status_command(folder)
+    shown = capsys.readouterr()
+    assert "Permission denied" in shown.err + shown.out
+    assert code == (ExitCode.CONFIG if name == "metrics.jsonl" else ExitCode.FINISHED)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
+def test_a_lock_that_no_process_of_this_machine_is_named_for_is_looked_past(tmp_path, monkeypatch):
+    (tmp_path / ".lock").touch()
+    line = f"1: OFDLCK ADVISORY  WRITE -1 fe:00:{os.stat(tmp_path / '.lock').st_ino} 0 EOF\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_: line)
+    assert lock_holder(tmp_path) is None
+
+
+STRANGE = (
+    '{"pid": 1, "host": "a", "started": "x", "written": 1, "state": "running", "rollout_steps": 3, "waits": [], '
+    '"error": null, "error_at": null}'
+)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": 1}', STRANGE])
+def test_a_sign_of_life_that_cannot_be_read_is_none(tmp_path, content):
+    (tmp_path / "status.json").write_text(content)
+    assert read_heartbeat(tmp_path) is None

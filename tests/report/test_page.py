@@ -1,0 +1,288 @@
+"""The report of every kind of run: whole, safe, complete; and what it says when there is little to say."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.report import report_command
+from megatron_dapo.cli.status import status_command
+from megatron_dapo.report import tables
+from megatron_dapo.report.page import report_page
+from megatron_dapo.report.source import ReportError, read_run
+from tests.monitor.runs import metrics
+from tests.report.folders import HOSTILE, write_lines, write_run
+
+SECTIONS = {
+    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "wording", "time", "fates", "config",
+    "samples", "provenance",
+}  # fmt: skip
+VOID = {"meta", "br", "wbr"}
+
+
+class Page(HTMLParser):
+    """Tags, ids, references and text of a page; fails on a tag that is closed out of turn."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        values = dict(attrs)
+        self.ids += [values["id"]] if "id" in values else []
+        self.links += [values[name] for name in ("href", "src", "xlink:href") if name in values]
+        assert not any(name.startswith("on") for name in values), f"{tag} has a handler"
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+
+def page_of(*folders) -> Page:
+    return Page(report_page([read_run(folder) for folder in folders]))
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory) -> Page:
+    return page_of(write_run(tmp_path_factory.mktemp("runs") / "usual"))
+
+
+def test_every_section_is_there_and_every_link_leads_somewhere(usual):
+    assert set(usual.ids) >= SECTIONS
+    assert len(usual.ids) == len(set(usual.ids)), "ids of two charts clash"
+    assert {link[1:] for link in usual.links if link.startswith("#")} <= set(usual.ids)
+
+
+def test_nothing_is_fetched_and_nothing_is_run(usual):
+    assert all(link.startswith("#") for link in usual.links)
+    assert not {"script", "link", "img", "iframe", "object"} & set(usual.tags)
+
+
+def test_a_response_is_text_whatever_it_holds(usual):
+    assert HOSTILE in usual.text
+
+
+def test_held_out_accuracy_has_intervals_and_gain(usual):
+    assert "35.8% [32.9, 38.8]" in usual.text
+    assert "84.8% [82.4, 86.9]" in usual.text
+    assert "+49.0 points" in usual.text
+
+
+def test_departures_from_the_paper_are_named_with_both_values(usual):
+    for part in ("algorithm.clip.high", "0.25", "0.28", "algorithm.overlong.buffer", "4096", "eq. 13"):
+        assert part in usual.text
+    assert "algorithm.group_size16" not in re.sub(r"\s", "", usual.text.split("All ")[0]), "it is the paper's"
+
+
+def test_fates_count_every_prompt_and_token_once(tmp_path):
+    fates = read_run(write_run(tmp_path / "run")).fates
+    assert fates.prompts == {"trained": 1, "all right": 1, "all wrong": 1, "waiting": 1, "in flight": 1}
+    assert fates.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
+
+
+def test_the_accuracy_of_a_wording_is_over_its_responses(tmp_path):
+    """By hand: of 10 groups 20% reflect, half of those right; of 90 groups 40%, none right, nor any other response."""
+    steps = [(10, 0.2, 0.5, 0.3), (90, 0.4, 0.0, 0.0)]
+    folder = write_run(tmp_path / "run")
+    lines = [
+        {
+            "rollout_step": at,
+            "optimizer_step": at,
+            "sampling/generated": groups,
+            "reflection_rate": rate,
+            "reflection_accuracy": among,
+            "accuracy/mean": accuracy,
+        }
+        for at, (groups, rate, among, accuracy) in enumerate(steps, start=1)
+    ]
+    write_lines(folder / "metrics.jsonl", lines)
+    [(name, share, right, _)] = tables.wording_rows(read_run(folder))
+    assert (name, share) == ("reflection", "38.0%")  # (10 x 0.2 + 90 x 0.4) / 100
+    assert right == "2.6%"  # 10 x 0.2 x 0.5 of those 38
+
+
+def test_status_does_not_read_the_ledger(tmp_path, capsys):
+    """A million prompts would cost it seconds and a gigabyte; the report counts them."""
+    folder = write_run(tmp_path / "run")
+    (folder / "ledger.jsonl").write_text("{]\n{}\n")
+    assert status_command(folder) == ExitCode.FINISHED
+    assert "ledger" not in capsys.readouterr().out
+    assert "ledger.jsonl:1: not an event" in " ".join(read_run(folder).notes)
+
+
+def test_the_papers_ranges_are_shown_for_32b_models_only(usual, tmp_path):
+    assert "Shaded:" not in usual.text
+    large = page_of(write_run(tmp_path / "large", parameters=32_763_876_352))
+    assert large.text.count("Shaded:") == 3, "length, entropy, filtered; this run has no mean probability"
+
+
+def test_an_alarm_is_shown_with_reason_key_and_steps(tmp_path):
+    folder = write_run(tmp_path / "run")
+    lines = [{**line, "truncated_fraction": 0.5 if line["rollout_step"] > 6 else 0.0} for line in metrics()]
+    write_lines(folder / "metrics.jsonl", lines)
+    text = page_of(folder).text
+    assert "since rollout step 8" in text
+    assert "section 3.4" in text
+    assert "algorithm.overlong.filter" in text
+
+
+def test_two_runs_share_the_axes_and_differ_by_name(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", finished=False, steps=7)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("0.25", "0.3"))
+    html = report_page([read_run(one), read_run(other)])
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert "7 of 12 rollout steps" in page.text
+    entropy = re.search(r'aria-label="Entropy.*?</svg>', html, re.DOTALL).group()
+    assert all(f"stroke: var(--c{run})" in entropy for run in (0, 1))
+    assert re.search(r"algorithm\.clip\.high\s*0\.25\s*0\.3\s", re.sub(r"\s+", " ", page.text))
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    one, other = write_run(tmp_path / "a" / "quickstart"), write_run(tmp_path / "b" / "quickstart")
+    text = page_of(one, other).text
+    assert f"{one}: mean" in text
+    assert f"{other}: mean" in text
+
+
+def test_a_curve_goes_where_its_metric_goes(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "metrics.jsonl", [{"rollout_step": s, "optimizer_step": s, "entropy": s} for s in (1, 2, 3)])
+    entropy = re.search(r'aria-label="Entropy.*?</svg>', report_page([read_run(folder)]), re.DOTALL).group()
+    curve = re.search(r'd="([^"]*)"[^>]*stroke: var\(--c0\)', entropy).group(1)
+    points = [tuple(map(float, point)) for point in re.findall(r"[ML] (\S+) (\S+)", curve)]
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    rises = [points[0][1] - points[1][1], points[1][1] - points[2][1]]
+    assert rises[0] == pytest.approx(rises[1], rel=1e-3)
+    assert rises[0] > 0, "up is up"
+
+
+def test_a_run_under_way_shows_what_there_is(tmp_path):
+    text = page_of(write_run(tmp_path / "run", finished=False, steps=1)).text
+    assert "1 of 12 rollout steps" in text
+    assert "so far only before" in text
+
+
+def test_the_error_that_ended_a_run_is_shown(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False, steps=3)
+    usual = {"pid": 1, "host": "h", "started": 1.0, "written": 2.0, "rollout_steps": 12, "waits": [], "error_at": 2.0}
+    write_lines(folder / "status.json", [{**usual, "state": "failed", "error": "Stalled: <no answer>"}])
+    assert "Last error: Stalled: <no answer>" in page_of(folder).text
+
+
+@pytest.mark.parametrize("name", ["summary.json", "ledger.jsonl", "manifest.json", "config.yaml", "samples.jsonl"])
+@pytest.mark.parametrize("content", [None, "[1]"], ids=["missing", "a list"])
+def test_no_single_file_is_needed(tmp_path, name, content):
+    folder = write_run(tmp_path / "run")
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    run = read_run(folder)
+    assert content is None or run.notes
+    assert "Training curves" in page_of(folder).text
+
+
+def nodes(content, path=()):
+    """Paths to everything in a JSON document, itself included; of a list the first element."""
+    yield path
+    if isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else enumerate(content[:1])
+    else:
+        items = ()
+    for key, value in items:
+        yield from nodes(value, (*path, key))
+
+
+def replaced(content, path, value):
+    if not path:
+        return value
+    changed = content.copy()
+    changed[path[0]] = replaced(content[path[0]], path[1:], value)
+    return changed
+
+
+@pytest.mark.parametrize("name", ["summary.json", "heldout_before.json", "manifest.json"])
+def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_said_once(tmp_path, name):
+    folder = write_run(tmp_path / "run", steps=1)
+    if name == "heldout_before.json":
+        (folder / "summary.json").unlink()  # else its figures are not read
+    data = {part: {"path": "x.jsonl", "rows": "1 row", "sha256": "abc"} for part in ("train", "heldout")}
+    more = {"manifest.json": {"host": {"name": "x"}, "model": {"path": "y"}, "command": ["z"], "data": data}}
+    whole = json.loads((folder / name).read_text()) | more.get(name, {})
+    (folder / name).write_text(json.dumps(whole))
+    assert not read_run(folder).notes
+    for path in nodes(whole):
+        for value in (5, "text", [1], {"key": 1}, None):
+            (folder / name).write_text(json.dumps(replaced(whole, path, value)))
+            run = read_run(folder)
+            for shown in (tables.held_out, tables.examples, tables.provenance):  # all that reads these files
+                shown(run)
+            assert len(run.notes) <= 1, (path, value)
+            assert all(note.startswith(name) and "\n" not in note for note in run.notes), (path, value)
+            assert status_command(folder) == ExitCode.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("summary.json", {"heldout": {"before": {"sampled": 0.5}}}, "heldout.before.sampled"),
+        ("summary.json", {"rollout_steps": "12", "heldout": {}}, "rollout_steps"),
+        ("heldout_before.json", {"before": {"sampled": {}}}, "before.sampled.figures: field required"),
+        ("manifest.json", {"data": {"train": 1}}, "data.train"),
+        ("manifest.json", {"trainer": {"layout": {"tensor": "2"}}}, "trainer.layout.tensor"),
+    ],
+)
+def test_a_file_of_another_shape_is_named_with_the_place_in_it(tmp_path, name, content, where, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(json.dumps(content))
+    status_command(folder)
+    assert f"note        {name} is not as a run writes it and is left out ({where}" in capsys.readouterr().out
+
+
+def test_an_empty_metrics_file_gives_a_page_that_says_so(tmp_path):
+    folder = write_run(tmp_path / "run", finished=False)
+    (folder / "metrics.jsonl").write_text("")
+    assert "No rollout step is finished yet" in page_of(folder).text
+
+
+def test_metrics_that_were_never_measured_are_named(usual):
+    assert "Not measured:" in usual.text
+    assert "Gradient norm" in usual.text
+
+
+def test_what_is_no_run_is_an_error(tmp_path, capsys):
+    with pytest.raises(ReportError, match="no such folder"):
+        read_run(tmp_path / "nowhere")
+    assert report_command([tmp_path], None) == ExitCode.CONFIG
+    assert "no run directory" in capsys.readouterr().err
+
+
+def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"rollout_step": 1}\nrubbish\n{"rollout_step": 2}\n')
+    assert report_command([folder], None) == ExitCode.CONFIG
+    assert "metrics.jsonl:2" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_file_and_says_where(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    assert report_command([folder], tmp_path / "out.html") == ExitCode.FINISHED
+    assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
+    assert "out.html" in capsys.readouterr().out
+    assert report_command([folder], tmp_path / "no" / "out.html") == ExitCode.FAILED
+    assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"

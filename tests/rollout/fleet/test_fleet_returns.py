@@ -1,0 +1,110 @@
+"""Servers that come late, or come back: what is awaited, what is not, and that they come side by side."""
+
+import asyncio
+import time
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.errors import FleetLost, ServerStartError
+from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.gpu_memory import Occupation
+from tests.rollout.fleet_kit import FAST, VOCABULARY, check_tokens, fleet_of, request, run, until
+from tests.rollout.standin import StandIn
+
+
+class SlowToAnswer(StandIn):
+    """Its process is there at once, and answers when it is told to."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.healthy = False
+
+
+def test_a_first_restart_may_take_longer_than_all_servers_may_be_down() -> None:
+    """A 32B server loads for minutes: a restart of all of them is no loss of the fleet."""
+
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server, fleet_deadline_s=0.3) as fleet:
+            server.may_start.clear()
+            await server.die()
+            waiting = asyncio.ensure_future(fleet.generate(request()))
+            await until(lambda: server.starts == 2)
+            await asyncio.sleep(1.5)
+            assert not waiting.done()
+            server.may_start.set()
+            check_tokens(await waiting, 1, 5)
+
+    run(test)
+
+
+def test_servers_that_do_not_come_back_from_their_first_restart_are_lost() -> None:
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server, fleet_deadline_s=0.3) as fleet:
+            server.start_fails = True
+            await server.die()
+            async with asyncio.timeout(10):
+                with pytest.raises(FleetLost, match="all servers are down"):
+                    await fleet.generate(request())
+
+    run(test)
+
+
+def test_a_start_that_cannot_succeed_any_more_ends_at_once() -> None:
+    async def test() -> None:
+        servers = [StandIn() for _ in range(20)]
+        for bad in servers[:3]:
+            bad.start_fails = True
+        servers[19].may_start.clear()
+        fleet = RolloutFleet(RolloutConfig(), servers, vocab_size=VOCABULARY, report=print, timing=FAST)
+        async with asyncio.timeout(30):
+            with pytest.raises(ServerStartError, match="3 of 20 servers did not start"):
+                await fleet.start(600.0)
+
+    run(test)
+
+
+def test_a_server_that_was_only_slow_is_not_started_again() -> None:
+    async def test() -> None:
+        slow = SlowToAnswer()
+        async with fleet_of(*(StandIn() for _ in range(9)), slow) as fleet:
+            assert fleet.status()[9].state != "ready"
+            slow.healthy = True
+            await until(lambda: fleet.status()[9].state == "ready")
+        assert slow.starts == 1
+
+    run(test)
+
+
+def test_a_server_that_comes_late_is_looked_at_like_the_others() -> None:
+    async def test() -> None:
+        unfit, reports = SlowToAnswer(), list[str]()
+        unfit.says = {"quantization": "fp8"}
+        async with fleet_of(*(StandIn() for _ in range(9)), unfit, reports=reports) as fleet:
+            unfit.healthy = True
+            await until(lambda: any("it runs with quantization" in line for line in reports))
+            assert fleet.status()[9].state != "ready"
+
+    run(test)
+
+
+def test_servers_restart_side_by_side_and_memory_is_left_when_none_starts() -> None:
+    async def test() -> None:
+        async with fleet_of(StandIn()) as fleet:
+            occupation: Occupation = fleet._occupation
+            async with occupation.start_of_a_server(), asyncio.timeout(5), occupation.start_of_a_server():
+                leaving = asyncio.ensure_future(occupation.release())
+                await asyncio.sleep(0.1)
+                assert not leaving.done()
+            await leaving
+            late = asyncio.ensure_future(occupation.start_of_a_server().__aenter__())
+            await asyncio.sleep(0.1)
+            assert not late.done(), "the trainer has the memory"
+            await occupation.resume()
+            began = time.monotonic()
+            await late
+            assert time.monotonic() - began < 5
+
+    run(test)

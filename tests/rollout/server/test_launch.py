@@ -1,0 +1,285 @@
+"""The launcher's environment and command line, and that a server does not outlive its parent."""
+
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import psutil
+import pytest
+
+from megatron_dapo.config.root import GOVERNED, REFUSED
+from rollout.config import RolloutConfig
+from rollout.cpu import SWITCH, CpuMode
+from rollout.server.engine import LocalServer, free_port, launch_server, tail
+from rollout.server.server_command import ServerSpec, server_arguments
+
+
+def spec(**changes: object) -> ServerSpec:
+    given = {
+        "model_path": Path("/models/tiny"),
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": 1024,
+        "seed": 11,
+        "log_path": Path("log"),
+    }
+    return ServerSpec(**(given | changes))  # type: ignore[arg-type]
+
+
+def value(arguments: list[str], flag: str) -> str:
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_a_cpu_server_gets_our_backends_and_room_for_every_response() -> None:
+    arguments = server_arguments(RolloutConfig(max_running_requests=32), spec(), 31000)
+    assert value(arguments, "--device") == "cpu"
+    assert value(arguments, "--attention-backend") == "torch_native"
+    assert value(arguments, "--decode-attention-backend") == "batched_decode"
+    assert value(arguments, "--max-total-tokens") == str(32 * 1024)
+    assert value(arguments, "--port") == "31000"
+    assert "--enable-deterministic-inference" not in arguments
+    assert value(arguments, "--stream-interval") == "4096"
+    assert "--incremental-streaming-output" in arguments
+    whole = server_arguments(RolloutConfig(stream_every=0), spec(), 31000)
+    assert not [one for one in whole if "stream" in one]
+
+
+def test_a_gpu_server_runs_as_sglang_would() -> None:
+    config = RolloutConfig(tensor_parallel=4, memory_fraction=0.7)
+    arguments = server_arguments(config, spec(device="cuda", dtype="bfloat16"), 31000)
+    assert value(arguments, "--tensor-parallel-size") == "4"
+    assert value(arguments, "--mem-fraction-static") == "0.7"
+    assert not [one for one in arguments if "attention" in one or "overlap" in one or "max-total" in one]
+    assert launch_server.environment(arguments).keys() & {*launch_server.CPU, SWITCH} == set()
+
+
+SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-backend-prefill")
+
+
+def test_a_colocated_gpu_server_leaves_its_cuda_graphs_too() -> None:
+    arguments = server_arguments(RolloutConfig(), spec(device="cuda", dtype="bfloat16", shares_memory=True), 31000)
+    assert value(arguments, "--cuda-graph-backend-prefill") == "disabled", "its default kind refuses the variable"
+    assert {*SAVER} <= {*arguments}
+    assert launch_server.environment(arguments)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+
+
+@pytest.mark.parametrize("alone", [spec(device="cuda", dtype="bfloat16"), spec(shares_memory=True)])
+def test_other_servers_keep_all_their_cuda_graphs(alone: ServerSpec) -> None:
+    arguments = server_arguments(RolloutConfig(), alone, 31000)
+    assert not {*SAVER} & {*arguments}
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in launch_server.environment(arguments)
+
+
+def sglang_text(name: str) -> str:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "srt" / name).read_text()
+
+
+def test_sglang_knows_what_it_is_told_and_what_the_config_refuses() -> None:
+    """By its text: importing it takes long, and the names are what a new version changes."""
+    variables, options = sglang_text("environ.py"), sglang_text("server_args.py")
+    for name in (*launch_server.SAVER, launch_server.MEETING_PLACE):
+        assert f"    {name} = " in variables
+    for name in [*SAVER, *itertools.chain.from_iterable(REFUSED), *GOVERNED]:
+        field = name.removeprefix("--").replace("-", "_")
+        begins = field + (r"\w*" if name.endswith("-") else "")
+        known = re.search(rf"^    {begins}: A\[", options, re.MULTILINE) or f'"{name}"' in options
+        assert known or name in ABBREVIATED, name
+
+
+ABBREVIATED = ("--tp", "--dp", "--enable-dp-")
+"""Python's argparse takes the beginning of an option for it."""
+
+
+def test_expandable_segments_are_left_out_under_both_names_and_nothing_else() -> None:
+    variables = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,512:2]",
+        "OTHER": "expandable_segments:True",
+    }
+    assert launch_server.drop_expandable_segments(variables) == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    assert variables == {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2]",
+        "OTHER": "expandable_segments:True",
+    }
+    assert launch_server.drop_expandable_segments(variables) == []
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """`launched(*arguments)`: the variables with which SGLang, replaced by nothing, would run."""
+    seen: dict[str, str] = {}
+    replaced = {
+        "sglang.srt.plugins": {"load_plugins": lambda: None},
+        "sglang.launch_server": {"run_server": lambda _: seen.update(os.environ)},
+        "sglang.srt.server_args": {"prepare_server_args": lambda _: SimpleNamespace()},
+        "sglang.srt.utils": {"kill_process_tree": lambda *_, **__: None},
+    }
+    for name in ("sglang", "sglang.srt", *replaced):
+        module = ModuleType(name)
+        vars(module).update(replaced.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("rollout.wire.array_frames_server.add", lambda: None)
+    before = dict(os.environ)
+    for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.MEETING_PLACE, SWITCH):
+        monkeypatch.delenv(name, raising=False)
+
+    def launch(*arguments: str) -> dict[str, str]:
+        launch_server.main(arguments)
+        return seen
+
+    yield launch
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_processes_of_a_gpu_server_meet_without_a_port(launched: Callable[..., dict[str, str]]) -> None:
+    place = launched("--device", "cuda")[launch_server.MEETING_PLACE]
+    assert place.startswith(f"file:///proc/{os.getpid()}/fd/")
+    os.close(int(place.rpartition("/")[2]))
+
+
+@pytest.mark.parametrize("elsewhere", [("--nccl-port", "3000"), ("--dp-size=2",), ("--dist-init-addr", "a:1")])
+def test_who_says_where_they_meet_is_heeded(
+    launched: Callable[..., dict[str, str]], elsewhere: tuple[str, ...]
+) -> None:
+    assert launch_server.MEETING_PLACE not in launched("--device", "cuda", *elsewhere)
+
+
+def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
+    launched: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    alone = dict(launched("--device", "cuda", "--nccl-port", "3000"))
+    assert alone["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    shared = launched("--device", "cuda", "--nccl-port", "3000", "--enable-memory-saver")
+    assert "expandable_segments is left out" in capfd.readouterr().out
+    assert shared["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+
+
+def test_servers_of_one_machine_draw_from_different_ports() -> None:
+    ports = {index: {free_port("127.0.0.1", index) for _ in range(20)} for index in range(8)}
+    assert all(20000 <= port < 32768 for drawn in ports.values() for port in drawn)
+    shares = [{port % 64 for port in drawn} for drawn in ports.values()]
+    assert [len(share) for share in shares] == [1] * 8
+    assert len(set.union(*shares)) == 8
+    assert min(len(drawn) for drawn in ports.values()) > 1, "of a share they are drawn"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_float32_gpu_server_gets_kernels_that_take_32_bits(deterministic: bool) -> None:
+    """SGLang's own choice, FlashAttention 3 or FlashInfer, and its RMS norm refuse float32 at the first request."""
+    config = RolloutConfig(deterministic=deterministic)
+    arguments = server_arguments(config, spec(device="cuda", dtype="float32"), 31000)
+    assert value(arguments, "--attention-backend") == "triton"
+    assert arguments.count("--enable-deterministic-inference") == 1
+
+
+def test_further_arguments_come_last() -> None:
+    config = RolloutConfig(deterministic=True, extra_args=("--decode-attention-backend", "torch_native"))
+    arguments = server_arguments(config, spec(), 31000)
+    assert arguments[-2:] == ["--decode-attention-backend", "torch_native"]
+    assert "--enable-deterministic-inference" in arguments
+    assert not [one for one in arguments if "stream" in one]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (["--device", "cpu"], CpuMode.FAST),
+        (["--device=cpu", "--enable-deterministic-inference"], CpuMode.DETERMINISTIC),
+        (["--device", "cuda"], None),
+        (["--model-path", "cpu"], None),
+        ([], None),
+    ],
+)
+def test_the_cpu_support_is_switched_on_by_the_device_alone(arguments: list[str], mode: CpuMode | None) -> None:
+    environment = launch_server.environment(arguments)
+    assert environment.get(SWITCH) == mode
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_tensor_parallel_on_a_cpu_binds_a_core_to_each_process() -> None:
+    environment = launch_server.environment(["--device", "cpu", "--tensor-parallel-size", "2"])
+    assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+
+
+def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
+    """A stand-in for the server: what the launcher does first, then sleep. The parent is killed, not ended."""
+    child = (
+        "import time; from rollout.server import launch_server\n"
+        "launch_server.end_with_parent(); print('up', flush=True); time.sleep(100)"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, text=True,\n"
+        f"    env=os.environ | {{'{launch_server.PARENT}': str(os.getpid())}}, start_new_session=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    server = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait(10)
+    assert psutil.wait_procs([server], 10)[1] == []
+
+
+def test_a_server_whose_parent_is_gone_already_does_not_start() -> None:
+    code = "from rollout.server import launch_server; launch_server.end_with_parent()"
+    gone = os.environ | {launch_server.PARENT: "1"}
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=gone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "has ended" in done.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert "no log" in tail(log)
+    log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(1000)))
+    assert tail(log, lines=2) == "line 998 �\nline 999 �"
+    assert len(tail(log, lines=500, size=100)) <= 100
+
+
+def environment_of(*extra_args: str, **settings: object) -> dict[str, str]:
+    return LocalServer(RolloutConfig(extra_args=extra_args, **settings), spec())._environment()  # type: ignore[arg-type]
+
+
+def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `_set_envs_and_config` of sglang.srt.entrypoints.engine; the trainer's ranks get the same."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not set(names) & environment_of().keys()
+    for extra_args, wanted in {
+        (): ("0", "0"),
+        ("--enable-nccl-nvls",): ("0", "1"),
+        ("--enable-symm-mem",): ("1", "1"),
+    }.items():
+        environment = environment_of(*extra_args, weight_sync="distributed")
+        assert tuple(environment[name] for name in names) == wanted
+    monkeypatch.setenv(names[0], "1")
+    environment = environment_of(weight_sync="distributed")
+    assert tuple(environment[name] for name in names) == ("1", "0"), "a user's own value stays"
+
+
+def test_a_server_finds_the_programs_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's and flashinfer's kernels are built by a bare `ninja`; `.venv/bin/megatron-dapo` activates nothing."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert environment_of()["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"

@@ -1,0 +1,209 @@
+"""The run directory: one writer, nothing of somebody else's, complete checkpoints, the same run at a resume."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.config import dump_config, load_config
+from megatron_dapo.coordinator.resume import check_resume
+from megatron_dapo.monitor.writer import MetricsError
+from megatron_dapo.storage.ledger import LedgerError
+from megatron_dapo.storage.run_dir import RunDir, RunDirError, RunDirLost, newest_step
+
+
+def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
+    first = RunDir(tmp_path / "run", resume=False)
+    with pytest.raises(RunDirError, match="a live run holds it"):
+        RunDir(tmp_path / "run", resume=True)
+    first.close()
+    RunDir(tmp_path / "run", resume=True).close()
+
+
+def test_a_disk_that_takes_nothing_is_named_and_one_that_became_so_still_gives_the_lock_back(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    first = RunDir(tmp_path / "run", resume=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refuse)
+        first.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "write_text", refuse)
+        with pytest.raises(RunDirError, match="Read-only file system; choose a directory of your own"):
+            RunDir(tmp_path / "run", resume=False)
+    RunDir(tmp_path / "run", resume=False).close()
+
+
+def test_an_empty_ledger_is_no_run_and_a_filled_one_is(tmp_path):
+    (tmp_path / "ledger.jsonl").touch()
+    RunDir(tmp_path, resume=False).close()
+    (tmp_path / "ledger.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirError, match=r"run\.resume=true"):
+        RunDir(tmp_path, resume=False)
+    RunDir(tmp_path, resume=True).close()
+
+
+def test_a_ledger_that_cannot_be_seen_is_not_taken_for_none(tmp_path):
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "ledger.jsonl")
+    with pytest.raises(RunDirError, match="symbolic links; choose a directory"):
+        RunDir(tmp_path, resume=False)
+    (tmp_path / "ledger.jsonl").unlink()
+    RunDir(tmp_path, resume=False).close()  # the lock was given back
+
+
+@pytest.mark.parametrize("name", ["model", "weights", "checkpoints"])
+def test_a_directory_with_somebody_elses_files_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunDirError, match=f"holds {name} but no run"):
+        RunDir(tmp_path, resume=False)
+
+
+def test_a_run_that_was_killed_in_its_first_step_may_begin_anew(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "ledger.jsonl").touch()
+    RunDir(tmp_path, resume=False).close()
+
+
+def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (1, 2, 3):
+        aside = run_dir.checkpoint_aside(step)
+        (aside / "file").write_text(str(step))
+        assert run_dir.latest_checkpoint() is None or run_dir.latest_checkpoint().step == step - 1
+        run_dir.publish_checkpoint(aside, step, keep=2)
+    (run_dir.path / "checkpoints" / "step_9.bak").mkdir()
+    run_dir.checkpoint_aside(10)
+    assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 3]
+    assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_3"
+    run_dir.close()
+
+
+def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    for step in (2, 4, 6):
+        run_dir.publish_checkpoint(run_dir.checkpoint_aside(step), step, keep=3)
+    with pytest.raises(RunDirError, match=r"run\.resume_step = 3.*step 2, step 4, step 6"):
+        run_dir.go_back_to(3)
+    for again in ("set_aside.step_6", "set_aside.step_6.2"):
+        run_dir.go_back_to(4)
+        assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4]
+        assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_4"
+        assert (run_dir.path / "checkpoints" / again).is_dir()
+        run_dir.publish_checkpoint(run_dir.checkpoint_aside(6), 6, keep=3)
+    assert newest_step(run_dir.path) == 6
+    run_dir.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_saved_to_what_is_left_of_a_lost_mount(tmp_path, replaced):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if replaced:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".lock").touch()
+    with pytest.raises(RunDirLost, match="not the directory that this run began in"):
+        run_dir.checkpoint_aside(1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    run_dir.close()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What has been asked to be on disk, by inode, since it was changed last; a rename keeps the inode."""
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    return synced
+
+
+def test_what_a_resume_rests_on_is_on_disk_when_it_has_its_name(tmp_path, disk):
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    run_dir.write_json("heldout_before.json", {})
+    assert {os.stat(path).st_ino for path in (run_dir.path, run_dir.path / "heldout_before.json")} <= disk
+    disk.clear()
+    run_dir.write_json("status.json", {}, durable=False)
+    assert not disk, "every two seconds"
+
+    aside = run_dir.checkpoint_aside(1)
+    (aside / "file").touch()
+    folder = run_dir.publish_checkpoint(aside, 1, keep=1).folder
+    assert {os.stat(path).st_ino for path in (folder, folder.parent)} <= disk
+    run_dir.close()
+
+
+def test_a_path_that_no_directory_can_have_is_named():
+    with pytest.raises(RunDirError, match=r"run\.dir = x+: File name too long"):
+        newest_step(Path("x" * 300))
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run directory with a checkpoint after step 1, and its config file."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"run: {{dir: {tmp_path / 'run'}, rollout_steps: 1}}\nmodel: {{path: m, context_length: 30000}}\n"
+        "data: {path: p}\nevaluation: {path: e}\n"
+    )
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    run_dir.write_text("config.yaml", dump_config(load_config(file)))
+    run_dir.write_json("manifest.json", {"data": {"train": {"sha256": "abc"}, "heldout": {"sha256": "held"}}})
+    run_dir.write_json("heldout_before.json", {"before": {}, "baseline": None})
+    run_dir.ledger.write_text('{"event": "dispatched"}\n')
+    (run_dir.path / "metrics.jsonl").write_text('{"rollout_step": 1}\n')
+    run_dir.publish_checkpoint(run_dir.checkpoint_aside(1), 1, keep=2)
+    yield run_dir, file
+    run_dir.close()
+
+
+def inputs(prompts: str = "abc", heldout: str = "held") -> SimpleNamespace:
+    return SimpleNamespace(prompts=SimpleNamespace(content_hash=prompts), heldout=SimpleNamespace(content_hash=heldout))
+
+
+def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
+    run_dir, file = begun
+    check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0"):
+        check_resume(load_config(file, ["run.seed=1"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match="trained twice or never"):
+        check_resume(load_config(file), inputs(prompts="def"), run_dir)
+
+
+def test_a_resume_whose_accuracy_could_not_be_compared_is_refused_once_something_is_trained(begun):
+    run_dir, file = begun
+    for key in ("limit=3", "samples=3", "temperature=0.5", "top_p=0.5", "greedy=false"):
+        with pytest.raises(RunDirError, match=f"evaluation.{key.partition('=')[0]} = .* a resume must keep"):
+            check_resume(load_config(file, [f"evaluation.{key}"]), inputs(), run_dir)
+    with pytest.raises(RunDirError, match=r"evaluation\.path: the held-out problems"):
+        check_resume(load_config(file), inputs(heldout="others"), run_dir)
+    shutil.rmtree(run_dir.path / "checkpoints")
+    check_resume(load_config(file, ["evaluation.limit=3"]), inputs(heldout="others"), run_dir)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("name", ["manifest.json", "heldout_before.json"])
+def test_a_damaged_file_of_the_run_is_named_before_anything_starts(begun, name, content):
+    run_dir, file = begun
+    (run_dir.path / name).unlink() if content is None else (run_dir.path / name).write_text(content)
+    with pytest.raises(RunDirError, match=f"{name}: .*restore it"):
+        check_resume(load_config(file), inputs(), run_dir)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("metrics.jsonl", MetricsError), ("ledger.jsonl", LedgerError)])
+def test_a_damaged_line_of_the_records_is_named_before_anything_starts(begun, name, kind):
+    run_dir, file = begun
+    records = run_dir.path / name
+    records.write_text("garbage\n" + records.read_text())
+    with pytest.raises(kind, match=f"{name}:1"):
+        check_resume(load_config(file), inputs(), run_dir)
+
+
+def test_a_run_that_goes_back_is_not_finished_any_more(begun):
+    run_dir, _ = begun
+    run_dir.write_json("summary.json", {"rollout_steps": 1})
+    run_dir.go_back_to(1)
+    assert not (run_dir.path / "summary.json").exists()
+    assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
