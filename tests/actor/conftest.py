@@ -8,7 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.actor.gloo import end_workers, run_ranks
+from megatron_dapo.actor.device import prepare
+
+prepare("cpu")  # before any test here imports Megatron
+
+from tests.actor.gloo import end_workers, run_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -103,7 +103,7 @@ def mistral(tmp_path, monkeypatch) -> Path:
     """A tiny random Mistral by transformers, with the page's entries in their tables."""
     import transformers
 
-    from megatron_dapo.actor.model.model_chunks import hf_config
+    from megatron_dapo.actor.model import hf_config
     from rollout.weights import server_tensors as held
 
     monkeypatch.setattr(hf_config, "_FAMILIES", {**hf_config._FAMILIES, **entry("_FAMILIES")})
@@ -139,7 +139,7 @@ def test_the_family_is_read_and_its_sliding_window_refused(mistral) -> None:
 
 def logits_of_family(place: RankPlace, folder: Path, families: dict, micro_batches: list) -> list:
     """In a rank's process, which other tests use after this one."""
-    from megatron_dapo.actor.model.model_chunks import hf_config
+    from megatron_dapo.actor.model import hf_config
 
     before = hf_config._FAMILIES
     hf_config._FAMILIES = {**before, **families}

@@ -96,9 +96,8 @@ def may_be_key(code: str) -> bool:
     section, *rest = code.split("=")[0].split(".")
     plain = bool(rest) and all(re.fullmatch("[a-z_]+", part) for part in (section, *rest))
     known = {field.name for field in fields(Config)}
-    return (
-        plain and section in known and rest[-1] not in FILE_ENDINGS and not (ROOT / section / f"{rest[0]}.py").exists()
-    )
+    module = plain and any((ROOT / section / name).exists() for name in (rest[0], f"{rest[0]}.py"))
+    return plain and section in known and rest[-1] not in FILE_ENDINGS and not module
 
 
 @DOCUMENTS

@@ -11,7 +11,7 @@ from megatron_dapo.actor.device import prepare
 
 prepare("cpu")
 
-from megatron_dapo.actor import sequences  # noqa: E402
+from megatron_dapo.actor.model import packed_sequences as sequences  # noqa: E402
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary  # noqa: E402
 from megatron_dapo.actor.model.packed_sequences import local_rows, packed_sequences, padded_lengths  # noqa: E402
 

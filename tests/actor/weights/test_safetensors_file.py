@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.actor.weights import safetensors_file
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import safetensors_file
 from megatron_dapo.actor.weights.safetensors_file import FilePlan, SafetensorsFile, WeightsError
 
 SHAPES = {"a.weight": (7, 5), "b.bias": (3,), "c.weight": (4, 6), "none": (0, 4)}
