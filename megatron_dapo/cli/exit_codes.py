@@ -36,7 +36,7 @@ OF_ERRORS = {
     "megatron_dapo.cluster.placement.PlacementError": ExitCode.CONFIG,
     "megatron_dapo.diagnostics.response_log.EvaluationError": ExitCode.CONFIG,
     "reward.verdict.VerifierError": ExitCode.CONFIG,
-    "reward.lanes.PoolError": ExitCode.FAILED,
+    "reward.verdict.PoolError": ExitCode.FAILED,
     "megatron_dapo.coordinator.step_metrics.MismatchStop": ExitCode.DIVERGED,
     "megatron_dapo.cluster.trainer.Diverged": ExitCode.DIVERGED,
     "megatron_dapo.cluster.gpu_handover.MemoryNotFree": ExitCode.CONFIG,

@@ -22,7 +22,7 @@ from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.run_timeline import Timeline
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 from rollout.server.engine import LocalServer
 

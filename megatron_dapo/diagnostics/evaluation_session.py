@@ -20,7 +20,7 @@ from megatron_dapo.diagnostics.weight_snapshot import fingerprint
 from megatron_dapo.experience.generator import all_or_none
 from megatron_dapo.experience.problem_results import Results, gathered, problem_id, write_results
 from megatron_dapo.experience.responder import Responder, Way, ways_of
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from rollout.wire.client import SglangClient

@@ -28,7 +28,7 @@ class Fleet(Protocol):
 
 
 class Pool(Protocol):
-    """What is used of reward.pool.RewardPool."""
+    """What is used of reward.pool.pool.RewardPool."""
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
 

@@ -17,7 +17,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.generator import GroupGenerator, Unjudged
 from megatron_dapo.experience.groups import ScoredResponse
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
 
 TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
