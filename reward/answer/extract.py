@@ -7,22 +7,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reward.answer.hidden import code_blocks, is_hidden, is_retracted
 from reward.answer.text import ascii_lower
+from reward.answer.visibility import code_blocks, is_hidden, is_retracted
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""
 
-_ATTEMPTS = 64
-"""Statements looked at from the end of the response before giving up."""
-
-_RIVALS = 8
-"""Statements looked at for a hedge."""
+_ATTEMPTS = 64  # statements that are looked at, from the end of the response on
+_RIVALS = 8  # statements that are looked at for a hedge
 
 _MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
-_HEADING = re.compile(r"(?:#{1,6}[ \t]+(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]*\r?")
-_HEADING_LIMIT = 40
-"""Characters of the line."""
+_HEADING = re.compile(
+    r"^(?:#{1,6}[ \t]{1,20}(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]{0,20}\r?(?=\n)", re.I | re.M | re.A
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
 _BRACE = re.compile(r"\\?[{}]")
 _SKIPPED = re.compile(r"[\s*_`}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?")
@@ -30,6 +27,7 @@ _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 _ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
+# Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer.
 _CONNECTIVE = re.compile(
     r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}"
     r"|(?=.*\b(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|could|might|may)\b)[\W_]*"
@@ -37,17 +35,16 @@ _CONNECTIVE = re.compile(
     r"|equally|even)(?:[\W_]+|$)){1,9}",
     re.IGNORECASE | re.DOTALL,
 )
-"""Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer."""
 _DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
+# Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
 _PART_BEFORE = re.compile(
     r"(?:(?:[=(<>^/*+\[{\d)}]\s*|\\[a-z]+\s*|[$\n]|^)-|[+/^]|\d"
     r"|\\(?:cdot|times|div|pm|mp|neg|sqrt(?:\[\d\])?|[dt]?frac|log|ln|sin|cos|tan))[{(]*$"
     r"|[=(^]\s*-\s+$|(?:[+/^]|\\(?:cdot|times|div|pm|mp))\s+$"
 )
-"""In front of a box by itself: it is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list."""
 _PART_AFTER = re.compile(
     r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
     r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
@@ -90,9 +87,6 @@ class _Found:
     end: int
     text: str
     is_line: bool
-
-
-_BOXES = ("\\boxed", "\\fbox")
 
 
 def last_statement(response: str, prompt: str = "") -> Statement | None:
@@ -141,30 +135,22 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
 def _statements(response: str, prompt: str) -> Iterator[_Found]:
     """Statements from the last to the first, at most `_ATTEMPTS` of them."""
     lower = ascii_lower(response)
-    end = len(response.rstrip())
-    marker = _last_marker(lower, end)
+    end = marker = boxed = fbox = len(response.rstrip())
     blocks = code_blocks(response)
-    boxed, fbox = (lower.rfind(name, 0, end) for name in _BOXES)
     for _ in range(_ATTEMPTS):
+        # Each by itself: one that is nowhere would be looked for through the whole text every time.
+        marker = marker if marker < end else _last_marker(lower, end)
+        boxed = boxed if boxed < end else lower.rfind("\\boxed", 0, end)
+        fbox = fbox if fbox < end else lower.rfind("\\fbox", 0, end)
         box = max(boxed, fbox)
         if marker < 0 and box < 0:
             return
-        if marker > box or _same_line(response, marker, box):
-            found = _line_statement(response, marker, end)
-        else:
-            found = _box_statement(response, box, end)
+        in_line = marker >= 0 and box - marker < LINE_LIMIT and not _LINE_END.search(response, marker, max(box, marker))
+        found = _line_statement(response, marker, end) if in_line else _box_statement(response, box, end)
         start = found.start if found is not None else max(marker, box)
         if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
             yield found
         end = start
-        marker = marker if marker < end else _last_marker(lower, end)
-        # Each by itself: one that is nowhere would be looked for through the whole text every time.
-        boxed = boxed if boxed < end else lower.rfind(_BOXES[0], 0, end)
-        fbox = fbox if fbox < end else lower.rfind(_BOXES[1], 0, end)
-
-
-def _same_line(response: str, marker: int, box: int) -> bool:
-    return 0 <= box - marker < LINE_LIMIT and marker >= 0 and not _LINE_END.search(response, marker, box)
 
 
 def _last_marker(lower: str, end: int) -> int:
@@ -179,20 +165,10 @@ def _last_marker(lower: str, end: int) -> int:
 
 def _under_heading(response: str) -> _Found | None:
     """The line or display below the last heading that says nothing but `Answer`."""
-    if ("nswer" not in response and "NSWER" not in response) or ("#" not in response and "**" not in response):
+    headings = list(_HEADING.finditer(response)) if "#" in response or "**" in response else []
+    if not headings or is_hidden(response, headings[-1].start(), code_blocks(response)):
         return None
-    lower = ascii_lower(response)
-    at = len(lower)
-    for _ in range(_ATTEMPTS):
-        at = lower.rfind("answer", 0, at)
-        begin, stop = lower.rfind("\n", 0, max(at, 0)) + 1, lower.find("\n", max(at, 0))
-        if at < 0:
-            break
-        if 0 < stop - begin <= _HEADING_LIMIT and _HEADING.fullmatch(lower, begin, stop):
-            found = _statement_from(response, begin, stop, len(response.rstrip()))
-            hidden = found is None or is_hidden(response, begin, code_blocks(response))
-            return None if hidden else found
-    return None
+    return _statement_from(response, headings[-1].start(), headings[-1].end(), len(response.rstrip()))
 
 
 def _box_statement(response: str, at: int, end: int) -> _Found | None:

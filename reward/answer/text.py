@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-from reward.answer.hidden import STRUCK
+from reward.answer.visibility import STRUCK
 
 MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
 """Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42."""
@@ -14,8 +14,8 @@ _REPLACED = dict.fromkeys(MINUS_SIGNS, "-") | {
         "/": "\u2044\u2215\u00f7", "\\times ": "\u00d7\u2715", "\\cdot ": "\u22c5\u00b7\u2219", "\\pm ": "\u00b1",
         '"': "\u201c\u201d\u201e\u00ab\u00bb", "'": "\u2018\u2019", ",": "\u3001\u066c", ".": "\u3002\u066b",
         "\\infty ": "\u221e", "\\approx ": "\u2248", "\\le ": "\u2264", "\\ge ": "\u2265", "\\ne ": "\u2260",
-        "\\emptyset ": "\u2205", "\\cup ": "\u222a", "\\cap ": "\u2229", "\\in ": "\u2208", " or ": "\u2228", " ": "\u220e",
-        "\\mathbb{N}": "\u2115", "\\mathbb{Z}": "\u2124", "\\mathbb{R}": "\u211d",
+        "\\emptyset ": "\u2205", "\\cup ": "\u222a", "\\cap ": "\u2229", "\\in ": "\u2208", " or ": "\u2228",
+        " ": "\u220e", "\\mathbb{N}": "\u2115", "\\mathbb{Z}": "\u2124", "\\mathbb{R}": "\u211d",
         # kept, whatever their category: a unit, and two marks that show the digits in another order
         "\u00b0": "\u00b0", "\u202d": "\u202d", "\u202e": "\u202e",
     }.items()
