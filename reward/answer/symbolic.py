@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sympy import Expr
 
-LENGTH_LIMIT = 300
-"""Characters of an expression."""
-
-DEPTH_LIMIT = 12
-"""Nested brackets."""
-
-EXPONENT_LIMIT = 10_000
-"""Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers."""
-
-DIGITS_LIMIT = 6000
-"""Decimal places to which two numbers are compared; where a difference could be smaller, only algebra decides."""
-
-_BINOMIAL_LIMIT = 3000
-"""Largest numeral beside a binomial coefficient; years are asked for."""
+LENGTH_LIMIT = 300  # characters of an expression
+_DEPTH_LIMIT = 12  # nested brackets
+# Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers.
+_EXPONENT_LIMIT = 10_000
+# Decimal places to which two numbers are compared; where a difference could be smaller, only algebra decides.
+_DIGITS_LIMIT = 6000
+_BINOMIAL_LIMIT = 3000  # largest numeral beside a binomial coefficient; years are asked for
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
 _ARITHMETIC_NAMES = """
@@ -123,7 +116,7 @@ def _balanced(text: str) -> bool:
             depth += 1
         elif character in ")]}":
             depth -= 1
-        if not 0 <= depth <= DEPTH_LIMIT:
+        if not 0 <= depth <= _DEPTH_LIMIT:
             return False
     return depth == 0
 
@@ -166,7 +159,7 @@ def _small(text: str) -> bool:
         and "!" not in text
         and all(int(numeral) <= _BINOMIAL_LIMIT for numeral in _NUMERALS.findall(text))
     )
-    return _largest_power(text, exponents) <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+    return _largest_power(text, exponents) <= _EXPONENT_LIMIT and factorials_fit and binomials_fit
 
 
 def _largest_power(text: str, exponents: list[str]) -> int:
@@ -178,7 +171,7 @@ def _largest_power(text: str, exponents: list[str]) -> int:
 def _decimal_places(text: str) -> int:
     """Decimal places that show apart two different numbers written with so many digits and such exponents."""
     if "\\exp" in text or any("e" in _LETTERS.findall(exponent) for exponent in _exponents(text)):
-        return DIGITS_LIMIT + 1
+        return _DIGITS_LIMIT + 1
     digits = sum(character.isdigit() for character in text)
     return 100 + 2 * digits * _largest_power(text, _exponents(text))
 
@@ -215,7 +208,7 @@ def equivalent(answer: str, truth: str) -> bool:
     numbers = [number.xreplace({Symbol("i", real=False): I}) for number in numbers]
     if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
         return _equal_numbers(numbers[0], numbers[1], places)
-    if places > DIGITS_LIMIT:
+    if places > _DIGITS_LIMIT:
         return bool(gold[0] == target[0])
     return verify(gold, target, numeric_precision=places, timeout_seconds=None)
 
@@ -238,7 +231,7 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
     difference = one - other
     if difference.is_Rational:
         return bool(difference == 0)
-    if places > DIGITS_LIMIT:
+    if places > _DIGITS_LIMIT:
         return bool(simplify(difference) == 0)
     value = difference.evalf(places)
     return bool(value.is_number and abs(value) < 10 ** (20 - places))

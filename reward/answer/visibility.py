@@ -3,17 +3,14 @@
 import re
 from bisect import bisect_right
 
-_NEAR = 300
-"""Characters before a statement in which a comment or a stroke may open: both end with their line."""
-
-_AFTERWARDS = 2000
-"""Characters behind the last statement that are searched for its retraction."""
+_NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
+_AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
 
 _FENCE = re.compile(r"^[ \t]*(```|~~~)[`~]*([^`~\n]*)$", re.MULTILINE)
+# A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement.
 _COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
-"""A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement."""
+# `50 %`, `$50$ %`, `n % 5`: no comment.
 _PERCENTAGE = re.compile(r"(?:\d|[)}\]]|(?<![A-Za-z\\])[A-Za-z])[\s$*_]*(?:\\[)\]])?\s*%[^%]*$")
-"""`50 %`, `$50$ %`, `n % 5`: no comment."""
 _STROKE = re.compile(r"(?<![\w~])~~(?=[^\s~])|(?<=[^\s~])~~(?![\w~])")
 STRUCK = re.compile(
     r"(?<![\w~])~~(?=[^\s~])[^~\n]{1,300}(?<=[^\s~])~~(?![\w~])|<(del|s|strike)>[^<>\n]{0,300}</\1>|<!--.{0,2000}?-->",
