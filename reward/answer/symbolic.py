@@ -9,7 +9,10 @@ import logging
 import math
 import re
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from reward.answer.text import closing
 
 if TYPE_CHECKING:
     from sympy import Expr
@@ -46,6 +49,9 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
 _NAMES = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}")
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
 _BARE_EXPONENT = re.compile(r"[+-]?\s*(?:\\?[A-Za-z]+|\d+)(?:\s*\^)?")
+_CARET = re.compile(r"\^\s*")
+_ANOTHER_CARET = re.compile(r"\s*\^")
+_BRACES = re.compile(r"[{}]")
 _POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
 _GROWS = re.compile(r"!|\\(?:binom|exp|tan|cot|sec|csc)")
 _NUMERALS = re.compile(r"\d+")
@@ -110,36 +116,21 @@ def _is_word(text: str) -> bool:
 
 
 def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        if not 0 <= depth <= _DEPTH_LIMIT:
-            return False
-    return depth == 0
+    depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in text)]
+    return min(depths) == depths[-1] == 0 and max(depths) <= _DEPTH_LIMIT
 
 
 def _exponents(text: str) -> list[str]:
     """The text of every exponent, those inside exponents included; a plain `^9^9` gives one that begins with `^`."""
     exponents = []
-    at = text.find("^")
-    while at >= 0:
-        rest = text[at + 1 :].lstrip()
-        if rest.startswith("{"):
-            depth = 0
-            for end, character in enumerate(rest):
-                depth += (character == "{") - (character == "}")
-                if depth == 0:
-                    exponents.append(rest[1:end])
-                    if rest[end + 1 :].lstrip().startswith("^"):
-                        exponents.append("^^")
-                    break
-        else:
-            bare = _BARE_EXPONENT.match(rest)
+    for caret in _CARET.finditer(text):
+        begin = caret.end()
+        if not text.startswith("{", begin):
+            bare = _BARE_EXPONENT.match(text, begin)
             exponents.append(bare[0] if bare else "^^")
-        at = text.find("^", at + 1)
+        elif (after := closing(text, begin, len(text), _BRACES)) >= 0:
+            exponents.append(text[begin + 1 : after - 1])
+            exponents += ["^^"] if _ANOTHER_CARET.match(text, after) else []
     return exponents
 
 
@@ -149,17 +140,16 @@ def _small(text: str) -> bool:
     if len(exponents) > 16 or text.count("!") > 4 or text.count("\\exp") > 1:
         return False
     for exponent in exponents:
-        if "^" in exponent and (exponent.count("^") > 1 or any(int(each) > 3 for each in _NUMERALS.findall(exponent))):
-            return False  # a tower of powers
-        if _GROWS.search(exponent):
+        tower = "^" in exponent and any(int(each) > 3 for each in _NUMERALS.findall(exponent))
+        if tower or exponent.count("^") > 1 or _GROWS.search(exponent):
             return False
-    factorials_fit = all(numeral and int(numeral) <= 500 for numeral in _FACTORIALS.findall(text))
-    binomials_fit = "\\binom" not in text or (
-        "^" not in text
-        and "!" not in text
-        and all(int(numeral) <= _BINOMIAL_LIMIT for numeral in _NUMERALS.findall(text))
-    )
-    return _largest_power(text, exponents) <= _EXPONENT_LIMIT and factorials_fit and binomials_fit
+    if any(not numeral or int(numeral) > 500 for numeral in _FACTORIALS.findall(text)):
+        return False
+    if "\\binom" in text and (
+        "^" in text or "!" in text or max(map(int, _NUMERALS.findall(text)), default=0) > _BINOMIAL_LIMIT
+    ):
+        return False
+    return _largest_power(text, exponents) <= _EXPONENT_LIMIT
 
 
 def _largest_power(text: str, exponents: list[str]) -> int:

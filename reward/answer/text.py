@@ -162,17 +162,21 @@ def strip_edges(text: str) -> str:
 
 
 _BRACKETS = re.compile(r"\\?[()\[\]{}]")
-_OPENERS = frozenset("([{")
 
 
 def enclosed(text: str) -> bool:
     """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
+    return closing(text, 0, len(text), _BRACKETS) == len(text)
+
+
+def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:
+    """The place behind the bracket that closes the one at `begin`, -1 if that is not before `end`."""
     depth = 0
-    for bracket in _BRACKETS.finditer(text):
-        depth += 1 if bracket[0][-1] in _OPENERS else -1
+    for bracket in brackets.finditer(text, begin, end):
+        depth += 1 if bracket[0][-1] in "([{" else -1
         if depth <= 0:
-            return bracket.end() == len(text)
-    return False
+            return bracket.end()
+    return -1
 
 
 _LOOSE_SPACES = re.compile(r"(?<!\d) | (?!\d)")

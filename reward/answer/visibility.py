@@ -56,21 +56,13 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
         return True
     begin = max(text.rfind("\n", max(at - _NEAR, 0), at) + 1, at - _NEAR, 0)
     line = text[begin:at]
-    if "%" in line and _is_commented(line):
+    if "%" in line and _COMMENT.match(line) and not _PERCENTAGE.search(line):
         return True
     if "~~" in line and len(_STROKE.findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
         return True
-    if "<" in line and _is_struck(line.lower()):
+    if any(line.lower().rfind(f"<{tag}>") > line.lower().rfind(f"</{tag}>") for tag in ("del", "strike")):
         return True
     return "<" in text and text.rfind("<!--", 0, at) > text.rfind("-->", 0, at)
-
-
-def _is_commented(line: str) -> bool:
-    return _COMMENT.match(line) is not None and not _PERCENTAGE.search(line)
-
-
-def _is_struck(line: str) -> bool:
-    return any(line.rfind(f"<{tag}>") > line.rfind(f"</{tag}>") for tag in ("del", "strike"))
 
 
 def is_retracted(text: str, after: int) -> bool:
