@@ -121,15 +121,7 @@ def _read_equation(text: str) -> Answer:
         last = replace(
             last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
         )
-    return Answer(
-        text=text,
-        body=sides[-1],
-        name=name,
-        number=last.number,
-        items=last.items,
-        brackets=last.brackets,
-        contradicts=contradicts,
-    )
+    return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
 
 
 _LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")

@@ -21,8 +21,8 @@ from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
 from megatron_dapo.cluster.waits import EXIT_STALLED, Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
-from reward.pool import pool as pool_module
 from reward.config import RewardConfig
+from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool
 from reward.pool.scheduler import Job, Scheduler
 from reward.verdict import PoolError, VerificationRequest
