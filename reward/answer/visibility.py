@@ -6,7 +6,7 @@ from bisect import bisect_right
 _NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
 _AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
 
-_FENCE = re.compile(r"^[ \t]*(```|~~~)[`~]*([^`~\n]*)$", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*(```|~~~)[`~]*[^`~\n]*$.*?(?:^[ \t]*\1[`~]*[^\S\n]*$|\Z)", re.MULTILINE | re.DOTALL)
 # A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement.
 _COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
 # `50 %`, `$50$ %`, `n % 5`: no comment.
@@ -35,19 +35,9 @@ _CONDITION = re.compile(
 
 def code_blocks(text: str) -> list[tuple[int, int]]:
     """Beginning and end of each block between fences, in order; one that is never closed goes on to the end."""
-    blocks: list[tuple[int, int]] = []
     if "`" not in text and "~" not in text:  # single characters are found ten times faster than fences
-        return blocks
-    opening: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opening is None:
-            opening = fence
-        elif fence[1] == opening[1] and not fence[2].strip():
-            blocks.append((opening.start(), fence.end()))
-            opening = None
-    if opening is not None:
-        blocks.append((opening.start(), len(text)))
-    return blocks
+        return []
+    return [block.span() for block in _BLOCK.finditer(text)]
 
 
 def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
