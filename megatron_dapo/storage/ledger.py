@@ -19,8 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 
 class Event(StrEnum):
