@@ -27,6 +27,8 @@ from megatron_dapo.storage.durable import drop_torn_line, naming
 class MismatchStop(RuntimeError):
     """Engine and trainer disagree so much that they cannot hold the same model."""
 
+    exit_code = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:

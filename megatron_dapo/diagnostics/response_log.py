@@ -19,6 +19,8 @@ Asked = tuple[str, str, int]
 class EvaluationError(RuntimeError):
     """An evaluation cannot be made, or its folder not be used. The message says why and what to do."""
 
+    exit_code = 2
+
 
 class ResponseLog:
     """`responses.jsonl` in the folder of one evaluation, which one process writes at a time."""

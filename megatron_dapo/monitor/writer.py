@@ -23,6 +23,8 @@ Line = dict[str, Any]
 class MetricsError(ValueError):
     """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
 
+    exit_code = 2
+
 
 class Mirror(Protocol):
     """Another place for the same numbers."""

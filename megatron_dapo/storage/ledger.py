@@ -38,6 +38,8 @@ class Event(StrEnum):
 class LedgerError(RuntimeError):
     """The ledger contradicts itself. The message names the line."""
 
+    exit_code = 2
+
 
 class Ledger:
     """Appends events; `commit` makes them durable. Single writer: the coordinator."""

@@ -21,9 +21,13 @@ LEDGER = "ledger.jsonl"
 class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""
 
+    exit_code = 2
+
 
 class RunDirLost(RunDirError):
     """The directory that the run began in is not at its path any more. The message says what to do."""
+
+    exit_code = 1
 
 
 class CheckpointDamaged(RunDirError):
