@@ -13,7 +13,7 @@ from megatron_dapo.cluster.engines import api_key, key_file, own_engines, placed
 from megatron_dapo.cluster.gpu_handover import Turns
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster
-from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
+from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.checkpoint_recovery import damaged
@@ -120,7 +120,7 @@ async def _start_trainer(trainer: Trainer, placement: Placement, progress: Progr
         return described
     except TrainerLost:
         raise
-    except DamageFound as error:
+    except CheckpointUnreadable as error:
         raise await damaged(run_dir, latest, str(error)) from None
     except TrainerError as error:
         raise RunDirError(str(error)) from None

@@ -18,6 +18,7 @@ from megatron_dapo.cluster import placement
 from megatron_dapo.cluster import trainer as trainer_module
 from megatron_dapo.cluster.gpu_handover import Turns
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
+from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
@@ -146,7 +147,7 @@ def test_weights_in_memory_that_never_arrive(folders: list[Path]) -> None:  # no
         (lambda trainer: trainer.load_checkpoint(Path("x")), "trainer load_checkpoint"),
         (lambda trainer: trainer.write_weights(Path("x"), ()), "trainer write"),
         (lambda trainer: trainer.send_weights(None, ()), "trainer send"),
-        (lambda trainer: trainer._everyone("log_probs"), "trainer log_probs"),
+        (lambda trainer: trainer._everyone(TrainerRank.log_probs), "trainer log_probs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -155,7 +156,7 @@ def test_each_call_to_the_trainer(monkeypatch, call: Callable[[Trainer], Awaitab
         config = SimpleNamespace(run=SimpleNamespace(step_deadline_s=SHORT), rollout=SimpleNamespace(temperature=1.0))
         monkeypatch.setattr(trainer_module.ray, "put", lambda value: value)
         trainer = Trainer(config, None, Path(), Waits(), use_gpu=False)
-        rank = SimpleNamespace(call=SimpleNamespace(remote=never), weights=SimpleNamespace(remote=never))
+        rank = SimpleNamespace(perform=SimpleNamespace(remote=never))
         trainer._ranks = [rank, rank]
         with pytest.raises(TrainerStalled, match=rf"{name}: 2 trainer rank\(s\) gave no answer within 0\.2 s"):
             await call(trainer)
