@@ -20,9 +20,7 @@ from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission
-from megatron_dapo.monitor.health import HealthLimits, new_alarms
 from megatron_dapo.monitor.step_timer import Phases
-from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.batch_files import save_batch
 from megatron_dapo.storage.ledger import Event
 
@@ -166,10 +164,8 @@ async def _update(
 
 def write_records(parts: Parts, record: StepRecord) -> None:
     """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
-    parts.writer.write(step_metrics(record, parts.config))
-    monitor = parts.config.monitor
-    limits = HealthLimits(mismatch_warn=monitor.mismatch_warn, mismatch_stop=monitor.mismatch_stop)
-    for alarm in new_alarms(read_metrics(parts.run_dir.path), limits):
+    line = parts.writer.write(step_metrics(record, parts.config))
+    for alarm in parts.health.add(line):
         parts.console.note(f"alarm: {alarm}")
     samples, count = parts.run_dir.path / "samples.jsonl", parts.config.monitor.sample_responses
     write_samples(record, parts.inputs.prompts.prompts, samples, count)

@@ -23,9 +23,10 @@ from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.responder import Responder
 from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
 from megatron_dapo.monitor.run_timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
-from megatron_dapo.monitor.writer import MetricsWriter
+from megatron_dapo.monitor.writer import MetricsWriter, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir
 from rollout.generation import SamplingParams
@@ -42,6 +43,7 @@ class Parts:
     services: Services
     ledger: Ledger
     writer: MetricsWriter
+    health: HealthMonitor
     generator: GroupGenerator
     sampler: DynamicSampler
     evaluator: Evaluator
@@ -96,6 +98,7 @@ async def start_parts(
         services=services,
         ledger=ledger,
         writer=writer,
+        health=_health(config, run_dir, progress),
         generator=generator,
         sampler=sampler,
         timeline=timeline,
@@ -105,6 +108,13 @@ async def start_parts(
         progress=progress,
         start_seconds=time.monotonic() - began,
     )
+
+
+def _health(config: Config, run_dir: RunDir, progress: Progress) -> HealthMonitor:
+    """It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now."""
+    limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
+    done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
+    return HealthMonitor(done, limits)
 
 
 def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirror | None:

@@ -10,6 +10,7 @@ from megatron_dapo.cluster.trainer import Trainer, TrainerError, TrainerLost, Tr
 from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.coordinator import loop
+from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
 from megatron_dapo.monitor.run_timeline import Timeline
 from megatron_dapo.monitor.writer import MetricsWriter
 
@@ -62,8 +63,7 @@ def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(monkey
 
 
 @pytest.mark.parametrize(("gap", "alarms"), [(0.2, []), (0.4, ["alarm: mismatch:"]), (2.0, ["alarm: mismatch_stop:"])])
-def test_alarms_of_the_gap_follow_the_configs_bounds(monkeypatch, tmp_path, gap, alarms):
-    """As `status` and `report` read the run's config, so does the run itself."""
+def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap, alarms):
     noted: list[str] = []
     monkeypatch.setattr(
         loop, "step_metrics", lambda *_: {"rollout_step": 1, "optimizer_step": 4, "mismatch/mean_abs": gap}
@@ -71,8 +71,9 @@ def test_alarms_of_the_gap_follow_the_configs_bounds(monkeypatch, tmp_path, gap,
     monkeypatch.setattr(loop, "write_samples", lambda *_: None)
     writer = MetricsWriter(tmp_path, tensorboard=False)
     parts = SimpleNamespace(
-        config=SimpleNamespace(monitor=MonitorConfig(mismatch_warn=0.3, mismatch_stop=0.5)),
+        config=SimpleNamespace(monitor=MonitorConfig()),
         writer=writer,
+        health=HealthMonitor(limits=HealthLimits(mismatch_warn=0.3, mismatch_stop=0.5)),
         run_dir=SimpleNamespace(path=tmp_path),
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
