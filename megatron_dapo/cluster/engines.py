@@ -50,6 +50,11 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
     ]
 
 
+def on_gpu_of_rank_0(engines: Sequence[Engine], gpus: Sequence[str]) -> bool:
+    """Whether one of `own_engines` is on the GPU of the trainer's rank 0, the first of `gpus`."""
+    return any(isinstance(engine, LocalServer) and gpus[0] in engine.spec.gpus for engine in engines)
+
+
 def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The same without a trainer beside them: the servers take the first GPUs.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.cluster.gpu_handover import GIB, DeviceMemory, MemoryNotFree, GpuHandover
+from megatron_dapo.cluster.gpu_handover import GIB, DeviceMemory, GpuHandover, MemoryNotFree
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.run_config import RunConfig
 
