@@ -7,8 +7,9 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.ledger import check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
+from tests.ledger_check import check_ledger
 
 STEPS = 4
 ASYNC = ("run.mode=async", f"run.rollout_steps={STEPS}", "evaluation.limit=4", "algorithm.importance.mode=truncated")
