@@ -16,7 +16,7 @@ from statistics import median, quantiles
 
 from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.rank_timeline import RankTimeline
+from megatron_dapo.cluster.trainer_rank import RankTimeline
 from megatron_dapo.config.actor_config import LayoutConfig
 from tools.measure_actor_speed import QUICKSTART, Case, start
 

@@ -20,6 +20,8 @@ _PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_t
 class TokenizerError(ValueError):
     """A tokenizer that cannot be used. The message names the folder and the fix."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextTools:

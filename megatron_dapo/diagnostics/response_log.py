@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.experience.responder import Answer
-from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
 
@@ -18,6 +18,8 @@ Asked = tuple[str, str, int]
 
 class EvaluationError(RuntimeError):
     """An evaluation cannot be made, or its folder not be used. The message says why and what to do."""
+
+    exit_code = 2
 
 
 class ResponseLog:
@@ -72,9 +74,7 @@ class ResponseLog:
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        replace_file(path, json.dumps(settings, indent=2) + "\n")
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

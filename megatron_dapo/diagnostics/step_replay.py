@@ -14,10 +14,10 @@ from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, Update
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.coordinator.batch import mini_batches, objective_of, responses_of, step_arrays, step_correction
-from megatron_dapo.coordinator.log_prob_stream import chunk_size, joined
+from megatron_dapo.coordinator.old_log_probs import chunk_size, joined
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.batch_files import load_batch
+from megatron_dapo.storage.group_files import load_batch
 
 Part = tuple[Responses, MicroBatchPlan]
 

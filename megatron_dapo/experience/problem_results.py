@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.responder import Answer
 from megatron_dapo.monitor.at_k import RESAMPLES, Estimate, consensus, mean_with_interval, pass_at_k, sizes
+from megatron_dapo.storage.durable import replace_file
 from reward.answer.key import answer_key
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
@@ -106,17 +106,11 @@ def write_results(folder: Path, results: Results, about: Mapping[str, Any] | Non
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"way": way} | asdict(problem)) + "\n" for way in results for problem in results[way]]
     result = dict(about or {}) | {"ways": {way: figures(results[way]) for way in results}, "method": METHOD}
-    _write_whole(folder / PROBLEMS, "".join(lines))
-    _write_whole(folder / RESULT, json.dumps(result, indent=2) + "\n")
+    replace_file(folder / PROBLEMS, "".join(lines), durable=False)
+    replace_file(folder / RESULT, json.dumps(result, indent=2) + "\n", durable=False)
     return result
 
 
 def _consensus(problem: ProblemResult) -> float:
     votes = [None if answer is None else answer_key(answer) for answer in problem.extracted]
     return consensus(votes, problem.correct)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(aside, path)

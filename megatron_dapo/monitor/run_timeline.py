@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dapo.monitor.spans import SpanFile
-from megatron_dapo.monitor.step_timer import Phases
+from megatron_dapo.monitor.step_timer import StepTimer
 from rollout.generation import ServedPart
 
 
@@ -28,7 +28,7 @@ class Timeline:
         """From now on the trainer's ranks record the same steps."""
         self._trainer = trainer
 
-    def begin(self, step: int) -> Phases:
+    def begin(self, step: int) -> StepTimer:
         """The clock of rollout step `step`, which writes its phases down if the step is recorded."""
         self._file.write()
         self._recording = bool(self._every) and step % self._every == 0
@@ -36,7 +36,7 @@ class Timeline:
             self._trainer.recorded_step = step if self._recording else None
         if self._recording:
             self._file.begin(step)
-        return Phases(self._file if self._recording else None)
+        return StepTimer(self._file if self._recording else None)
 
     def served(self, part: ServedPart) -> None:
         """A server's answer to a request."""

@@ -9,7 +9,7 @@ from megatron_dapo.monitor.spans import SpanFile
 NAMES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
 
 
-class Phases:
+class StepTimer:
     """Adds up seconds by phase; what no phase claims is the coordinator's own share of `step`."""
 
     def __init__(self, spans: SpanFile | None = None) -> None:

@@ -14,13 +14,14 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfi
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.order import prompt_at
 from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
 from rollout.fleet.deadlines import Timing
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
+from tests.ledger_check import check_ledger
 from tests.rollout.fleet_kit import FAST
 from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed

@@ -12,9 +12,10 @@ from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit,
 from megatron_dapo.coordinator.step_metrics import _tokens_by_fate
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from megatron_dapo.report.fates import count_fates
-from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
+from tests.ledger_check import check_ledger
 from tools.simulation.virtual_time import run_virtually
 
 GROUP = 4

@@ -3,18 +3,19 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost
+from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.coordinator import run_checkpoint
+from megatron_dapo.coordinator import checkpoints as module
+from megatron_dapo.coordinator.checkpoints import Checkpoints
 from megatron_dapo.coordinator.progress import Progress, load_progress
-from megatron_dapo.coordinator.run_checkpoint import Checkpoints
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
 from megatron_dapo.storage.run_dir import RunDir
@@ -66,7 +67,7 @@ Test = Callable[[Checkpoints, Ranks, SimpleNamespace], Awaitable[None]]
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """`run(test, **keys)`: runs `test(checkpoints, ranks, around)` in a run directory."""
-    monkeypatch.setattr(run_checkpoint, "POLL_S", 0.001)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
     run_dir = RunDir(tmp_path / "run", resume=False)
     ledger = Ledger(run_dir.ledger)
     notes: list[str] = []
@@ -77,7 +78,9 @@ def run(tmp_path, monkeypatch):
             around.waits = Waits()
             ranks = Ranks()
             console = SimpleNamespace(note=notes.append)
-            async with Checkpoints(config, run_dir, ranks, ledger, around.waits, console) as checkpoints:
+            handover = SimpleNamespace(trainer=nullcontext)
+            services = SimpleNamespace(trainer=ranks, waits=around.waits, handover=handover)
+            async with Checkpoints(config, run_dir, services, ledger, console) as checkpoints:
                 await test(checkpoints, ranks, around)
 
         around = SimpleNamespace(run_dir=run_dir, ledger=ledger, notes=notes)
@@ -162,6 +165,46 @@ def test_what_stands_between_two_steps_is_kept_once(run):
         assert events == [1, 2]
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (StopRequested(), True),
+        (Stalled("the servers"), True),
+        (TrainerStalled("the ranks"), False),
+        (TrainerLost("a rank"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_stood_before_a_step_that_fails_is_saved_unless_the_trainer_cannot(run, error, kept):
+    """A trainer that does not answer would be waited for a second time."""
+
+    async def test(checkpoints, ranks, around):
+        async with checkpoints.kept_on_failure(progress(1)):
+            raise error
+
+    with pytest.raises(type(error)):
+        run(test)
+    assert steps(run(lambda *_: asyncio.sleep(0))) == ([1] if kept else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(StopRequested(), TrainerError), (Stalled("the servers"), Stalled)], ids=["stop", "error"]
+)
+def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(run, error, raised):
+    """Exit code 75 promises that everything is saved, and sends a batch job back into the queue."""
+
+    async def test(checkpoints, ranks, around):
+        ranks.failure = FULL
+        async with checkpoints.kept_on_failure(progress(1)):
+            raise error
+
+    with pytest.raises(raised):
+        run(test)
+    left = run(lambda *_: asyncio.sleep(0))
+    assert steps(left) == []
+    assert len(left.notes) == (raised is Stalled)
 
 
 FULL = TrainerError("trainer finish_checkpoint failed\n  rank 0: No space left on device")

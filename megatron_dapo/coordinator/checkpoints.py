@@ -1,19 +1,24 @@
 """Checkpoints of a run: trainer, sampler and counters together, so that a resumed run knows of every prompt.
 
 One is begun when a step is over, and counts once its folder has its name. In between the trainer's ranks write it while
-the run goes on: at most one at a time.
+the run goes on: at most one at a time. A damaged one is named by its file when a run would go on from it, and the
+newest intact one before it is found.
 """
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
-from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
-from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost, TrainerStalled
+from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.progress import Progress, save_progress
+from megatron_dapo.coordinator.services import Services
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir
@@ -38,10 +43,10 @@ class Checkpoints:
     """The run's checkpoints. A context: what is under way when the run ends is finished, or said to be lost."""
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDir, trainer: Trainer, ledger: Ledger, waits: Waits, console: Console
+        self, config: RunConfig, run_dir: RunDir, services: Services, ledger: Ledger, console: Console
     ) -> None:
-        self._config, self._run_dir, self._trainer = config, run_dir, trainer
-        self._ledger, self._waits, self._console = ledger, waits, console
+        self._config, self._run_dir, self._ledger, self._console = config, run_dir, ledger, console
+        self._trainer, self._waits, self._handover = services.trainer, services.waits, services.handover
         self._writing: asyncio.Task[None] | None = None
 
     async def begin(self, progress: Progress, *, wait: bool) -> Begun:
@@ -96,14 +101,32 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             await writing
 
+    @asynccontextmanager
+    async def kept_on_failure(self, progress: Progress) -> AsyncIterator[None]:
+        """A body that changes no weights. If it fails, or is asked to stop, what stood before it is saved."""
+        try:
+            yield
+        except (TrainerError, TrainerStalled):
+            raise  # nobody is left who could save
+        except StopRequested:
+            await self.keep(progress)  # a save that fails is an error: "stopped" says that everything is saved
+            raise
+        except Exception:
+            try:
+                await self.keep(progress)
+            except Exception as error:  # must not hide why the run ends
+                self._console.note(f"what stood before this step could not be saved: {error}")
+            raise
+
     async def keep(self, progress: Progress) -> None:
         """A checkpoint between two rollout steps, unless there is one; nothing is trained before the first step."""
-        await self.finish()
-        newest = self._run_dir.latest_checkpoint()
-        if progress.rollout_step > (newest.step if newest else 0):
-            await self.publish(await self.begin(progress, wait=True))
+        async with self._handover.trainer():
+            await self.finish()
+            newest = self._run_dir.latest_checkpoint()
+            if progress.rollout_step > (newest.step if newest else 0):
+                await self.publish(await self.begin(progress, wait=True))
 
-    async def __aenter__(self) -> "Checkpoints":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
