@@ -1,20 +1,18 @@
 """`megatron-dapo certify`: is the gradient of this config the same on every layout?"""
 
-import dataclasses
 import math
 import os
-import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megatron_dapo.cli.comparison import comparison_command
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Measured, Plan
+    from megatron_dapo.diagnostics.certificate.certificate import Measured
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -49,47 +47,41 @@ class CertifyOptions:
 
 def certify_command(path: Path, overrides: Sequence[str], options: CertifyOptions) -> ExitCode:
     """Print a table of layouts and say whether all of them are within the bounds."""
-    from megatron_dapo.actor.ranks import RankError, RankTimeout
-
-    # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return _certify(load_config(path, overrides), options)
-    except ConfigError as error:
-        return _fail(error, ExitCode.CONFIG)
-    except RankTimeout as error:
-        return _fail(error, ExitCode.STALLED)
-    except RankError as error:
-        return _fail(error, ExitCode.TRAINER)
-    except KeyboardInterrupt:
-        return _fail("interrupted", ExitCode.INTERRUPTED)
+    return comparison_command(lambda: _certify(load_config(path, overrides), options))
 
 
-def _certify(config: Config, options: CertifyOptions) -> ExitCode:
+def _certify(config: Config, options: CertifyOptions) -> bool:
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
     from megatron_dapo.diagnostics.certificate.certificate import certify
 
-    hf = HFModelConfig.load(Path(config.model.path))
-    check_layout(hf, config.actor.layout)
-    plan = _plan(config, options)
-    dtype: Dtype = plan.job.model.dtype
-    loss = LOSS_BOUNDS[dtype] if options.loss_bound is None else options.loss_bound
-    gradient = GRADIENT_BOUNDS[dtype] if options.gradient_bound is None else options.gradient_bound
-    limits = Limits(dtype, loss=loss, gradient=gradient)
-    print(f"{config.model.path} in {dtype} on {plan.device}, up to {plan.processes} ranks", flush=True)
-    if config.actor.layout.world_size > plan.processes:
+    check_layout(HFModelConfig.load(Path(config.model.path)), config.actor.layout)
+    config, processes = _on_this_machine(config, options)
+    dtype: Dtype = config.model.dtype
+    limits = Limits(
+        dtype,
+        loss=LOSS_BOUNDS[dtype] if options.loss_bound is None else options.loss_bound,
+        gradient=GRADIENT_BOUNDS[dtype] if options.gradient_bound is None else options.gradient_bound,
+    )
+    print(f"{config.model.path} in {dtype} on {config.actor.device}, up to {processes} ranks", flush=True)
+    if config.actor.layout.world_size > processes:
         print(f"not tried: the config's own layout, of {config.actor.layout.world_size} ranks; see --processes")
     verdicts = []
-    for result in certify(plan, hf, say=_start_table):
-        good = limits.hold(result)
-        verdicts.append(good)
-        print(_row(result, "ok" if good else "FAIL"), flush=True)
-    text = f"relative difference of the loss {loss:g}, {limits.of_gradient}"
+    for result in certify(
+        config,
+        processes=processes,
+        layouts=options.layouts,
+        responses=options.responses,
+        longest=options.longest or min(config.model.context_length, LONGEST),
+        deadline_s=options.deadline_s,
+        say=lambda text: print(f"{text}\n\n{_line(HEADER)}", flush=True),
+    ):
+        verdicts.append(limits.hold(result))
+        print(_row(result, "ok" if verdicts[-1] else "FAIL"), flush=True)
     if not all(verdicts):
-        print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {text}")
-        return ExitCode.INEXACT
-    print(f"all {len(verdicts)} are within the bounds: {text}")
-    return ExitCode.FINISHED
+        print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {limits.text}")
+        return False
+    print(f"all {len(verdicts)} are within the bounds: {limits.text}")
+    return True
 
 
 class Limits:
@@ -101,65 +93,40 @@ class Limits:
         """By aggregation, in bfloat16."""
 
     @property
-    def of_gradient(self) -> str:
-        """The gradient's limit in words."""
-        if self._dtype == "float32":
-            return f"of a parameter's gradient {self._gradient:g}"
-        return f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
+    def text(self) -> str:
+        """The limits in words."""
+        gradient = f"of a parameter's gradient {self._gradient:g}"
+        if self._dtype == "bfloat16":
+            gradient = f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
+        return f"relative difference of the loss {self._loss:g}, {gradient}"
 
     def hold(self, result: "Measured") -> bool:
-        """Whether a result is within them."""
-        from megatron_dapo.diagnostics.certificate.measure import Bounds
-
-        gradient, aggregation = self._gradient, result.case.aggregation
-        if self._dtype == "float32":
-            return result.difference.within(Bounds(loss=self._loss, gradient=gradient, parameter=gradient))
-        if aggregation in self._of_one_process:
-            gradient = min(gradient, ROUNDING * self._of_one_process[aggregation])
-        else:
-            self._of_one_process[aggregation] = result.difference.gradient
-        return result.difference.within(Bounds(loss=self._loss, gradient=gradient, parameter=math.inf))
+        """Whether a result is within them; never for a number that is not finite."""
+        found, gradient, parameter = result.difference, self._gradient, self._gradient
+        if self._dtype == "bfloat16":
+            of_one_process = self._of_one_process.setdefault(result.case.aggregation, found.gradient)
+            gradient, parameter = min(gradient, ROUNDING * of_one_process), math.inf
+        return found.loss <= self._loss and found.gradient <= gradient and found.worst <= parameter
 
 
-def _plan(config: Config, options: CertifyOptions) -> "Plan":
+def _on_this_machine(config: Config, options: CertifyOptions) -> tuple[Config, int]:
+    """The config with the device and type that are measured, and most ranks of a layout."""
     import torch
 
-    from megatron_dapo.coordinator.batch import objective_of
-    from megatron_dapo.diagnostics.certificate.certificate import Plan
-    from megatron_dapo.diagnostics.certificate.measure import Job
+    from megatron_dapo.diagnostics.local_jobs import local_device
 
-    cuda = config.actor.device != "cpu" and torch.cuda.is_available()
-    if config.actor.device == "cuda" and not cuda:
+    device = local_device(config)
+    if config.actor.device == "cuda" and device == "cpu":
         raise ConfigError("actor.device = cuda: no CUDA device is visible; use auto or cpu")
-    here = torch.cuda.device_count() if cuda else max(os.cpu_count() or 1, config.actor.layout.world_size)
+    here = max(os.cpu_count() or 1, config.actor.layout.world_size)
+    if device == "cuda":
+        here = torch.cuda.device_count()
     processes = options.processes or here
-    if cuda and processes > here:
+    if device == "cuda" and processes > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
-    device: Literal["cpu", "cuda"] = "cuda" if cuda else "cpu"
-    dtype = options.dtype or ("bfloat16" if cuda else "float32")
-    job = Job(
-        actor=dataclasses.replace(config.actor, device=device),
-        model=dataclasses.replace(config.model, dtype=dtype),
-        objective=objective_of(config.algorithm),
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-        timeout_s=options.deadline_s,
-    )
-    return Plan(
-        job=job,
-        device=device,
-        processes=processes,
-        layouts=options.layouts,
-        responses=options.responses,
-        longest=options.longest or min(config.model.context_length, LONGEST),
-        correction=config.algorithm.importance.mode != "none",
-        constant_length=config.rollout.max_new_tokens,
-        deadline_s=options.deadline_s,
-    )
-
-
-def _start_table(text: str) -> None:
-    print(f"{text}\n\n{_line(HEADER)}", flush=True)
+    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
+    return replace(config, actor=actor, model=model), processes
 
 
 def _row(result: "Measured", verdict: str) -> str:
@@ -175,8 +142,3 @@ def _row(result: "Measured", verdict: str) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
-
-
-def _fail(reason: object, code: ExitCode) -> ExitCode:
-    print(reason, file=sys.stderr)
-    return code

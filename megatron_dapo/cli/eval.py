@@ -1,10 +1,11 @@
 """`megatron-dapo eval`: how many held-out problems a model solves, and how sure that is."""
 
 import asyncio
+import math
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,13 @@ from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.monitor.console import Console
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.evaluation_session import Problems
-
+    from megatron_dapo.data.prompts import PromptSet
+    from megatron_dapo.data.tokenizer import TextTools
 
 KEPT = Path("evaluations") / ".kept"
 """In a run directory: the weights that an evaluation of it is about, until it is finished."""
+
+AGAIN = "the same command goes on with what is missing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,7 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class EvalTarget:
     """What is evaluated: `config.model.path` is where the tokenizer comes from."""
 
     config: Config
@@ -51,31 +54,29 @@ def eval_command(target: Path, overrides: Sequence[str], options: EvalOptions) -
     """Evaluate, print, and say where the results are. The same command goes on where it was stopped."""
     prepare_environment()
     console = Console()
+    command = _watch if options.watch else _evaluate
     try:
-        asyncio.run(_with_signals(target, overrides, options, console))
-    except ConfigError as error:
-        console.error(str(error))
-        return ExitCode.CONFIG
+        asyncio.run(_with_signals(lambda stop: command(target, overrides, options, console, stop)))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.error("interrupted; the same command goes on with what is missing")
+        console.error(f"interrupted; {AGAIN}")
         return ExitCode.INTERRUPTED
     except Exception as error:
         code = exit_code_of(error)
         if code is None:
             raise
         if code is ExitCode.CONTINUE:
-            console.note("stopped; the same command goes on with what is missing")
+            console.note(f"stopped; {AGAIN}")
         else:
-            console.error(f"{type(error).__name__}: {error}")
+            console.error(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
         return code
     return ExitCode.FINISHED
 
 
-async def _with_signals(target: Path, overrides: Sequence[str], options: EvalOptions, console: Console) -> None:
+async def _with_signals(command: Callable[["asyncio.Future[None]"], Awaitable[None]]) -> None:
     """The first SIGINT or SIGTERM stops what is under way, in order; a second one cancels it."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
-    task = asyncio.ensure_future(_evaluate(target, overrides, options, console, stop))
+    task = asyncio.ensure_future(command(stop))
 
     def on_signal() -> None:
         if stop.done():
@@ -91,38 +92,31 @@ async def _with_signals(target: Path, overrides: Sequence[str], options: EvalOpt
 async def _evaluate(
     target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
 ) -> None:
-    from megatron_dapo.diagnostics.evaluation_session import evaluate_once
+    from megatron_dapo.cluster.waits import Waits
+    from megatron_dapo.diagnostics.evaluation_session import evaluation_session
     from megatron_dapo.diagnostics.weight_snapshot import fingerprint
 
-    if options.watch:
-        await _watch(target, overrides, options, console, stop)
-        return
-    subject = find_subject(target, overrides, options)
-    if subject.weights is not None:
-        fingerprint(subject.weights)  # a folder that holds no model is said to be one before anything is read
-    problems = _read(subject.config, console)
-    console.note(f"evaluating {subject.weights or ', '.join(subject.config.rollout.urls)}")
-    result = await evaluate_once(
-        subject.config,
-        problems,
-        subject.out,
-        weights=subject.weights,
-        rollout_step=subject.rollout_step,
-        stop=stop,
-        report=console.note,
-    )
-    if subject.weights is not None and subject.weights.parent == target / KEPT:
-        shutil.rmtree(subject.weights)
+    found = find_target(target, overrides, options)
+    config, weights, out = found.config, found.weights, found.out
+    if weights is not None:
+        fingerprint(weights)  # a folder that holds no model is said to be one before anything is read
+    text, heldout = _read(config, console)
+    console.note(f"evaluating {weights or ', '.join(config.rollout.urls)}")
+    async with evaluation_session(config, text, heldout, out, Waits(stop), console.note) as session:
+        result = await session.evaluate(out, weights=weights, rollout_step=found.rollout_step)
+    if weights is not None and weights.parent == target / KEPT:
+        shutil.rmtree(weights)
     _show(result)
-    console.note(f"{subject.out}: result.json, problems.jsonl, responses.jsonl")
+    console.note(f"{out}: result.json, problems.jsonl, responses.jsonl")
 
 
 async def _watch(
     target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
 ) -> None:
-    from megatron_dapo.cluster.waits import StopRequested, Waits
-    from megatron_dapo.diagnostics.evaluation_session import EvalSession, with_own_servers
-    from megatron_dapo.diagnostics.evaluation_watch import Watch, watch_run
+    from megatron_dapo.cluster.waits import Waits
+    from megatron_dapo.diagnostics.evaluation_session import evaluation_session
+    from megatron_dapo.diagnostics.evaluation_watch import Watch
+    from megatron_dapo.diagnostics.local_jobs import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
     if options.model or options.out or not (target / "config.yaml").is_file():
@@ -133,7 +127,7 @@ async def _watch(
             f"{target}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs "
             "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
         )
-    watch = Watch(target, every=options.every, report=console.note)
+    watch, waits = Watch(target, every=options.every, report=console.note), Waits(stop)
 
     def done(version: int, result: Mapping[str, Any]) -> None:
         console.note(f"version {version}:")
@@ -145,29 +139,23 @@ async def _watch(
             console.note(f"{target}: no version to evaluate, and the run does not go on")
             return
         config = with_own_servers(load_config(target / "config.yaml", overrides), first)
-        problems = _read(config, console)
-        async with EvalSession(config, problems, target / EVALUATIONS, Waits(stop), console.note) as session:
-            await watch_run(session, watch, done)
+        text, heldout = _read(config, console)
+        async with evaluation_session(config, text, heldout, target / EVALUATIONS, waits, console.note) as session:
+            await watch.evaluate(session, done)
 
-    task = asyncio.ensure_future(watching())
     try:
-        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise StopRequested
-        task.result()
+        await waits.wait_for("versions", "the watched run", math.inf, watching(), stoppable=True)
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         watch.close()
 
 
-def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -> Subject:
+def find_target(target: Path, overrides: Sequence[str], options: EvalOptions) -> EvalTarget:
     """Which weights are meant: --model, else the servers that `rollout.urls` names, else the run's newest.
 
     Raises:
         ConfigError: neither a config nor a run; a run that has no weights yet; options of which one would not be read.
     """
-    from megatron_dapo.diagnostics.evaluation_session import with_own_servers
+    from megatron_dapo.diagnostics.local_jobs import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
@@ -181,63 +169,60 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
     if is_run and not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: no config.yaml there; give a config file, or the directory of a run")
     config = load_config(target / "config.yaml" if is_run else target, overrides)
-    asks_servers = config.rollout.urls and (not is_run or named)
-    if options.model is not None:
-        out = options.out or Path("evaluations") / options.model.resolve().name
-        return Subject(config=with_own_servers(config, options.model), weights=options.model, out=out)
-    if asks_servers:
-        return Subject(config=config, weights=None, out=options.out or Path("evaluations") / "servers")
-    if not is_run:
-        model = Path(config.model.path)
-        out = options.out or Path("evaluations") / model.resolve().name
-        return Subject(config=with_own_servers(config, model), weights=model, out=out)
-    if (target / "summary.json").exists() and (target / "model").is_dir():
-        weights, name, step = target / "model", "model", None
+    if options.model is None and config.rollout.urls and (named or not is_run):
+        return EvalTarget(config=config, weights=None, out=options.out or Path(EVALUATIONS) / "servers")
+    step = None
+    if options.model is None and is_run:
+        weights, step = _weights_of_run(target)
+        out = target / EVALUATIONS / weights.name
     else:
-        step = _newest_kept(target)
-        name, weights = f"v{step}", target / KEPT / f"v{step}"
-    out = options.out or target / EVALUATIONS / name
-    return Subject(config=with_own_servers(config, weights), weights=weights, out=out, rollout_step=step)
+        weights = options.model or Path(config.model.path)
+        out = Path(EVALUATIONS) / weights.resolve().name
+    return EvalTarget(
+        config=with_own_servers(config, weights), weights=weights, out=options.out or out, rollout_step=step
+    )
 
 
-def _newest_kept(run: Path) -> int:
-    """A version that an evaluation was stopped at, else the newest one, frozen."""
-    from megatron_dapo.diagnostics.weight_snapshot import freeze, versions
+def _weights_of_run(run: Path) -> tuple[Path, int | None]:
+    """The exported model, else a version at which an evaluation was stopped, else a snapshot of the newest one; and
+    the version's number."""
+    from megatron_dapo.diagnostics.weight_snapshot import newest_weights, snapshot, versions
 
-    kept = versions(run / KEPT)
+    newest, kept = newest_weights(run), versions(run / KEPT)
+    if newest is not None and newest[1] is None:
+        return newest
     if kept:
-        return kept[-1]
-    there = versions(run / "weights")
-    if not there:
+        return run / KEPT / f"v{kept[-1]}", kept[-1]
+    if newest is None:
         raise ConfigError(
             f"{run}: no weights on disk; wait for the run's first ones (with rollout.weight_sync=disk), or give --model"
         )
-    if not freeze(run / "weights" / f"v{there[-1]}", run / KEPT / f"v{there[-1]}"):
-        raise ConfigError(f"{run}: version {there[-1]} was removed by the run meanwhile; try again")
-    return there[-1]
+    source, version = newest
+    if not snapshot(source, run / KEPT / source.name):
+        raise ConfigError(f"{run}: version {version} was removed by the run meanwhile; try again")
+    return run / KEPT / source.name, version
 
 
-def _read(config: Config, console: Console) -> "Problems":
+def _read(config: Config, console: Console) -> "tuple[TextTools, PromptSet]":
+    """The tokenizer and the held-out problems."""
     from megatron_dapo.coordinator.inputs import read_heldout
     from megatron_dapo.data.tokenizer import load_text_tools
-    from megatron_dapo.diagnostics.evaluation_session import Problems
 
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)
     console.note(f"held-out problems: {heldout.summary()}")
-    return Problems(text=text, heldout=heldout)
+    return text, heldout
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    table = Table(box=SIMPLE_HEAD)
-    for head, justify in (("answers", "left"), ("figure", "left"), ("value", "right"), ("95% interval", "right")):
-        table.add_column(head, justify="left" if justify == "left" else "right")
-    for way, about in result["ways"].items():
-        described = f"{way}, {about['problems']} problems x {about['samples']}"
+    table = Table("answers", "figure", box=SIMPLE_HEAD)
+    table.add_column("value", justify="right")
+    table.add_column("95% interval", justify="right")
+    for mode, about in result["ways"].items():
+        described = f"{mode}, {about['problems']} problems x {about['samples']}"
         for name, figure in about["figures"].items():
-            low, high = 100 * figure["low"], 100 * figure["high"]
-            table.add_row(described, name, f"{100 * figure['value']:.1f}%", f"{low:.1f} to {high:.1f}")
+            value, low, high = (100 * figure[key] for key in ("value", "low", "high"))
+            table.add_row(described, name, f"{value:.1f}%", f"{low:.1f} to {high:.1f}")
             described = ""
         table.add_row("", "mean length", f"{about['mean_tokens']:.0f}", f"{about['truncated']:.1%} cut off")
-    screen = Terminal(file=sys.stdout, highlight=False)
-    screen.print(table)
+    Terminal(file=sys.stdout, highlight=False).print(table)

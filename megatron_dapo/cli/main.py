@@ -166,10 +166,10 @@ def bisect(
     responses: Annotated[int, typer.Option(min=1, help="Prompts to answer, one response each.")] = 8,
     tokens: Annotated[int | None, typer.Option(min=1, help="Longest response; 256, or what the config allows.")] = None,
     bound: Annotated[float | None, typer.Option(min=0, help="Largest mean gap; 1e-3 in float32.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="A part to leave out, by its name in the table.")] = None,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each part may take.")] = 1800.0,
+    skip: Annotated[list[str] | None, typer.Option(help="A stage to leave out, by its name in the table.")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each stage may take.")] = 1800.0,
 ) -> None:
-    """Re-score a few responses by every part from engine to trainer, to see where a gap in log-probs begins."""
+    """Re-score a few responses by every stage from engine to trainer, to see where a gap in log-probs begins."""
     from megatron_dapo.cli.bisect import BisectOptions, bisect_command
 
     options = BisectOptions(

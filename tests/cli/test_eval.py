@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.eval import EvalOptions, find_subject
+from megatron_dapo.cli.eval import EvalOptions, find_target
 from megatron_dapo.config import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -12,10 +12,10 @@ URLS = 'rollout.urls=["http://a:1"]'
 
 
 def test_a_model_or_servers_or_the_configs_own_model(tmp_path):
-    assert find_subject(QUICKSTART, [], EvalOptions()).out == Path("evaluations") / "base"
-    named = find_subject(QUICKSTART, [], EvalOptions(model=tmp_path / "other"))
+    assert find_target(QUICKSTART, [], EvalOptions()).out == Path("evaluations") / "base"
+    named = find_target(QUICKSTART, [], EvalOptions(model=tmp_path / "other"))
     assert (named.weights, named.config.model.path) == (tmp_path / "other", str(tmp_path / "other"))
-    asked = find_subject(QUICKSTART, [URLS], EvalOptions())
+    asked = find_target(QUICKSTART, [URLS], EvalOptions())
     assert (asked.weights, asked.config.rollout.urls) == (None, ("http://a:1",))
 
 
@@ -29,4 +29,4 @@ def test_a_model_or_servers_or_the_configs_own_model(tmp_path):
 )
 def test_an_option_that_would_not_be_read_is_refused(overrides, options, words):
     with pytest.raises(ConfigError, match=words):
-        find_subject(QUICKSTART, overrides, options)
+        find_target(QUICKSTART, overrides, options)

@@ -10,14 +10,13 @@ import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cli.certify import CertifyOptions, Limits, certify_command
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.certificate import certificate as run
-from megatron_dapo.diagnostics.certificate.certificate import Case, Measured
+from megatron_dapo.diagnostics.certificate.certificate import Case, Difference, Measured, relative_error
 from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
-from megatron_dapo.diagnostics.certificate.measure import Bounds, Difference, relative_error
 from megatron_dapo.diagnostics.certificate.sample_batch import random_responses, random_sample
 from tests.processes import ROOT, Running
 
@@ -54,6 +53,10 @@ def test_few_layouts_have_every_kind_of_parallelism(processes, seed):
     assert chosen == choose_layouts(candidates, 6, seed=seed, always=own)
 
 
+def sampled(responses, current, *overrides):
+    return random_sample(load_config(CONFIG, ["run.seed=3", *overrides]), responses, current, weights_plan=None)
+
+
 def test_the_mini_batch_is_ragged_and_meets_both_clips():
     responses = random_responses(count=16, longest=100, vocabulary=50, seed=3)
     lengths = responses.response_lengths
@@ -63,8 +66,7 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
     current = LogProbs(
         log_probs=np.full(lengths.sum(), -2, dtype=np.float32), entropy=np.zeros(lengths.sum(), dtype=np.float32)
     )
-    objective = PolicyObjective()
-    sample = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    sample = sampled(responses, current)
     ratio = np.exp(current.log_probs.astype(float) - sample.columns["old_log_probs"])
     advantages = sample.columns["advantages"]
     assert ((ratio < 0.8) & (advantages < 0)).sum() > 5
@@ -72,11 +74,9 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
     for bound in (0.8, 1.28):
         assert np.abs(np.log(ratio / bound)).min() > 9e-4
     assert sample.carries_loss.sum() == 15
-    again = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    again = sampled(responses, current)
     assert np.array_equal(again.columns["old_log_probs"], sample.columns["old_log_probs"])
-    full = random_sample(
-        responses, current, PolicyObjective(kl_coefficient=0.1), dtype="float32", correction=True, seed=3
-    )
+    full = sampled(responses, current, "algorithm.kl.coefficient=0.1", "algorithm.importance.mode=truncated")
     assert full.columns.keys() == {"advantages", "old_log_probs", "reference_log_probs", "correction"}
 
 
@@ -86,12 +86,12 @@ def test_what_is_not_a_number_is_not_within_the_bounds():
     assert relative_error(zero, zero) == 0
     assert math.isinf(relative_error(one, zero))
     assert math.isnan(relative_error(one * math.nan, one))
-    bounds = Bounds(loss=0.5, gradient=0.5, parameter=0.7)
-    good = Difference(loss=0.5, gradient=0.5, worst=0.7, parameter="")
-    assert good.within(bounds)
-    for name in ("loss", "gradient", "worst"):
-        assert not dataclasses.replace(good, **{name: 0.8}).within(bounds)
-        assert not dataclasses.replace(good, **{name: math.nan}).within(bounds)
+    for dtype in ("float32", "bfloat16"):
+        assert Limits(dtype, loss=0.5, gradient=0.5).hold(result(loss=0.5, gradient=0.5, worst=0.5))
+        for name in ("loss", "gradient", "worst"):
+            for value in (math.nan, math.inf) if name == "gradient" else (math.nan,):
+                found = result(**{"loss": 0.5, "gradient": 0.5, "worst": 0.5, name: value})
+                assert not Limits(dtype, loss=0.5, gradient=0.5).hold(found)
 
 
 def result(*, loss: float = 0.01, gradient: float, worst: float) -> Measured:
