@@ -27,6 +27,8 @@ Row = tuple[str, str, str, str]
 class PoolError(RuntimeError):
     """The pool can give no verdicts: it is closed, or its workers do not start, or nothing moves any more."""
 
+    exit_code = 1
+
 
 class Lane(StrEnum):
     """Which tasks a worker takes. No worker takes both, so nothing in the dear lane can hold up the cheap one."""

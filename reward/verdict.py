@@ -120,3 +120,5 @@ class Rule(StrEnum):
 class VerifierError(ValueError):
     """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth. A verifier of
     your own may raise it too: its verdict is then `unjudged`, and a run stops instead of learning from it."""
+
+    exit_code = 2

@@ -41,9 +41,13 @@ class RankPlace:
 class RankError(RuntimeError):
     """A rank raised or died; the message holds its number and traceback or exit code."""
 
+    exit_code = 6
+
 
 class RankTimeout(RankError):
     """The deadline passed; the message says which ranks gave no result, and where they stand."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

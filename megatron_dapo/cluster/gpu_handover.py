@@ -24,6 +24,8 @@ LEAST_GIVEN = 0.9
 class MemoryNotFree(RuntimeError):
     """A GPU's memory was not left to the side whose turn it is. The message names the GPU and who holds what."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:

@@ -20,6 +20,8 @@ from megatron_dapo.config import Config
 class PlacementError(RuntimeError):
     """Trainer and servers do not fit on the cluster. The message says what they need and what there is."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:

@@ -31,6 +31,8 @@ GCS = "gcs_server"
 class ClusterError(RuntimeError):
     """Ray could not be started or joined. The message says where and what to do."""
 
+    exit_code = 6
+
 
 class Cluster:
     """Connection to Ray. A local cluster lives and dies with this process."""

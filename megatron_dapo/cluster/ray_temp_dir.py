@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from megatron_dapo.storage.folder_lock import NAME, FolderHeld, lock_folder
+from megatron_dapo.storage.durable import LOCK_NAME, FolderHeld, lock_folder
 
 PREFIX = "dapo-ray-"
 LONGEST_PARENT = 24
@@ -39,7 +39,7 @@ def remove_if_dead(folder: Path) -> None:
     One without a lock file stays too: its run may be about to take the lock.
     """
     try:
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / NAME).exists():
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK_NAME).exists():
             return
         lock = lock_folder(folder)
     except (FolderHeld, OSError):  # somebody's own, or gone meanwhile

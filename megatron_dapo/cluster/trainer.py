@@ -44,6 +44,8 @@ DEATH_SHOWS_S = 3.0
 class TrainerError(RuntimeError):
     """A trainer rank failed. The message holds the rank and its own error."""
 
+    exit_code = 6
+
 
 class TrainerLost(TrainerError):
     """The process of a rank is gone; its work can be done again from the last checkpoint."""
@@ -51,6 +53,8 @@ class TrainerLost(TrainerError):
 
 class Diverged(TrainerError):
     """The loss or the gradient is not a finite number any more."""
+
+    exit_code = 3
 
 
 class DamageFound(TrainerError):

@@ -23,7 +23,7 @@ from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthLimits, new_alarms
 from megatron_dapo.monitor.step_timer import Phases
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.batch_files import save_batch
+from megatron_dapo.storage.group_files import save_batch
 from megatron_dapo.storage.ledger import Event
 
 

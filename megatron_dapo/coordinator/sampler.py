@@ -37,6 +37,8 @@ GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 class OversamplingLimit(RuntimeError):
     """The batch could not be filled within `algorithm.dynamic_sampling.max_oversampling`."""
 
+    exit_code = 1
+
 
 def groups_ahead(config: Config, step: int) -> int:
     """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is

@@ -21,12 +21,13 @@ from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.reflection import wording_metrics
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 
 class MismatchStop(RuntimeError):
     """Engine and trainer disagree so much that they cannot hold the same model."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 class TokenizerError(ValueError):
     """A tokenizer that cannot be used. The message names the folder and the fix."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextTools:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.experience.evaluation import AnswerKey
-from megatron_dapo.experience.problem_results import Answer, write_whole
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.experience.problem_results import Answer
+from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
 
 
 class EvaluationError(RuntimeError):
     """An evaluation cannot be made, or its folder not be used. The message says why and what to do."""
+
+    exit_code = 2
 
 
 class ResponseLog:
@@ -73,7 +74,7 @@ class ResponseLog:
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
+        replace_file(path, json.dumps(settings, indent=2) + "\n")
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

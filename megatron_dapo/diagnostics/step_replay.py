@@ -17,8 +17,7 @@ from megatron_dapo.coordinator.log_prob_stream import chunk_size, joined
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.batch_files import load_batch
-from megatron_dapo.storage.group_files import GroupFileError
+from megatron_dapo.storage.group_files import GroupFileError, load_batch
 
 Part = tuple[Responses, MicroBatchPlan]
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.monitor.at_k import RESAMPLES, consensus, mean_with_interval, pass_at_k, sizes
+from megatron_dapo.storage.durable import replace_file
 from reward.answer.key import answer_key
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
@@ -94,16 +94,9 @@ def write_results(
         for prompt, answers in zip(prompts, problems, strict=True)
     ]
     result = dict(about or {}) | {"ways": {mode: figures(modes[mode]) for mode in modes}, "method": METHOD}
-    write_whole(folder / PROBLEMS, "".join(lines))
-    write_whole(folder / RESULT, json.dumps(result, indent=2) + "\n")
+    replace_file(folder / PROBLEMS, "".join(lines), durable=False)
+    replace_file(folder / RESULT, json.dumps(result, indent=2) + "\n", durable=False)
     return result
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file `path` holds all of `text`, or what it held before."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(aside, path)
 
 
 def _problem_json(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:

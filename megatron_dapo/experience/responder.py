@@ -30,9 +30,13 @@ class Pool(Protocol):
 class EngineAborted(RuntimeError):
     """A server ended a response without finishing it, again and again."""
 
+    exit_code = 5
+
 
 class Unjudged(RuntimeError):
     """A response could not be judged, by no fault of its own. Counted as wrong it would teach the actor noise."""
+
+    exit_code = 1
 
 
 def response_seed(seed: int, position: int, sample: int) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 FOLDER = "timeline"
 

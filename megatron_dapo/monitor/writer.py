@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import naming
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -22,6 +22,8 @@ Line = dict[str, Any]
 
 class MetricsError(ValueError):
     """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
+
+    exit_code = 2
 
 
 class Mirror(Protocol):

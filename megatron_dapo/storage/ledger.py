@@ -19,8 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 
 class Event(StrEnum):
@@ -38,6 +37,8 @@ class Event(StrEnum):
 
 class LedgerError(RuntimeError):
     """The ledger contradicts itself. The message names the line."""
+
+    exit_code = 2
 
 
 class Ledger:

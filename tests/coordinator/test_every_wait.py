@@ -18,7 +18,7 @@ from megatron_dapo.cluster import placement
 from megatron_dapo.cluster import trainer as trainer_module
 from megatron_dapo.cluster.gpu_handover import Turns
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
-from megatron_dapo.cluster.waits import EXIT_STALLED, Stalled, Waits
+from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
 from reward import pool as pool_module
@@ -298,6 +298,6 @@ def test_a_call_that_lets_no_signal_through_ends_with_the_process() -> None:
         "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_STALLED
+    assert done.returncode == Stalled.exit_code
     assert "Ray start: Ray gave no answer within 0.2 s" in done.stderr
     assert "time.sleep" in done.stderr or "in main" in done.stderr
