@@ -3,12 +3,14 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
+from megatron_dapo.cli.arguments import ConfigFile, Overrides
 from megatron_dapo.cli.comparison import comparison_command
-from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
@@ -31,48 +33,38 @@ HEADER = ("layout", "budget", "micro-batches", "aggregation", "loss", "gradient"
 WIDTHS = (22, 8, 13, 21, 9, 9, 9, 5, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertifyOptions:
-    """What the command line says beside the config; None: chosen from the device or the config."""
-
-    processes: int | None
-    layouts: int
-    responses: int
-    longest: int | None
-    dtype: Dtype | None
-    loss_bound: float | None
-    gradient_bound: float | None
-    deadline_s: float
-
-
-def certify_command(path: Path, overrides: Sequence[str], options: CertifyOptions) -> ExitCode:
-    """Print a table of layouts and say whether all of them are within the bounds."""
-    return comparison_command(lambda: _certify(load_config(path, overrides), options))
-
-
-def _certify(config: Config, options: CertifyOptions) -> bool:
+@comparison_command
+def certify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Most ranks of a layout; else as many as fit.")] = None,
+    layouts: Annotated[int, typer.Option(min=1, help="Layouts to try, the config's own first.")] = 8,
+    responses: Annotated[int, typer.Option(min=8, help="Responses of the mini-batch.")] = 16,
+    longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
+    loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,
+    gradient_bound: Annotated[float | None, typer.Option(min=0, help="The same of a parameter's gradient.")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
+) -> bool:
+    """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
+    loaded = load_config(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-    from megatron_dapo.diagnostics.certificate.certificate import certify
+    from megatron_dapo.diagnostics.certificate.certificate import measure_layouts
 
-    check_layout(HFModelConfig.load(Path(config.model.path)), config.actor.layout)
-    config, processes = _on_this_machine(config, options)
-    dtype: Dtype = config.model.dtype
-    limits = Limits(
-        dtype,
-        loss=LOSS_BOUNDS[dtype] if options.loss_bound is None else options.loss_bound,
-        gradient=GRADIENT_BOUNDS[dtype] if options.gradient_bound is None else options.gradient_bound,
-    )
-    print(f"{config.model.path} in {dtype} on {config.actor.device}, up to {processes} ranks", flush=True)
-    if config.actor.layout.world_size > processes:
-        print(f"not tried: the config's own layout, of {config.actor.layout.world_size} ranks; see --processes")
+    check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
+    here, processes = _on_this_machine(loaded, processes, dtype)
+    limits = Limits(here.model.dtype, loss=loss_bound, gradient=gradient_bound)
+    print(f"{here.model.path} in {here.model.dtype} on {here.actor.device}, up to {processes} ranks", flush=True)
+    if here.actor.layout.world_size > processes:
+        print(f"not tried: the config's own layout, of {here.actor.layout.world_size} ranks; see --processes")
     verdicts = []
-    for result in certify(
-        config,
+    for result in measure_layouts(
+        here,
         processes=processes,
-        layouts=options.layouts,
-        responses=options.responses,
-        longest=options.longest or min(config.model.context_length, LONGEST),
-        deadline_s=options.deadline_s,
+        layouts=layouts,
+        responses=responses,
+        longest=longest or min(here.model.context_length, LONGEST),
+        deadline_s=deadline,
         say=lambda text: print(f"{text}\n\n{_line(HEADER)}", flush=True),
     ):
         verdicts.append(limits.hold(result))
@@ -87,8 +79,11 @@ def _certify(config: Config, options: CertifyOptions) -> bool:
 class Limits:
     """What may be rounding. One process comes before the layouts that are compared with it."""
 
-    def __init__(self, dtype: Dtype, *, loss: float, gradient: float) -> None:
-        self._dtype, self._loss, self._gradient = dtype, loss, gradient
+    def __init__(self, dtype: Dtype, *, loss: float | None, gradient: float | None) -> None:
+        """None: the bound for that type."""
+        self._dtype = dtype
+        self._loss = LOSS_BOUNDS[dtype] if loss is None else loss
+        self._gradient = GRADIENT_BOUNDS[dtype] if gradient is None else gradient
         self._of_one_process: dict[str, float] = {}
         """By aggregation, in bfloat16."""
 
@@ -109,7 +104,7 @@ class Limits:
         return found.loss <= self._loss and found.gradient <= gradient and found.worst <= parameter
 
 
-def _on_this_machine(config: Config, options: CertifyOptions) -> tuple[Config, int]:
+def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None) -> tuple[Config, int]:
     """The config with the device and type that are measured, and most ranks of a layout."""
     import torch
 
@@ -121,10 +116,10 @@ def _on_this_machine(config: Config, options: CertifyOptions) -> tuple[Config, i
     here = max(os.cpu_count() or 1, config.actor.layout.world_size)
     if device == "cuda":
         here = torch.cuda.device_count()
-    processes = options.processes or here
+    processes = processes or here
     if device == "cuda" and processes > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
-    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
     return replace(config, actor=actor, model=model), processes
 

@@ -8,35 +8,23 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console as Terminal
-from rich.table import Table
+import typer
 
+from megatron_dapo.cli.arguments import Overrides
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
-from megatron_dapo.cli.train import prepare_environment
 from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.monitor.console import Console
 
 if TYPE_CHECKING:
     from megatron_dapo.data.prompts import PromptSet
     from megatron_dapo.data.tokenizer import TextTools
+    from megatron_dapo.monitor.console import Console
 
 KEPT = Path("evaluations") / ".kept"
 """In a run directory: the weights that an evaluation of it is about, until it is finished."""
 
 AGAIN = "the same command goes on with what is missing"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalOptions:
-    """As given on the command line."""
-
-    model: Path | None = None
-    out: Path | None = None
-    watch: bool = False
-    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,16 +38,37 @@ class EvalTarget:
     rollout_step: int | None = None
 
 
-def eval_command(target: Path, overrides: Sequence[str], options: EvalOptions) -> ExitCode:
-    """Evaluate, print, and say where the results are. The same command goes on where it was stopped."""
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Config file, or run directory.")],
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Each new version of a run that goes on, as it comes.")
+    ] = False,
+    every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
+) -> None:
+    """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
+    from megatron_dapo.cli.train import prepare_environment
+    from megatron_dapo.monitor.console import Console
+
     prepare_environment()
-    console = Console()
-    command = _watch if options.watch else _evaluate
+    console, given = Console(), overrides or []
+
+    async def command(stop: "asyncio.Future[None]") -> None:
+        if not watch:
+            found = find_target(target, given, model=model, out=out, every=every)
+            await _evaluate_once(target, found, console, stop)
+        elif model or out or not (target / "config.yaml").is_file():
+            raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
+        else:
+            await _watch(target, given, every, console, stop)
+
     try:
-        asyncio.run(_with_signals(lambda stop: command(target, overrides, options, console, stop)))
+        asyncio.run(_with_signals(command))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.error(f"interrupted; {AGAIN}")
-        return ExitCode.INTERRUPTED
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     except Exception as error:
         code = exit_code_of(error)
         if code is None:
@@ -68,8 +77,7 @@ def eval_command(target: Path, overrides: Sequence[str], options: EvalOptions) -
             console.note(f"stopped; {AGAIN}")
         else:
             console.error(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
-        return code
-    return ExitCode.FINISHED
+        raise typer.Exit(code) from None
 
 
 async def _with_signals(command: Callable[["asyncio.Future[None]"], Awaitable[None]]) -> None:
@@ -89,14 +97,11 @@ async def _with_signals(command: Callable[["asyncio.Future[None]"], Awaitable[No
     await task
 
 
-async def _evaluate(
-    target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
-) -> None:
+async def _evaluate_once(target: Path, found: EvalTarget, console: "Console", stop: "asyncio.Future[None]") -> None:
     from megatron_dapo.cluster.waits import Waits
     from megatron_dapo.diagnostics.evaluation_session import evaluation_session
     from megatron_dapo.diagnostics.weight_snapshot import fingerprint
 
-    found = find_target(target, overrides, options)
     config, weights, out = found.config, found.weights, found.out
     if weights is not None:
         fingerprint(weights)  # a folder that holds no model is said to be one before anything is read
@@ -111,7 +116,7 @@ async def _evaluate(
 
 
 async def _watch(
-    target: Path, overrides: Sequence[str], options: EvalOptions, console: Console, stop: "asyncio.Future[None]"
+    target: Path, overrides: Sequence[str], every: int, console: "Console", stop: "asyncio.Future[None]"
 ) -> None:
     from megatron_dapo.cluster.waits import Waits
     from megatron_dapo.diagnostics.evaluation_session import evaluation_session
@@ -119,15 +124,13 @@ async def _watch(
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
-    if options.model or options.out or not (target / "config.yaml").is_file():
-        raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
     sync = load_config(target / "config.yaml").rollout.weight_sync
     if sync != "disk":
         raise ConfigError(
             f"{target}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs "
             "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
         )
-    watch, waits = Watch(target, every=options.every, report=console.note), Waits(stop)
+    watch, waits = Watch(target, every=every, report=console.note), Waits(stop)
 
     def done(version: int, result: Mapping[str, Any]) -> None:
         console.note(f"version {version}:")
@@ -149,7 +152,9 @@ async def _watch(
         watch.close()
 
 
-def find_target(target: Path, overrides: Sequence[str], options: EvalOptions) -> EvalTarget:
+def find_target(
+    target: Path, overrides: Sequence[str], *, model: Path | None = None, out: Path | None = None, every: int = 1
+) -> EvalTarget:
     """Which weights are meant: --model, else the servers that `rollout.urls` names, else the run's newest.
 
     Raises:
@@ -159,27 +164,29 @@ def find_target(target: Path, overrides: Sequence[str], options: EvalOptions) ->
     from megatron_dapo.monitor.at_k import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
-    if options.every > 1:
-        raise ConfigError(f"--every {options.every}: says which versions --watch takes; give --watch, or leave it out")
-    if options.model is not None and named:
+    if every > 1:
+        raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
+    if model is not None and named:
         raise ConfigError(
-            f"--model {options.model} and rollout.urls: those servers hold weights of their own; give one of both"
+            f"--model {model} and rollout.urls: those servers hold weights of their own; give one of both"
         )
     is_run = target.is_dir()
     if is_run and not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: no config.yaml there; give a config file, or the directory of a run")
     config = load_config(target / "config.yaml" if is_run else target, overrides)
-    if options.model is None and config.rollout.urls and (named or not is_run):
-        return EvalTarget(config=config, weights=None, out=options.out or Path(EVALUATIONS) / "servers")
+    if model is None and config.rollout.urls and (named or not is_run):
+        return EvalTarget(config=config, weights=None, out=out or Path(EVALUATIONS) / "servers")
     step = None
-    if options.model is None and is_run:
+    if model is None and is_run:
         weights, step = _weights_of_run(target)
-        out = target / EVALUATIONS / weights.name
+        out = out or target / EVALUATIONS / weights.name
     else:
-        weights = options.model or Path(config.model.path)
-        out = Path(EVALUATIONS) / weights.resolve().name
+        weights = model or Path(config.model.path)
     return EvalTarget(
-        config=with_own_servers(config, weights), weights=weights, out=options.out or out, rollout_step=step
+        config=with_own_servers(config, weights),
+        weights=weights,
+        out=out or Path(EVALUATIONS) / weights.resolve().name,
+        rollout_step=step,
     )
 
 
@@ -203,7 +210,7 @@ def _weights_of_run(run: Path) -> tuple[Path, int | None]:
     return run / KEPT / source.name, version
 
 
-def _read(config: Config, console: Console) -> "tuple[TextTools, PromptSet]":
+def _read(config: Config, console: "Console") -> "tuple[TextTools, PromptSet]":
     """The tokenizer and the held-out problems."""
     from megatron_dapo.coordinator.inputs import read_heldout
     from megatron_dapo.data.tokenizer import load_text_tools
@@ -215,6 +222,10 @@ def _read(config: Config, console: Console) -> "tuple[TextTools, PromptSet]":
 
 
 def _show(result: Mapping[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console as Terminal
+    from rich.table import Table
+
     table = Table("answers", "figure", box=SIMPLE_HEAD)
     table.add_column("value", justify="right")
     table.add_column("95% interval", justify="right")

@@ -1,23 +1,27 @@
 """`megatron-dapo replay`: does a rollout step come out the same when it is computed again?"""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from megatron_dapo.cli.comparison import comparison_command
-from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 
 
-def replay_command(run: Path, step: int, tolerance: float, deadline_s: float) -> ExitCode:
-    """Print recorded and recomputed numbers; INEXACT where one differs by more than `tolerance`, relatively."""
-    return comparison_command(lambda: _replay(run, step, tolerance, deadline_s))
-
-
-def _replay(run: Path, step: int, tolerance: float, deadline_s: float) -> bool:
+@comparison_command
+def replay(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that was made with run.save_batches=true.")],
+    step: Annotated[int, typer.Option(min=1, help="Rollout step.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference; 0 on the CPU.")] = 0.0,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each pass may take.")] = 1800.0,
+) -> bool:
+    """Compute one rollout step of a run again, from its batch and the checkpoint before it, and compare."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: no config.yaml there; give the directory of a run")
-    from megatron_dapo.diagnostics.step_replay import replay
+    from megatron_dapo.diagnostics.step_replay import replay_step
 
-    values = replay(run.resolve(), load_config(run / "config.yaml"), step, deadline_s=deadline_s)
+    values = replay_step(run.resolve(), load_config(run / "config.yaml"), step, deadline_s=deadline)
     print(f"{'':36} {'recorded':>24} {'now':>24} {'difference':>12}")
     for each in values:
         print(f"{each.name:36} {each.recorded:>24.17g} {each.now:>24.17g} {each.difference:>12.1e}")

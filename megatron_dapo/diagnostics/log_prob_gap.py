@@ -71,7 +71,7 @@ class BisectRequest:
         return self.weights.get(stage, Path(self.config.model.path))
 
 
-def bisect(request: BisectRequest, say: Callable[[str], None]) -> list[StageGap]:
+def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageGap]:
     """The gaps between neighbouring stages, in order. `say` gets a line before each stage.
 
     Raises:

@@ -36,7 +36,7 @@ class ReplayedValue:
         return abs(self.now - self.recorded) / (abs(self.recorded) or 1.0)
 
 
-def replay(run: Path, config: Config, step: int, *, deadline_s: float) -> list[ReplayedValue]:
+def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> list[ReplayedValue]:
     """Loss, gradient norm and advantages of rollout step `step`.
 
     Raises:

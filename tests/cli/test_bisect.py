@@ -5,26 +5,31 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 
-from megatron_dapo.cli.bisect import BisectOptions, bisect_command
+from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
 from tests.processes import ROOT
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
-OPTIONS = BisectOptions(responses=2, tokens=8, bound=None, skip=(), deadline_s=5.0)
+
+
+def exit_code(source: Path, **options: object) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        bisect(source, responses=2, tokens=8, deadline=5.0, **options)
+    return ended.value.exit_code
 
 
 def test_what_cannot_be_bisected_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert bisect_command(tmp_path, [], OPTIONS) == ExitCode.CONFIG
+    assert exit_code(tmp_path) == ExitCode.CONFIG
     assert "no config.yaml there" in capsys.readouterr().err
     shutil.copy(CONFIG, tmp_path / "config.yaml")
-    assert bisect_command(tmp_path, [], OPTIONS) == ExitCode.CONFIG
+    assert exit_code(tmp_path) == ExitCode.CONFIG
     assert "no weights in Hugging Face format" in capsys.readouterr().err
-    unknown = BisectOptions(responses=2, tokens=8, bound=None, skip=("Megatron",), deadline_s=5.0)
-    assert bisect_command(CONFIG, [], unknown) == ExitCode.CONFIG
+    assert exit_code(CONFIG, skip=["Megatron"]) == ExitCode.CONFIG
     assert "'Megatron TP=1'" in capsys.readouterr().err
 
 
@@ -36,8 +41,8 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
         for at, (before, after) in enumerate(pairwise(STAGES))
     ]
     asked = []
-    monkeypatch.setattr(log_prob_gap, "bisect", lambda request, say: asked.append(request) or gaps)
-    assert bisect_command(CONFIG, [], OPTIONS) == code
+    monkeypatch.setattr(log_prob_gap, "find_gaps", lambda request, say: asked.append(request) or gaps)
+    assert exit_code(CONFIG) == code
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)
     assert len(asked[0].prompts) == 2

@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
+import typer
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.cli.certify import CertifyOptions, Limits, certify_command
+from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -141,24 +142,18 @@ def test_a_deadline_that_passes_ends_the_command_and_its_processes(tmp_path):
     assert finished.left_behind == ()
 
 
-OPTIONS = CertifyOptions(
-    processes=2,
-    layouts=2,
-    responses=8,
-    longest=64,
-    dtype=None,
-    loss_bound=None,
-    gradient_bound=None,
-    deadline_s=120,
-)
+def exit_code(*overrides: str) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        certify(CONFIG, list(overrides), processes=2, layouts=2, responses=8, longest=64, deadline=120)
+    return ended.value.exit_code
 
 
 def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys):
     """One of about 150 response tokens weighs 5% more, under one aggregation, on the tensor-parallel ranks."""
     honest = run.layout_cases
 
-    def layout_cases(plan, sample, layout, *args, **options):
-        cases = honest(plan, sample, layout, *args, **options)
+    def layout_cases(config, sample, layout, **options):
+        cases = honest(config, sample, layout, **options)
         if layout.tensor == 2:
             weights = cases[2].mini_batch.weights.copy()
             weights[len(weights) // 3] *= 1.05
@@ -168,7 +163,7 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
         return cases
 
     monkeypatch.setattr(run, "layout_cases", layout_cases)
-    assert certify_command(CONFIG, [], OPTIONS) == ExitCode.INEXACT
+    assert exit_code() == ExitCode.INEXACT
     output = capsys.readouterr().out
     wrong = [row for row in rows(output) if "FAIL" in row]
     assert len(rows(output)) == 10
@@ -178,5 +173,5 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
 
 
 def test_a_config_that_cannot_be_certified_here_says_why(capsys):
-    assert certify_command(CONFIG, ["actor.layout.tensor=3"], OPTIONS) == ExitCode.CONFIG
+    assert exit_code("actor.layout.tensor=3") == ExitCode.CONFIG
     assert "actor.layout.tensor = 3: must divide the model's num_key_value_heads = 2" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megatron_dapo.diagnostics.log_prob_gap import (
     STAGES,
     BisectRequest,
     StageGap,
-    bisect,
+    find_gaps,
     first_gap,
 )
 from tests.processes import ROOT
@@ -72,7 +72,7 @@ def test_a_gap_is_found_where_it_was_planted(
     perturbed: Path, parts: tuple[str, ...], expected: list[tuple[str, str]]
 ) -> None:
     said: list[str] = []
-    gaps = bisect(request_with(dict.fromkeys(parts, perturbed)), said.append)
+    gaps = find_gaps(request_with(dict.fromkeys(parts, perturbed)), said.append)
     assert [(gap.before, gap.after) for gap in gaps] == list(pairwise(STAGES))
     above = [gap for gap in gaps if gap.mean_abs > 1e-3]
     assert [(gap.before, gap.after) for gap in above] == expected

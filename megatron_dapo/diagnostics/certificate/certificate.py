@@ -1,8 +1,8 @@
 """The exactness certificate: one mini-batch on many layouts, its loss and every parameter's gradient against one
 process in float32 (law 1).
 
-`certify` starts rank processes, the reference first; what they run stands at the end of this file. Gradients of the
-reference lie in files, one for each aggregation: only rank 0 of a layout reads them, one tensor at a time.
+`measure_layouts` starts rank processes, the reference first; what they run stands at the end of this file. The
+reference's gradients lie in files, one for each aggregation: only rank 0 of a layout reads them, one tensor at a time.
 """
 
 import math
@@ -76,7 +76,7 @@ class Measured:
     difference: Difference
 
 
-def certify(
+def measure_layouts(
     config: Config,
     *,
     processes: int,
