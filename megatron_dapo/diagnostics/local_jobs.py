@@ -12,11 +12,11 @@ import torch
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.step_data import Responses
 from megatron_dapo.cluster.engines import api_key, lone_engines, visible_gpus
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from rollout.fleet.fleet import RolloutFleet
 
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.ranks import RankPool
 from megatron_dapo.actor.step_data import Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, packing, with_own_servers
+from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
 
 DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (

@@ -22,7 +22,6 @@ from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
@@ -32,6 +31,7 @@ from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts
 from megatron_dapo.diagnostics.certificate.sample_batch import Sample, random_responses, random_sample
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 
 LOSS = "loss"
 """Name of the loss among the reference's gradients."""
