@@ -147,7 +147,7 @@ async def _watch(
             await watch.evaluate(session, done)
 
     try:
-        await waits.wait_for("versions", "the watched run", math.inf, watching(), stoppable=True)
+        await waits.wait_for("end of the watched run", "the run", math.inf, watching(), stoppable=True)
     finally:
         watch.close()
 

@@ -118,10 +118,10 @@ async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.nd
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
         async with local_fleet(config, Path(folder), waits, vocab_size=vocabulary, report=print) as fleet:
             drawing = asyncio.gather(*map(fleet.generate, asked))
-            drawn = await waits.wait_for("responses", "rollout server", deadline, drawing)
+            drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
             pairs = [(ids, generation.token_ids) for ids, generation in zip(request.prompts, drawn, strict=True)]
             scoring = asyncio.gather(*itertools.starmap(fleet.score, pairs))
-            scored = await waits.wait_for("scores", "rollout server", deadline, scoring)
+            scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
     responses = Responses(
         token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
         sequence_lengths=np.array([ids.size + answer.size for ids, answer in pairs], np.int32),
