@@ -14,7 +14,7 @@ from megatron_dapo.cli.comparison import comparison_command
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Measured
+    from megatron_dapo.diagnostics.certificate.certificate import Case, Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -58,7 +58,7 @@ def certify(
     if here.actor.layout.world_size > processes:
         print(f"not tried: the config's own layout, of {here.actor.layout.world_size} ranks; see --processes")
     verdicts = []
-    for result in measure_layouts(
+    for case, difference in measure_layouts(
         here,
         processes=processes,
         layouts=layouts,
@@ -67,8 +67,8 @@ def certify(
         deadline_s=deadline,
         say=lambda text: print(f"{text}\n\n{_line(HEADER)}", flush=True),
     ):
-        verdicts.append(limits.hold(result))
-        print(_row(result, "ok" if verdicts[-1] else "FAIL"), flush=True)
+        verdicts.append(limits.hold(case.aggregation, difference))
+        print(_row(case, difference, "ok" if verdicts[-1] else "FAIL"), flush=True)
     if not all(verdicts):
         print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {limits.text}")
         return False
@@ -95,11 +95,11 @@ class Limits:
             gradient = f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
         return f"relative difference of the loss {self._loss:g}, {gradient}"
 
-    def hold(self, result: "Measured") -> bool:
-        """Whether a result is within them; never for a number that is not finite."""
-        found, gradient, parameter = result.difference, self._gradient, self._gradient
+    def hold(self, aggregation: str, found: "Difference") -> bool:
+        """Whether a difference is within them; never for a number that is not finite."""
+        gradient, parameter = self._gradient, self._gradient
         if self._dtype == "bfloat16":
-            of_one_process = self._of_one_process.setdefault(result.case.aggregation, found.gradient)
+            of_one_process = self._of_one_process.setdefault(aggregation, found.gradient)
             gradient, parameter = min(gradient, ROUNDING * of_one_process), math.inf
         return found.loss <= self._loss and found.gradient <= gradient and found.worst <= parameter
 
@@ -124,10 +124,9 @@ def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None)
     return replace(config, actor=actor, model=model), processes
 
 
-def _row(result: "Measured", verdict: str) -> str:
+def _row(case: "Case", difference: "Difference", verdict: str) -> str:
     from megatron_dapo.diagnostics.certificate.layouts import label
 
-    case, difference = result.case, result.difference
     micro_batches = str(case.mini_batch.plan.micro_batches_per_rank)
     figures = [f"{value:.1e}" for value in (difference.loss, difference.gradient, difference.worst)]
     return _line(

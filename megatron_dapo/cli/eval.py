@@ -119,8 +119,7 @@ async def _watch(
     target: Path, overrides: Sequence[str], every: int, console: "Console", stop: "asyncio.Future[None]"
 ) -> None:
     from megatron_dapo.cluster.waits import Waits
-    from megatron_dapo.diagnostics.evaluation_session import evaluation_session
-    from megatron_dapo.diagnostics.evaluation_watch import Watch
+    from megatron_dapo.diagnostics.evaluation_session import Watch, evaluation_session
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
     from megatron_dapo.monitor.at_k import EVALUATIONS
 

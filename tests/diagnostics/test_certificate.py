@@ -16,7 +16,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.certificate import certificate as run
-from megatron_dapo.diagnostics.certificate.certificate import Case, Difference, Measured, relative_error
+from megatron_dapo.diagnostics.certificate.certificate import Difference, relative_error
 from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.diagnostics.certificate.sample_batch import random_responses, random_sample
 from tests.processes import ROOT, Running
@@ -88,33 +88,32 @@ def test_what_is_not_a_number_is_not_within_the_bounds():
     assert math.isinf(relative_error(one, zero))
     assert math.isnan(relative_error(one * math.nan, one))
     for dtype in ("float32", "bfloat16"):
-        assert Limits(dtype, loss=0.5, gradient=0.5).hold(result(loss=0.5, gradient=0.5, worst=0.5))
+        assert Limits(dtype, loss=0.5, gradient=0.5).hold("token_mean", difference(loss=0.5, gradient=0.5, worst=0.5))
         for name in ("loss", "gradient", "worst"):
             for value in (math.nan, math.inf) if name == "gradient" else (math.nan,):
-                found = result(**{"loss": 0.5, "gradient": 0.5, "worst": 0.5, name: value})
-                assert not Limits(dtype, loss=0.5, gradient=0.5).hold(found)
+                found = difference(**{"loss": 0.5, "gradient": 0.5, "worst": 0.5, name: value})
+                assert not Limits(dtype, loss=0.5, gradient=0.5).hold("token_mean", found)
 
 
-def result(*, loss: float = 0.01, gradient: float, worst: float) -> Measured:
-    case = Case(layout=LayoutConfig(), aggregation="token_mean", budget=1, mini_batch=None)
-    return Measured(case=case, difference=Difference(loss=loss, gradient=gradient, worst=worst, parameter=""))
+def difference(*, loss: float = 0.01, gradient: float, worst: float) -> Difference:
+    return Difference(loss=loss, gradient=gradient, worst=worst, parameter="")
 
 
 def test_in_bfloat16_a_layout_may_be_as_far_as_two_draws_of_rounding_and_no_further():
     """What rounding does to the model is measured by one process, which comes first."""
     limits = Limits("bfloat16", loss=0.02, gradient=0.4)
-    assert limits.hold(result(gradient=0.1, worst=9.0))
-    assert limits.hold(result(gradient=0.24, worst=9.0))
-    assert not limits.hold(result(gradient=0.26, worst=0.1))
-    assert not limits.hold(result(gradient=0.1, worst=0.1, loss=0.03))
-    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold(result(gradient=0.41, worst=0.1))
+    assert limits.hold("token_mean", difference(gradient=0.1, worst=9.0))
+    assert limits.hold("token_mean", difference(gradient=0.24, worst=9.0))
+    assert not limits.hold("token_mean", difference(gradient=0.26, worst=0.1))
+    assert not limits.hold("token_mean", difference(gradient=0.1, worst=0.1, loss=0.03))
+    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold("token_mean", difference(gradient=0.41, worst=0.1))
 
 
 def test_in_float32_each_parameter_counts():
     limits = Limits("float32", loss=0.02, gradient=0.4)
-    assert limits.hold(result(gradient=0.1, worst=0.4))
-    assert limits.hold(result(gradient=0.3, worst=0.4))
-    assert not limits.hold(result(gradient=0.1, worst=0.41))
+    assert limits.hold("token_mean", difference(gradient=0.1, worst=0.4))
+    assert limits.hold("token_mean", difference(gradient=0.3, worst=0.4))
+    assert not limits.hold("token_mean", difference(gradient=0.1, worst=0.41))
 
 
 def rows(output: str) -> list[str]:

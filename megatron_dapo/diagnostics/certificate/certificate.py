@@ -24,7 +24,6 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
@@ -68,14 +67,6 @@ class Difference:
     """Which one, by its Hugging Face name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """A case and how far it is from the reference."""
-
-    case: Case
-    difference: Difference
-
-
 def measure_layouts(
     config: Config,
     *,
@@ -85,8 +76,8 @@ def measure_layouts(
     longest: int,
     deadline_s: float,
     say: Callable[[str], None],
-) -> Iterator[Measured]:
-    """Every case, as soon as its layout is done; `say` gets a line about the mini-batch first.
+) -> Iterator[tuple[Case, Difference]]:
+    """Every case with its difference, as soon as its layout is done; `say` gets a line about the mini-batch first.
 
     Args:
         config: with the device and the type of the layouts.
@@ -103,7 +94,6 @@ def measure_layouts(
     always = own if own.world_size <= processes else LayoutConfig()
     chosen = choose_layouts(fitting_layouts(hf, processes), layouts, seed=seed, always=always)
     with tempfile.TemporaryDirectory(prefix="certify-") as folder, RankPool(local_device(config)) as ranks:
-        losing = (objective_of(config.algorithm), config.rollout.temperature, Path(folder))
         reference = ActorJob(ranks=ranks, config=_reference(config), deadline_s=deadline_s)
         prompts = random_responses(count=responses, longest=longest, vocabulary=hf.vocab_size, seed=seed)
         drawn = ranks.run(1, sampled_responses, reference.config, prompts, timeout_s=deadline_s)[0]
@@ -114,14 +104,12 @@ def measure_layouts(
         sample = random_sample(config, drawn, current, weights_plan)
         say(describe(drawn))
         references = {aggregation: sample.mini_batch(aggregation, one_rank) for aggregation in AGGREGATIONS}
-        reference.run(write_reference, references, *losing)
+        reference.run(write_reference, config, references, Path(folder))
         for index, layout in enumerate(chosen):
             cases = layout_cases(config, sample, layout, seed=[seed, 2, index])
             job = replace(reference, config=replace(config, actor=replace(config.actor, layout=layout)))
             batches = [(case.aggregation, case.mini_batch) for case in cases]
-            differences = job.run(compare, batches, *losing)
-            for case, difference in zip(cases, differences, strict=True):
-                yield Measured(case=case, difference=difference)
+            yield from zip(cases, job.run(compare, config, batches, Path(folder)), strict=True)
 
 
 def layout_cases(config: Config, sample: Sample, layout: LayoutConfig, *, seed: Sequence[int]) -> list[Case]:
@@ -189,44 +177,37 @@ def sampled_responses(place: RankPlace, config: Config, responses: Responses) ->
         max_new_tokens=tokens,
         pad_token_id=0,
     )[:, longest:]
-    answers = drawn.cpu().numpy().astype(np.int32)
-    parts = [
-        part
-        for prompt, answer, length in zip(prompts, answers, responses.response_lengths, strict=True)
-        for part in (prompt, answer[:length])
-    ]
+    parts = []
+    for prompt, answer, length in zip(prompts, drawn.cpu().numpy(), responses.response_lengths, strict=True):
+        parts += [prompt, answer[:length].astype(np.int32)]
     return replace(responses, token_ids=np.concatenate(parts))
 
 
-def write_reference(
-    actor: MegatronActor,
-    mini_batches: Mapping[str, MiniBatch],
-    objective: PolicyObjective,
-    temperature: float,
-    folder: Path,
-) -> None:
+def write_reference(actor: MegatronActor, config: Config, mini_batches: Mapping[str, MiniBatch], folder: Path) -> None:
     """The gradient and the loss of each mini-batch go to a file of its name."""
     for name, mini_batch in mini_batches.items():
-        result = actor.loss_and_gradients(mini_batch, objective, temperature)
+        result = _loss_and_gradients(actor, config, mini_batch)
         assert result is not None
         loss, gradients = result
         save_file(gradients | {LOSS: torch.tensor(loss)}, _file(folder, name))
 
 
 def compare(
-    actor: MegatronActor,
-    mini_batches: Sequence[tuple[str, MiniBatch]],
-    objective: PolicyObjective,
-    temperature: float,
-    folder: Path,
+    actor: MegatronActor, config: Config, mini_batches: Sequence[tuple[str, MiniBatch]], folder: Path
 ) -> list[Difference]:
     """On rank 0 each mini-batch's difference from the reference of its name; none on the other ranks."""
     differences = []
     for name, mini_batch in mini_batches:
-        result = actor.loss_and_gradients(mini_batch, objective, temperature)
+        result = _loss_and_gradients(actor, config, mini_batch)
         if result is not None:
             differences.append(_difference(*result, _file(folder, name)))
     return differences
+
+
+def _loss_and_gradients(
+    actor: MegatronActor, config: Config, mini_batch: MiniBatch
+) -> tuple[float, dict[str, Tensor]] | None:
+    return actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)
 
 
 def _file(folder: Path, name: str) -> Path:
