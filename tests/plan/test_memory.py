@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import old_log_probs
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from megatron_dapo.plan import memory, step, sync
 from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.memory import (

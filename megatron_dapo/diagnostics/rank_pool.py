@@ -16,12 +16,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 STACK_LINES = 12
@@ -41,9 +41,13 @@ class RankPlace:
 class RankError(RuntimeError):
     """A rank raised or died; the message holds its number and traceback or exit code."""
 
+    exit_code = 6
+
 
 class RankTimeout(RankError):
     """The deadline passed; the message says which ranks gave no result, and where they stand."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +75,7 @@ class RankPool:
     def __enter__(self) -> "RankPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -127,28 +129,10 @@ class RankPool:
         ours, theirs = context.Pipe()
         handle, stack = tempfile.mkstemp(prefix="stack-", dir=self._folder.name)
         os.close(handle)
-        process = context.Process(target=_serve, args=(theirs, self._device, stack), daemon=True)
-        with _environment(self._device, device_index):
-            process.start()
+        process = context.Process(target=_serve, args=(theirs, self._device, device_index, stack), daemon=True)
+        process.start()
         theirs.close()
         return _Worker(process=process, pipe=ours, device_index=device_index, stack=Path(stack))
-
-
-@contextlib.contextmanager
-def _environment(device: str, index: int) -> Iterator[None]:
-    """A child reads these when it starts, so they must stand in the parent's environment at that moment."""
-    changed = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    changed |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(index)}
-    before = {key: os.environ.get(key) for key in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 def _collect(workers: list[_Worker], deadline: float, timeout_s: float) -> list[Any]:
@@ -185,8 +169,12 @@ def _stack(worker: _Worker) -> str:
     return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
 
 
-def _serve(pipe: Connection, device: Literal["cpu", "cuda"], stack: str) -> None:
+def _serve(pipe: Connection, device: Literal["cpu", "cuda"], device_index: int, stack: str) -> None:
     """The worker's life: one function after the other until the parent is gone."""
+    # Before torch is imported, which reads them.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(device_index)}
+    warnings.simplefilter("ignore")
     # The file stays open as long as the process: the handler writes to its descriptor.
     stack_file = open(stack, "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

@@ -5,11 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from tests.actor.gloo import ROOT, RankError, RankPlace, RankTimeout
+from tests.actor.gloo import ROOT, RankError, RankPlace, RankTimeout, end_workers, run_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers() -> Iterator[None]:
+    yield
+    end_workers()
 
 
 def place_and_sum(place: RankPlace, *numbers: int) -> tuple[int, int, int]:
@@ -32,30 +39,30 @@ def sleep(place: RankPlace) -> None:
     time.sleep(60)
 
 
-def test_results_come_in_rank_order(gloo):
-    assert gloo(2, place_and_sum, 1, 2) == [(0, 2, 3), (1, 2, 3)]
+def test_results_come_in_rank_order():
+    assert run_ranks(2, place_and_sum, 1, 2) == [(0, 2, 3), (1, 2, 3)]
 
 
-def test_an_error_of_a_rank_is_raised_here_and_the_others_end(gloo):
+def test_an_error_of_a_rank_is_raised_here_and_the_others_end():
     began = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 raised:[\s\S]*fail_on_rank_one[\s\S]*the reason"):
-        gloo(2, fail_on_rank_one)
+        run_ranks(2, fail_on_rank_one)
     with pytest.raises(RankError, match="rank 0 died, exit code 7"):
-        gloo(2, exit_on_rank_zero)
+        run_ranks(2, exit_on_rank_zero)
     assert time.monotonic() - began < 55
 
 
-def test_a_late_rank_is_named_with_the_place_where_it_stands(gloo):
-    gloo(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
+def test_a_late_rank_is_named_with_the_place_where_it_stands():
+    run_ranks(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
     with pytest.raises(
         RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s[\s\S]*rank 1 stands at[\s\S]*in sleep"
     ):
-        gloo(2, sleep, timeout_s=1)
+        run_ranks(2, sleep, timeout_s=1)
 
 
 PARENT = """
-from megatron_dapo.actor.ranks import RankPool
-from tests.actor.test_ranks import sleep
+from megatron_dapo.diagnostics.rank_pool import RankPool
+from tests.diagnostics.test_rank_pool import sleep
 if __name__ == "__main__":
     RankPool().run(2, sleep)
 """
