@@ -1,4 +1,4 @@
-"""One worker process as the pool sees it: started, asked, killed. Its own program (`reward.worker`), never a fork.
+"""One worker process as the pool sees it: started, asked, killed. Its own program (`reward.pool.worker`), never a fork.
 
 A fork would copy the locks of a parent that runs Ray and threads; `multiprocessing`'s spawn would import the parent's
 main module. This starts in about 0.1 s and imports nothing but the verifiers.
@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from reward.wire import Channel
+from reward.pool.messages import Channel, Order, Reply
 
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
@@ -25,7 +25,7 @@ _LOG_TAIL = 2000
 
 def worker_environment() -> dict[str, str]:
     """Environment of a process that finds the same modules as this one and computes in one thread."""
-    paths = [str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)]
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
     return os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
@@ -44,12 +44,13 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._channel = Channel(ours)
-        self.works_done = 0
-        self.slowed = False
+        self.used = False
+        """Whether it has been given work."""
+        self.low_priority = False
         with theirs:
             settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reward.worker", *map(str, settings)],
+                [sys.executable, "-m", "reward.pool.worker", *map(str, settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
@@ -76,12 +77,12 @@ class WorkerProcess:
             self._log.close()
             raise WorkerStartError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
 
-    def ask(self, request: tuple[Any, ...], timeout_s: float) -> None:
-        """Sends a request. Raises TimeoutError, OSError."""
-        self._channel.send_request(request, timeout_s)
+    def send(self, order: Order, timeout_s: float) -> None:
+        """Sends an order. Raises TimeoutError, OSError."""
+        self._channel.send_order(order, timeout_s)
 
-    def reply(self, timeout_s: float) -> Any:
-        """Waits for a reply. Raises TimeoutError, EOFError, OSError, ValueError (no JSON)."""
+    def receive(self, timeout_s: float) -> Reply:
+        """Waits for a reply. Raises TimeoutError, EOFError, OSError, ValueError (it is no reply)."""
         return self._channel.receive_reply(timeout_s)
 
     def cpu_seconds(self) -> float:
@@ -96,7 +97,7 @@ class WorkerProcess:
 
     def lower_priority(self) -> None:
         """Lets everything else on the machine go first. There is no way back: the pool replaces the process."""
-        self.slowed = True
+        self.low_priority = True
         if self._process.poll() is None:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
 

@@ -1,4 +1,4 @@
-"""The sandboxed process: `python -I -S inside.py MODE REQUESTS REPLIES`, started by `reward.code.sandbox`.
+"""The sandboxed process: `python -I -S sandbox_main.py MODE REQUESTS REPLIES`, started by `reward.code.sandbox`.
 
 It gets the program as text and imports what that names of the standard library, behind a first lock, under which
 nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: runs it
@@ -21,26 +21,26 @@ def main() -> None:
     """Runs the program that the first frame holds."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     sys.path.insert(0, root)
-    from reward.code import lock, values
+    from reward.code import seccomp, values
 
     sys.path.remove(root)
     mode, requests, replies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    lock.die_with_parent()
+    seccomp.die_with_parent()
     values.send(replies, "started")
     order = values.receive(requests)
-    lock.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
+    seccomp.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
     code = None
     failure = ""
     try:
-        lock.lock(lock.READING | lock.LOCKING)
+        seccomp.lock(seccomp.READING | seccomp.LOCKING)
         try:
             tree = ast.parse(order["source"], "<response>")
             _import_named(tree)
             code = compile(tree, "<response>", "exec")
         except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
             failure = type(error).__name__
-        lock.lock()
-    except lock.LockError as error:
+        seccomp.lock()
+    except seccomp.LockError as error:
         values.send(replies, {"open": str(error)})
         return
     values.send(replies, {"locked": failure})

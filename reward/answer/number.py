@@ -34,11 +34,11 @@ class Number:
 
 def _units_agree(one: str, other: str) -> bool:
     """`square units` (read as "2") agree with every unit of an area, `degrees` with both scales of temperature."""
-    if "degree" in (one, other) and _TEMPERATURES & {one, other}:
+    if not one or not other or one == other:
         return True
     if one.isdigit() or other.isdigit():
-        return one[-1:] == other[-1:] or not one or not other
-    return not one or not other or one == other
+        return one[-1] == other[-1]
+    return "degree" in (one, other) and bool(_TEMPERATURES & {one, other})
 
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{1,3}(?:'\d{3})+|\d+)(?!\d)"
@@ -46,37 +46,34 @@ _DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
 _SIGNED = rf"[+-]?\s*{_DECIMAL}"
 _GROUP = rf"(?:\{{\s*{_SIGNED}\s*\}}|\d)"
 _QUOTIENT_SIDE = rf"(?:{_DECIMAL}|\(\s*{_SIGNED}\s*\)|\{{\s*{_SIGNED}\s*\}})"
-_FRACTION = re.compile(rf"(?:(?P<whole>\d+)\s*)?\\frac\s*(?P<above>{_GROUP})\s*(?P<below>{_GROUP})", re.ASCII)
-_QUOTIENT = re.compile(
-    rf"(?:(?P<whole>\d+)(?: +|\s*\+\s*))?(?P<above>{_QUOTIENT_SIDE})\s*/\s*(?P<below>{_QUOTIENT_SIDE})", re.ASCII
+_FORMS = tuple(
+    re.compile(form, re.ASCII)
+    for form in (
+        rf"(?:(?P<whole>\d+)\s*)?\\frac\s*(?P<above>{_GROUP})\s*(?P<below>{_GROUP})",
+        rf"(?:(?P<whole>\d+)(?: +|\s*\+\s*))?(?P<above>{_QUOTIENT_SIDE})\s*/\s*(?P<below>{_QUOTIENT_SIDE})",
+        r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\(?:overline|bar|dot)\s*\{\s*(?P<cycle>\d+)\s*\}",
+        rf"(?P<number>{_DECIMAL})(?:[eE](?P<e>[+-]?\d{{1,3}})(?!\d)"
+        r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d{1,3})\s*\}|(?P<digit>\d)(?!\d)))?",
+    )
 )
-_PLAIN = re.compile(
-    rf"(?P<number>{_DECIMAL})(?:[eE](?P<e>[+-]?\d{{1,3}})(?!\d)"
-    r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d{1,3})\s*\}|(?P<digit>\d)(?!\d)))?",
-    re.ASCII,
-)
-_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\s*\\(?:overline|bar|dot)\s*\{\s*(?P<cycle>\d+)\s*\}", re.ASCII)
 _SIGN_AND_MONEY = re.compile(r"(?P<money>[$€£¥₹])?\s*(?P<sign>[+-]?)\s*(?P<debt>[$€£¥₹])?\s*", re.ASCII)
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _CODES = {"USD": "$", "US$": "$", "EUR": "€", "GBP": "£", "RS": "₹", "INR": "₹"}
 _CURRENCY_CODE = re.compile(r"^(USD|US\$|EUR|GBP|Rs|INR)(?![A-Za-z])\.?\s*(?=\d)", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})(?![A-Za-z])", re.IGNORECASE)
-_TO_TWENTY = """
+_TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty
+    eighteen nineteen
 """
-_SPELLED = {word: value for value, word in enumerate(_TO_TWENTY.split())}
-_TENS = {
-    word: 10 * value
-    for value, word in enumerate(["thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 3)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBER_WORDS = {word: value for value, word in enumerate(_TO_NINETEEN.split())}
+_NUMBER_WORDS |= {
+    f"{tens}-{unit}": 10 * ten + _NUMBER_WORDS[unit]
+    for ten, tens in enumerate(_TENS.split(), 2)
+    for unit in _TO_NINETEEN.split()[1:10]
 }
-_TENS_AND_UNITS = {
-    f"{tens}-{units}": value + _SPELLED[units]
-    for tens, value in {"twenty": 20, **_TENS}.items()
-    for units in _TO_TWENTY.split()[1:10]
-}
-_NUMBER_WORDS = _SPELLED | _TENS | _TENS_AND_UNITS
+_NUMBER_WORDS |= {tens: 10 * ten for ten, tens in enumerate(_TENS.split(), 2)}
 _SPELLED_NUMBER = re.compile(r"(?P<word>[A-Za-z]{3,9}(?:-[A-Za-z]{3,5})?)(?P<noun>\s+[A-Za-z]+)?")
 
 
@@ -91,15 +88,15 @@ def read_number(text: str) -> Number | None:
         text = _spelled_out(_CURRENCY_CODE.sub(lambda code: _CODES[code[1].upper()], text))
     start = _SIGN_AND_MONEY.match(text)
     assert start is not None, "every part of the pattern is optional"
-    for pattern, evaluate in _FORMS:
-        found = pattern.match(text, start.end())
+    for form in _FORMS:
+        found = form.match(text, start.end())
         if found is None:
             continue
         scale = _SCALE.match(text, found.end())
-        suffix = read_suffix(text[(scale or found).end() :])
+        suffix = _read_suffix(text[(scale or found).end() :])
         if suffix is None:
             continue
-        result = evaluate(found)
+        result = _value(found.groupdict())
         if result is None:
             return None
         value, unreduced = result
@@ -125,60 +122,32 @@ def _fraction(numeral: str) -> Fraction:
     return Fraction(numeral + "0" if numeral.endswith(".") else numeral)
 
 
-def _ratio(found: re.Match[str]) -> tuple[Fraction, bool] | None:
-    above, below = _fraction(found["above"]), _fraction(found["below"])
+def _value(parts: dict[str, str]) -> tuple[Fraction, bool] | None:
+    r"""(value, unreduced) of the groups of one of `_FORMS`; None for a division by 0. `0.1\overline{6}` is 1/6."""
+    if "cycle" in parts:
+        fixed, cycle, scale = parts["fixed"], parts["cycle"], 10 ** len(parts["fixed"])
+        start = Fraction(int((parts["whole"] or "0") + fixed), scale)
+        return start + Fraction(int(cycle), scale * (10 ** len(cycle) - 1)), False
+    if "number" in parts:
+        exponent = parts["e"] or parts["power"] or parts["digit"] or "0"
+        return _fraction(parts["number"]) * Fraction(10) ** int(exponent), False
+    above, below, whole = _fraction(parts["above"]), _fraction(parts["below"]), parts["whole"]
     if below == 0:
         return None
     ratio = above / below
-    whole = found["whole"]
-    return (ratio + int(whole) if whole else ratio), not whole and abs(ratio.numerator) != abs(above)
+    return ratio + int(whole or 0), not whole and abs(ratio.numerator) != abs(above)
 
 
-def _decimal(found: re.Match[str]) -> tuple[Fraction, bool]:
-    exponent = found["e"] or found["power"] or found["digit"]
-    value = _fraction(found["number"])
-    return (value * Fraction(10) ** int(exponent) if exponent else value), False
-
-
-def _repeating(found: re.Match[str]) -> tuple[Fraction, bool]:
-    r"""`0.1\overline{6}` is 1/6."""
-    whole, fixed, cycle = found["whole"] or "0", found["fixed"], found["cycle"]
-    scale = 10 ** len(fixed)
-    value = Fraction(int(whole + fixed), scale) + Fraction(int(cycle), scale * (10 ** len(cycle) - 1))
-    return value, False
-
-
-_FORMS = ((_FRACTION, _ratio), (_QUOTIENT, _ratio), (_REPEATING, _repeating), (_PLAIN, _decimal))
-
-
-# Words behind a number that say what is counted. Unknown nouns are let through, hence the list of words that are not.
-_UNITS = {
-    **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
-    **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
-    **dict.fromkeys(("km", "kilometer", "kilometre"), "km"),
-    **dict.fromkeys(("m", "meter", "metre"), "m"),
-    **dict.fromkeys(("kg", "kilogram"), "kg"),
-    **dict.fromkeys(("g", "gm", "gram"), "g"),
-    **dict.fromkeys(("s", "sec", "second"), "s"),
-    **dict.fromkeys(("min", "minute"), "min"),
-    **dict.fromkeys(("h", "hr", "hour"), "h"),
-    **dict.fromkeys(("in", "inch", "inche"), "inch"),
-    **dict.fromkeys(("ft", "foot", "feet"), "foot"),
-    **dict.fromkeys(("yd", "yard"), "yard"),
-    **dict.fromkeys(("lb", "pound"), "pound"),
-    **dict.fromkeys(("l", "liter", "litre"), "l"),
-    **dict.fromkeys(("ml", "milliliter", "millilitre"), "ml"),
-    **dict.fromkeys(("deg", "degree", "°"), "degree"),
-    **dict.fromkeys(("celsius", "centigrade"), "celsius"),
-    "fahrenheit": "fahrenheit",
-    **dict.fromkeys(("rad", "radian"), "radian"),
-    **dict.fromkeys(("dollar", "usd"), "dollar"),
-    "cent": "cent",
-    "mph": "mile/h",
-    **dict.fromkeys(("kmh", "kph"), "km/h"),
-    **dict.fromkeys(("sq", "square", "cubic", "cu", "per", "unit"), ""),
-    **{name: name for name in ("euro", "yen", "rupee", "mile", "day", "week", "month", "year")},
-}
+# Words behind a number that say what is counted, each line's first word standing for all of them. Unknown nouns are let
+# through, hence the list of words that are none.
+_UNIT_NAMES = """
+    cm centimeter centimetre, mm millimeter millimetre, km kilometer kilometre, m meter metre, kg kilogram, g gm gram,
+    s sec second, min minute, h hr hour, inch in inche, foot ft feet, yard yd, pound lb, l liter litre,
+    ml milliliter millilitre, degree deg °, celsius centigrade, fahrenheit, radian rad, dollar usd, cent, mile/h mph,
+    km/h kmh kph, euro, yen, rupee, mile, day, week, month, year
+"""
+_UNITS = {word: names.split()[0] for names in _UNIT_NAMES.split(",") for word in names.split()}
+_UNITS |= dict.fromkeys(("sq", "square", "cubic", "cu", "per", "unit"), "")
 _NOT_UNIT_WORDS = """
     or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
     roughly almost nearly less more fewer greater than least most between to through until till except instead wrong
@@ -199,7 +168,7 @@ _BASE_TEN = re.compile(r"\s*_\s*(?:10|\{\s*10\s*\}|\{\s*ten\s*\})\s*")
 _SUFFIX = re.compile(r"\s*(?:(?P<percent>%|percent\b)|(?P<unit>° ?[CF]?|[A-Za-z][A-Za-z /.^{}23°()\\]*))?\s*", re.ASCII)
 
 
-def read_suffix(text: str) -> tuple[str, bool] | None:
+def _read_suffix(text: str) -> tuple[str, bool] | None:
     """(unit, percent) that the text behind a number states, None if it makes the number something else."""
     if not text or text.isspace() or _BASE_TEN.fullmatch(text):
         return "", False
