@@ -123,7 +123,7 @@ async def _watch(
     from megatron_dapo.cluster.waits import StopRequested, Waits
     from megatron_dapo.diagnostics.evaluation_session import EvalSession, with_own_servers
     from megatron_dapo.diagnostics.evaluation_watch import Watch, watch_run
-    from megatron_dapo.monitor.at_k import EVALUATIONS
+    from megatron_dapo.monitor.statistics import EVALUATIONS
 
     if options.model or options.out or not (target / "config.yaml").is_file():
         raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
@@ -168,7 +168,7 @@ def find_subject(target: Path, overrides: Sequence[str], options: EvalOptions) -
         ConfigError: neither a config nor a run; a run that has no weights yet; options of which one would not be read.
     """
     from megatron_dapo.diagnostics.evaluation_session import with_own_servers
-    from megatron_dapo.monitor.at_k import EVALUATIONS
+    from megatron_dapo.monitor.statistics import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
     if options.every > 1:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.monitor.spans import SpanFile
+from megatron_dapo.monitor.timeline import SpanFile
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.actor import MegatronActor

@@ -20,7 +20,7 @@ from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import Gap, StepRecord, check_mismatch, step_metrics, write_samples
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission
-from megatron_dapo.monitor.step_timer import Phases
+from megatron_dapo.monitor.timeline import Phases
 from megatron_dapo.storage.batch_files import save_batch
 from megatron_dapo.storage.ledger import Event
 

@@ -24,7 +24,7 @@ from megatron_dapo.coordinator.run_context import Parts, start_parts
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
-from megatron_dapo.monitor.step_timer import NAMES as PHASES
+from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.durable import sync_tree
 from megatron_dapo.storage.run_dir import RunDir, RunDirError

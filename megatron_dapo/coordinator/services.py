@@ -20,7 +20,7 @@ from megatron_dapo.coordinator.checkpoint_recovery import damaged
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet

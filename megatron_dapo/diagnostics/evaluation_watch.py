@@ -16,8 +16,8 @@ from megatron_dapo.diagnostics.evaluation_session import EvalSession
 from megatron_dapo.diagnostics.response_log import SETTINGS
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, freeze, versions
 from megatron_dapo.experience.problem_results import RESULT
-from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.run_status import liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.statistics import EVALUATIONS
 
 POLL_S = 0.5
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.responder import Answer
-from megatron_dapo.monitor.at_k import RESAMPLES, Estimate, consensus, mean_with_interval, pass_at_k, sizes
+from megatron_dapo.monitor.statistics import RESAMPLES, Estimate, consensus, mean_with_interval, pass_at_k, sizes
 from reward.answer.key import answer_key
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"

@@ -11,7 +11,7 @@ from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.coordinator import loop
 from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.writer import MetricsWriter
 
 PROGRESS = SimpleNamespace(rollout_step=1)
