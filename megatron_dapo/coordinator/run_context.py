@@ -19,10 +19,10 @@ from megatron_dapo.coordinator.services import Services, start_services
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.responder import Responder
-from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
 from megatron_dapo.monitor.writer import MetricsWriter, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger

@@ -23,7 +23,7 @@ from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
 from megatron_dapo.coordinator.run_context import RunContext
-from megatron_dapo.monitor.step_timer import StepTimer
+from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
 from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool

@@ -1,19 +1,23 @@
-"""What each process did when, in the rollout steps that `monitor.timeline_every` names: `timeline/<process>.jsonl`.
+"""Seconds of a rollout step's phases, and what each process did when, in the steps that `monitor.timeline_every` names.
 
-A process begins each step with a line that says what it is; its spans follow. Times are seconds since 1970 by the clock
-of its machine, so that the processes of several nodes agree as well as their clocks do. A step that a resumed run does
-again begins again; readers take the newest beginning.
+`timeline/<process>.jsonl`: a process begins each step with a line that says what it is; its spans follow. Times are
+seconds since 1970 by the clock of its machine, so that the processes of several nodes agree as well as their clocks do.
+A step that a resumed run does again begins again; readers take the newest beginning.
 """
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dapo.storage.durable import drop_torn_line, naming
+from rollout.generation import ServedPart
 
 FOLDER = "timeline"
+PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
 
 
 class SpanError(ValueError):
@@ -75,6 +79,85 @@ class SpanFile:
             with naming(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._lines) + "\n")
             self._lines = []
+
+
+class StepTimer:
+    """Adds up a rollout step's seconds by phase; what no phase claims is the coordinator's own share of `step`."""
+
+    def __init__(self, spans: SpanFile | None = None) -> None:
+        """`spans`: gets each phase as it was, before `move`."""
+        self._spans = spans
+        self._began = time.monotonic()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began, start = time.monotonic(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - began
+            if self._spans is not None:
+                self._spans.add("phases", name, start, time.time())
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` of one phase as another's."""
+        seconds = min(seconds, self._seconds[source])
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, and `step` for all since the start."""
+        return self._seconds | {"step": time.monotonic() - self._began}
+
+
+class Recorder(Protocol):
+    """What is used of cluster.trainer.Trainer."""
+
+    recorded_step: int | None
+
+
+class Timeline:
+    """Records every so many rollout steps: phases and requests here, calls and passes on the trainer's ranks."""
+
+    def __init__(self, run_dir: Path, *, every: int) -> None:
+        """`every`: 0 records nothing."""
+        self._file = SpanFile(run_dir, "coordinator")
+        self._every = every
+        self._trainer: Recorder | None = None
+        self._recording = False
+
+    def follow(self, trainer: Recorder) -> None:
+        """From now on the trainer's ranks record the same steps."""
+        self._trainer = trainer
+
+    def begin(self, step: int) -> StepTimer:
+        """The clock of rollout step `step`, which writes its phases down if the step is recorded."""
+        self._file.write()
+        self._recording = bool(self._every) and step % self._every == 0
+        if self._trainer is not None:
+            self._trainer.recorded_step = step if self._recording else None
+        if self._recording:
+            self._file.begin(step)
+        return StepTimer(self._file if self._recording else None)
+
+    def served(self, part: ServedPart) -> None:
+        """A server's answer to a request."""
+        if self._recording:
+            self._file.add(
+                f"server {part.url}",
+                part.request_id,
+                part.start,
+                part.end,
+                prompt=part.prompt_tokens,
+                tokens=part.tokens,
+                version=part.weight_version,
+                reason=str(part.finish_reason),
+            )
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.write()
 
 
 def read_spans(run_dir: Path) -> dict[int, list[ProcessStep]]:

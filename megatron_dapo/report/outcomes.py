@@ -11,8 +11,8 @@ WAITING, UNFINISHED, AGAIN = "waiting", "in flight", "generated again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fates:
-    """Counts by fate. {"trained": 384, "all right": 60, ...}"""
+class Outcomes:
+    """Counts by outcome. {"trained": 384, "all right": 60, ...}"""
 
     prompts: dict[str, int]
     """Each dispatched prompt once, by where it stands now."""
@@ -21,8 +21,8 @@ class Fates:
     or which no checkpoint held when the run was resumed."""
 
 
-def count_fates(path: Path, notes: list[str]) -> Fates | None:
-    """Fates by the events that stand; None, with a line in `notes` if it is broken, where there is no ledger."""
+def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
+    """Outcomes by the events that stand; None, with a line in `notes` if it is broken, where there is no ledger."""
     if not path.exists():
         return None
     try:
@@ -30,25 +30,25 @@ def count_fates(path: Path, notes: list[str]) -> Fates | None:
     except (LedgerError, KeyError, TypeError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return None
-    stands: dict[int, str] = {}
-    held: dict[int, int] = {}
+    now: dict[int, str] = {}
+    waiting: dict[int, int] = {}
     tokens: Counter[str] = Counter()
     for event in events:
         prompt, kind = event.get("prompt"), event.get("event")
         if prompt is None:
             continue
         if kind in (Event.DISPATCHED, Event.EXPIRED, Event.INTERRUPTED):
-            tokens[AGAIN] += held.pop(prompt, 0)
-            stands[prompt] = UNFINISHED
+            tokens[AGAIN] += waiting.pop(prompt, 0)
+            now[prompt] = UNFINISHED
         elif kind in (Event.FINISHED, Event.CARRIED):
-            held[prompt] = event.get("tokens", 0)
-            stands[prompt] = WAITING
+            waiting[prompt] = event.get("tokens", 0)
+            now[prompt] = WAITING
         elif kind in (Event.TRAINED, Event.FILTERED):
-            stands[prompt] = TRAINED if kind == Event.TRAINED else ALL_RIGHT if event.get("correct") else ALL_WRONG
-            tokens[stands[prompt]] += held.pop(prompt, event.get("tokens", 0))
-    tokens[WAITING] = sum(held.values())
-    prompts = Counter(stands.values())
-    return Fates(
-        prompts={fate: prompts[fate] for fate in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, UNFINISHED)},
-        tokens={fate: tokens[fate] for fate in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, AGAIN)},
+            now[prompt] = TRAINED if kind == Event.TRAINED else ALL_RIGHT if event.get("correct") else ALL_WRONG
+            tokens[now[prompt]] += waiting.pop(prompt, event.get("tokens", 0))
+    tokens[WAITING] = sum(waiting.values())
+    prompts = Counter(now.values())
+    return Outcomes(
+        prompts={each: prompts[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, UNFINISHED)},
+        tokens={each: tokens[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, AGAIN)},
     )
