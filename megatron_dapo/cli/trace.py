@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.shapes import model_shape
+from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.agreement import RankTrace, covered
 from megatron_dapo.plan.trace.cuda_stub import TraceError
 from megatron_dapo.plan.trace.findings import Findings
@@ -33,7 +33,7 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
             raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
         else:
             asked = sorted({int(one) for one in ranks.split(",")}) if ranks else telling_ranks(layout)
-        constants, hf = load_calibration(), model_shape(config.model.path).hf
+        constants, hf = load_calibration(), model_dimensions(config.model.path).hf
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
         traces = trace_ranks(
             path, overrides, config, asked, layers="te" if layers == "te" else "local", jobs=jobs, told=_tell

@@ -15,7 +15,8 @@ from megatron_dapo.doctor.machine import GB, check_disk, check_run_dir
 from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
-from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.scenario import Scenario
 
 _OPTIMIZER_BYTES = 12
 _CPU_PROCESS_BYTES = 1.6e9
@@ -78,7 +79,7 @@ def bytes_on_disk(config: Config, hf: HFModelConfig) -> tuple[float, float]:
 
 def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, processes: int, on_gpu: bool) -> Finding:
     """`available`: bytes that this machine can give. `processes`: of trainer and servers, on this machine."""
-    parts = host_memory(config, hf, load_calibration(), float(config.model.context_length))
+    parts = host_memory(Scenario(config, hf, load_calibration()), float(config.model.context_length))
     each = max(parts["a trainer process"], parts["a server process"]) if on_gpu else _CPU_PROCESS_BYTES
     if not on_gpu:
         each += model_parameters(hf) * 20  # weights, gradients, master weights, moments, and the server's

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.probing import ASK_DEADLINE_S, Finding, Node, failed, passed, warning
-from megatron_dapo.plan.plan import share_gpus
+from megatron_dapo.plan.scenario import share_gpus
 
 _BUSY_SHARE = 0.1
 _FIELDS = (

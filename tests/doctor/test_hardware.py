@@ -9,7 +9,7 @@ from megatron_dapo.doctor import hardware
 from megatron_dapo.doctor.examine import examine, on_gpus
 from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, gpus_of, probe_gpus
 from megatron_dapo.doctor.probing import Status
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.65.06, Default, Disabled, 0\n"

@@ -16,7 +16,7 @@ from megatron_dapo.doctor.hardware import probe_gpus
 from megatron_dapo.doctor.kernels import check_imports, check_pins, check_torch, probe_torch
 from megatron_dapo.doctor.probing import Node, Status
 from megatron_dapo.doctor.software import installed_versions
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.scenario import changed
 from tests.doctor.conftest import MODULES, NO_DRIVER, TORCH
 from tests.plan.conftest import RECIPES
 

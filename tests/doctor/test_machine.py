@@ -8,7 +8,7 @@ import pytest
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import machine
 from megatron_dapo.doctor.probing import Status
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 
 

@@ -9,6 +9,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
+from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.trace.agreement import RankTrace, disagreements
 
 CLOSE = 0.03
@@ -54,7 +55,7 @@ class Peak:
 def peaks(traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> list[Peak]:
     """Every phase that the plan has a figure for, rank by rank. Only rank 0 gathers weights."""
     bare = dataclasses.replace(constants, framework_memory=0.0, fragmentation=0.0)
-    stages = trainer_memory(config, hf, bare)
+    stages = trainer_memory(Scenario(config, hf, bare))
     return [
         Peak(
             rank=trace.rank,
