@@ -12,9 +12,8 @@ import pytest
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.cuda_stub import stub_environment
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.orchestrate import read_trace
+from megatron_dapo.plan.trace.rank_processes import read_trace, stub_environment
 from tests.symbolic.test_recipes import FOLDER
 
 ROOT = Path(__file__).parents[2]

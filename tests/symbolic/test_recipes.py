@@ -10,7 +10,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.orchestrate import Layers, telling_ranks, trace_ranks
+from megatron_dapo.plan.trace.rank_processes import Layers, telling_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"

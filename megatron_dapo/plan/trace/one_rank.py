@@ -24,7 +24,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.agreement import RankTrace, Shard
+from megatron_dapo.plan.trace.findings import RankTrace, Shard
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
 from rollout.server.parent_death import end_with
