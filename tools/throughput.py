@@ -9,8 +9,8 @@ import numpy as np
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.monitor.timeline import PHASES, read_spans
 from megatron_dapo.monitor.writer import Line
-from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
-from megatron_dapo.plan.train import forward_flops
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.trainer_time import forward_flops
 from megatron_dapo.report.source import ReportError, Run
 from tools.timeline_figures import Figures, RecordedStep, recorded_steps, timeline_figures
 

@@ -10,19 +10,17 @@ of a batch: the step takes as long as the slower side, and the sync, which stops
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.config import Config
-from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.lengths import Workload, groups
+from megatron_dapo.plan.lengths import groups
 from megatron_dapo.plan.memory import ServerMemory
+from megatron_dapo.plan.rank_state import StateBytes
 from megatron_dapo.plan.rollout import Filled, Fleet, fill_batches, mean_running_context
-from megatron_dapo.plan.state import StateBytes
+from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import sync_seconds
-from megatron_dapo.plan.train import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
+from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
 
 WARM_STEPS = 1
 """Simulated before those that count: the first one has nothing carried over and knows no pass rate."""
@@ -31,19 +29,6 @@ LOG_PROB_PARTS = 8
 """As `coordinator.old_log_probs.CHUNKS`; a test compares."""
 
 _SAMPLED_GROUPS = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Servers:
-    """How many, and how many GPUs each."""
-
-    count: int
-    tensor_parallel: int
-
-    @property
-    def gpus(self) -> int:
-        """Of all of them."""
-        return self.count * self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,52 +86,32 @@ class StepPlan:
         return self.trained_tokens / self.seconds / self.gpus
 
 
-def plan_step(
-    config: Config,
-    hf: HFModelConfig,
-    constants: Calibration,
-    workload: Workload,
-    *,
-    servers: Servers,
-    memory: ServerMemory,
-    state: StateBytes,
-    gpus: int,
-    steps: int = 2,
-    seed: int = 0,
-) -> StepPlan:
+def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps: int = 2, seed: int = 0) -> StepPlan:
     """Time of a rollout step in the long run.
 
     Args:
         memory: of one GPU of a server; says how many responses fit.
         state: of the fullest trainer rank.
-        gpus: of trainer and servers together, those that both use counted once.
         steps: rollout steps that are simulated and averaged, after `WARM_STEPS`.
     """
-    fleet = fleet_of(config, hf, constants, workload, servers, memory)
+    config, workload, fleet = case.config, case.workload, fleet_of(case, memory)
     filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
-    shares = gpus < servers.gpus + config.actor.layout.world_size
-    after = shares or config.run.mode == "async"
-    trained = [_trained(one, config, hf, constants, workload, state, log_probs_after=after) for one in filled]
+    trained = [_trained(case, one, state) for one in filled]
     lengths = np.concatenate([np.array(one.lengths) for one in filled])
     busy = sum(one.log_prob_total_s + one.update_s for one in trained)
     flops = sum(one.flops for one in trained)
-    capacity = busy * config.actor.layout.world_size * constants.peak_flops
     updates = [update for one in trained for update in one.updates]
+    seconds = [field.name for field in fields(PassTime) if field.name != "flops"]
     return StepPlan(
         rollout_s=_mean([one.seconds for one in filled]),
         tail_s=_mean([one.tail_s for one in filled]),
         log_prob_s=_mean([one.log_prob_s for one in trained]),
         log_prob_total_s=_mean([one.log_prob_total_s for one in trained]),
         update_s=_mean([one.update_s for one in trained]),
-        update=PassTime(
-            compute_s=_mean([update.compute_s for update in updates]),
-            bubble_s=_mean([update.bubble_s for update in updates]),
-            tensor_s=_mean([update.tensor_s for update in updates]),
-            data_s=_mean([update.data_s for update in updates]),
-        ),
+        update=PassTime(**{name: _mean([getattr(update, name) for update in updates]) for name in seconds}),
         optimizer_steps=len(updates) / len(trained),
-        sync_s=sync_seconds(config, hf, constants, server_gpus=servers.gpus),
-        handover_s=handover_seconds(config, constants, memory, state),
+        sync_s=sync_seconds(case),
+        handover_s=handover_seconds(case, memory, state),
         overlaps=config.run.mode == "async",
         generated_tokens=_mean([one.tokens for one in filled]),
         trained_tokens=_mean([sum(one.lengths) for one in filled]),
@@ -155,12 +120,12 @@ def plan_step(
         longest=int(lengths.max()),
         cut_off=float((lengths >= workload.longest).mean()),
         slots=fleet.slots,
-        gpus=gpus,
-        mfu=flops / capacity,
+        gpus=case.gpus,
+        mfu=flops / (busy * config.actor.layout.world_size * case.constants.peak_flops),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Trained:
     log_prob_s: float
     log_prob_total_s: float
@@ -172,55 +137,33 @@ class _Trained:
         return sum(update.seconds for update in self.updates)
 
 
-def _trained(
-    filled: Filled,
-    config: Config,
-    hf: HFModelConfig,
-    constants: Calibration,
-    workload: Workload,
-    state: StateBytes,
-    *,
-    log_probs_after: bool,
-) -> _Trained:
-    sequences = np.array(filled.lengths) + round(workload.mean_prompt)
-    parts = [log_prob_time(hf, config.actor, constants, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
+def _trained(case: Scenario, filled: Filled, state: StateBytes) -> _Trained:
+    sequences = np.array(filled.lengths) + round(case.workload.mean_prompt)
+    parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
     whole = sum(part.seconds for part in parts)
     # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
     # and so does one whose batch was written while it trained on the one before.
-    left = whole if log_probs_after else max(parts[-1].seconds, whole - filled.seconds)
+    after = case.shares_gpus or case.config.run.mode == "async"
+    left = whole if after else max(parts[-1].seconds, whole - filled.seconds)
     sequences = np.random.default_rng(0).permutation(sequences)
-    size = config.algorithm.mini_batch_responses
-    updates = [
-        update_time(hf, config.actor, constants, sequences[start : start + size], state)
-        for start in range(0, len(sequences), size)
-    ]
-    return _Trained(
-        log_prob_s=left,
-        log_prob_total_s=whole,
-        updates=updates,
-        flops=sum(one.flops for one in (*parts, *updates)),
-    )
+    size = case.config.algorithm.mini_batch_responses
+    batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+    updates = [update_time(case, batch, state) for batch in batches]
+    return _Trained(left, whole, updates, sum(one.flops for one in (*parts, *updates)))
 
 
-def fleet_of(
-    config: Config,
-    hf: HFModelConfig,
-    constants: Calibration,
-    workload: Workload,
-    servers: Servers,
-    memory: ServerMemory,
-) -> Fleet:
+def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     """The servers as one: what limits a decode step and how many responses run."""
+    hf, constants, workload, servers = case.hf, case.constants, case.workload, case.servers
     sample = groups(workload, seed=1)
     lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
     context = mean_running_context(lengths, workload.mean_prompt)
-    each = max(1, min(config.rollout.max_running_requests, int(memory.kv_tokens / context)))
-    parallel = servers.tensor_parallel
+    each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
-    reductions = 2 * hf.num_layers if parallel > 1 else 0
+    reductions = 2 * hf.num_layers if servers.tensor_parallel > 1 else 0
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
-    speed = constants.peak_flops * constants.prefill_efficiency * parallel
+    speed = constants.peak_flops * constants.prefill_efficiency * servers.tensor_parallel
     return Fleet(
         slots=servers.count * each,
         mean_prompt=workload.mean_prompt,
@@ -232,16 +175,16 @@ def fleet_of(
     )
 
 
-def handover_seconds(config: Config, constants: Calibration, memory: ServerMemory, state: StateBytes) -> float:
+def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) -> float:
     """Out and in again, once a step: a server's weights; the trainer's, twice (log-probs, then update), and what the
     optimizer has."""
-    if config.run.mode != "colocated":
+    if case.config.run.mode != "colocated":
         return 0.0
-    offload, optimizer = config.actor.offload, state.master_weights + state.moments
+    offload, optimizer = case.config.actor.offload, state.master_weights + state.moments
     moved = memory.weights + (0 if offload.optimizer_state else optimizer)
     if offload.between_phases == "all":
         moved += 2 * state.parameters
-    return 2 * moved / constants.host_bandwidth
+    return 2 * moved / case.constants.host_bandwidth
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,23 +1,22 @@
 """What a config names: model, tokenizer, layout, data, memory of this machine; and a rollout step of its own."""
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.records import DataError
 from megatron_dapo.data.tokenizer import TokenizerError
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.doctor.machine import GB, check_disk, check_run_dir
+from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
-from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.scenario import Scenario
 
 _OPTIMIZER_BYTES = 12
 _CPU_PROCESS_BYTES = 1.6e9
@@ -25,27 +24,38 @@ _CPU_PROCESS_BYTES = 1.6e9
 
 _DRY_RUN_TOKENS = 32
 _LAST_LINES = 6
-GB = 1e9
 
 
-def check_model(config: Config) -> tuple[HFModelConfig | None, list[Finding]]:
+def check_config(config: Config, available: float, *, processes: int, on_gpu: bool) -> Iterator[Finding]:
+    """All of these but the dry run; arguments as of `check_host_memory`."""
+    yield check_run_dir(Path(config.run.dir), resume=config.run.resume)
+    hf, finding = check_model(config)
+    yield from check_disk(Path(config.run.dir), *((0.0, 0.0) if hf is None else bytes_on_disk(config, hf)))
+    yield finding
+    if hf is not None:
+        yield check_host_memory(config, hf, available, processes=processes, on_gpu=on_gpu)
+    yield check_tokenizer(config)
+    yield check_data(config)
+
+
+def check_model(config: Config) -> tuple[HFModelConfig | None, Finding]:
     """The model's shape, whether the layout divides it, whether its weights are all there."""
     folder = Path(config.model.path)
     give = "set model.path to a folder in Hugging Face format"
     if not (folder / "config.json").is_file():
-        return None, [failed("model", f"{folder / 'config.json'} is not there", give)]
+        return None, failed("model", f"{folder / 'config.json'} is not there", give)
     try:
         hf = HFModelConfig.load(folder)
         check_layout(hf, config.actor.layout)
     except (ConfigError, ValueError) as error:
-        return None, [failed("model", str(error), "take a model and a layout that go together")]
+        return None, failed("model", str(error), "take a model and a layout that go together")
     if config.model.context_length > hf.max_position_embeddings:
         longest = f"model.context_length = {config.model.context_length}, the model knows {hf.max_position_embeddings}"
-        return hf, [failed("model", longest, "lower model.context_length")]
+        return hf, failed("model", longest, "lower model.context_length")
     away = _missing_weights(folder)
     if away:
-        return hf, [failed("model", f"{folder}: {away[0]} is not there ({len(away)} in all)", "get the files anew")]
-    return hf, [passed("model", f"{model_parameters(hf) / 1e6:.1f} million parameters; the layout divides it")]
+        return hf, failed("model", f"{folder}: {away[0]} is not there ({len(away)} in all)", "get the files anew")
+    return hf, passed("model", f"{model_parameters(hf) / 1e6:.1f} million parameters; the layout divides it")
 
 
 def _missing_weights(folder: Path) -> list[str]:
@@ -69,7 +79,7 @@ def bytes_on_disk(config: Config, hf: HFModelConfig) -> tuple[float, float]:
 
 def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, processes: int, on_gpu: bool) -> Finding:
     """`available`: bytes that this machine can give. `processes`: of trainer and servers, on this machine."""
-    parts = host_memory(config, hf, load_calibration(), float(config.model.context_length))
+    parts = host_memory(Scenario(config, hf, load_calibration()), float(config.model.context_length))
     each = max(parts["a trainer process"], parts["a server process"]) if on_gpu else _CPU_PROCESS_BYTES
     if not on_gpu:
         each += model_parameters(hf) * 20  # weights, gradients, master weights, moments, and the server's
@@ -118,50 +128,35 @@ def dry_run_overrides(config: Config, folder: Path) -> list[str]:
     """Keys of a run of one rollout step with two prompts, two optimizer steps and short responses."""
     tokens = min(_DRY_RUN_TOKENS, config.rollout.max_new_tokens)
     group = min(4, config.algorithm.group_size)
-    return [
-        f"run.dir={folder / 'run'}",
-        "run.rollout_steps=1",
-        "run.resume=false",
-        "run.resume_step=null",
-        "run.max_restarts=0",
-        "run.export_at_end=false",
-        "algorithm.prompts_per_step=2",
-        f"algorithm.group_size={group}",
-        f"algorithm.mini_batch_responses={group}",
-        f"algorithm.overlong.buffer={max(1, tokens // 2)}",
-        "algorithm.dynamic_sampling.enabled=false",
-        f"rollout.max_new_tokens={tokens}",
-        "evaluation.limit=1",
-        "evaluation.samples=1",
-        "evaluation.every=0",
-    ]
+    keys = f"""
+        run.rollout_steps=1 run.resume=false run.resume_step=null run.max_restarts=0
+        run.export_at_end=false algorithm.prompts_per_step=2 algorithm.group_size={group}
+        algorithm.mini_batch_responses={group} algorithm.overlong.buffer={max(1, tokens // 2)}
+        algorithm.dynamic_sampling.enabled=false rollout.max_new_tokens={tokens}
+        evaluation.limit=1 evaluation.samples=1 evaluation.every=0
+    """
+    return [f"run.dir={folder / 'run'}", *keys.split()]
 
 
-def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Finding:
+def dry_run(path: Path, overrides: Sequence[str], config: Config, node: Node) -> Finding:
     """Start trainer and servers, write and judge a few responses, update, publish; in a folder that is removed again.
 
     The folder lies beside `run.dir`, since all nodes must see it, and holds a checkpoint of the model meanwhile.
     """
     beside = Path(config.run.dir).resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
-    deadline = config.run.start_deadline_s + config.run.step_deadline_s
     with tempfile.TemporaryDirectory(dir=beside, prefix=".doctor-") as folder:
         keys = [*overrides, *dry_run_overrides(config, Path(folder))]
-        command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", str(path), *keys]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command = shlex.join([sys.executable, "-m", "megatron_dapo.cli.main", "train", str(path), *keys])
+        answer = node.run(
+            ["sh", "-c", f"exec {command} 2>&1"], config.run.start_deadline_s + config.run.step_deadline_s
         )
-        try:
-            output, _ = process.communicate(timeout=deadline)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return failed("dry run", f"no end within {deadline:g} s", f"run it yourself: {shlex.join(command[3:])}")
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        last = "\n".join(output.strip().splitlines()[-_LAST_LINES:])
+    if answer.code is None:
+        return failed(
+            "dry run", answer.error, f"run it yourself: {command.partition(' -m megatron_dapo.cli.main ')[2]}"
+        )
+    if answer.code:
+        last = "\n".join(answer.output.strip().splitlines()[-_LAST_LINES:])
         again = shlex.join(["megatron-dapo", "train", str(path), *overrides])
-        return failed("dry run", f"exit code {process.returncode}:\n{last}", f"the lines say it; then {again}")
+        return failed("dry run", f"exit code {answer.code}:\n{last}", f"the lines say it; then {again}")
     return passed("dry run", "one rollout step: responses, verdicts, updates, new weights on every server")

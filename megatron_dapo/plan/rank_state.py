@@ -7,9 +7,11 @@ moments of the parameter elements in it. The figures are exact for Megatron's lo
 orders a layer's vectors otherwise, which moves padding and the borders of the parts by a few kilobytes.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
@@ -25,9 +27,8 @@ _BUCKET_ELEMENTS = 40_000_000
 _BUCKET_ELEMENTS_A_RANK = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One tensor of a rank: Parameter(elements=5120)."""
+class Parameter(NamedTuple):
+    """One tensor of a rank: Parameter(5120)."""
 
     elements: int
     shared: bool = False
@@ -46,13 +47,11 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Of all four."""
-        return self.parameters + self.gradients + self.master_weights + self.moments
+        return sum(self.items().values())
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bucket:
-    start: int
-    end: int
+    def items(self) -> dict[str, int]:
+        """Bytes by what they hold."""
+        return {name.replace("_", " "): value for name, value in dataclasses.asdict(self).items()}
 
 
 def rank_state(
@@ -77,7 +76,7 @@ def rank_state(
         bucketed = overlap and stage == 0 and chunk == 0
         limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * ranks) if bucketed else None
         places, buckets = _lay_out(tensors, ranks, limit)
-        parameters, gradients = parameters + buckets[-1].end, gradients + buckets[-1].end
+        parameters, gradients = parameters + buckets[-1][1], gradients + buckets[-1][1]
         owned += sum(_owned(places, bucket, data_rank, ranks) for bucket in buckets)
     # Weights that are float32 already are their own master weights.
     masters = owned if dtype != "float32" else 0
@@ -96,13 +95,13 @@ def chunk_parameters(hf: HFModelConfig, layout: LayoutConfig, *, stage: int, chu
     vocabulary = math.ceil(hf.vocab_size / tensor) * hf.hidden_size
     shared = hf.tied and stages > 1
     if first:
-        yield Parameter(elements=vocabulary, shared=shared)
+        yield Parameter(vocabulary, shared)
     for _ in range(hf.num_layers // (stages * chunks)):
         yield from _layer_parameters(hf, tensor)
     if last:
-        yield Parameter(elements=hf.hidden_size)
+        yield Parameter(hf.hidden_size)
         if not hf.tied or shared:
-            yield Parameter(elements=vocabulary, shared=shared)
+            yield Parameter(vocabulary, shared)
 
 
 def model_parameters(hf: HFModelConfig) -> int:
@@ -114,50 +113,44 @@ def _layer_parameters(hf: HFModelConfig, tensor: int) -> Iterator[Parameter]:
     hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
     fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
     ffn = hf.ffn_hidden_size // tensor
-    yield Parameter(elements=hidden)  # input norm
-    yield Parameter(elements=hidden * queries)  # output projection
-    yield Parameter(elements=fused * hidden)
+    yield from (Parameter(hidden), Parameter(hidden * queries))  # input norm, output projection
+    yield Parameter(fused * hidden)
     if hf.qkv_bias:
-        yield Parameter(elements=fused)
+        yield Parameter(fused)
     if hf.qk_norm:
-        yield Parameter(elements=hf.head_dim)
-        yield Parameter(elements=hf.head_dim)
-    yield Parameter(elements=hidden)  # norm before the MLP
-    yield Parameter(elements=2 * ffn * hidden)
-    yield Parameter(elements=hidden * ffn)
+        yield from (Parameter(hf.head_dim), Parameter(hf.head_dim))
+    yield Parameter(hidden)  # norm before the MLP
+    yield from (Parameter(2 * ffn * hidden), Parameter(hidden * ffn))
 
 
 def _lay_out(
     tensors: Sequence[Parameter], ranks: int, limit: int | None
-) -> tuple[list[tuple[int, int]], list[_Bucket]]:
-    """(start, end) of every parameter in the padded buffer, and the buckets."""
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(start, end) of every parameter in the padded buffer, and of every bucket."""
     multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
     places: list[tuple[int, int]] = []
-    buckets: list[_Bucket] = []
+    buckets: list[tuple[int, int]] = []
     start = at = 0
-    filled = False
 
-    def close(end: int) -> int:
-        padded = math.ceil(end / multiple) * multiple
-        buckets.append(_Bucket(start=start, end=padded))
-        return padded
+    def close() -> int:
+        buckets.append((start, math.ceil(at / multiple) * multiple))
+        return buckets[-1][1]
 
     for tensor in reversed(tensors):
         at = math.ceil(at / _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT
-        if tensor.shared and filled:
-            start = at = close(at)
+        if tensor.shared and at > start:
+            start = at = close()
         places.append((at, at + tensor.elements))
-        at, filled = at + tensor.elements, True
+        at += tensor.elements
         if tensor.shared or (limit is not None and at - start >= limit):
-            start = at = close(at)
-            filled = False
-    if filled:
-        close(at)
+            start = at = close()
+    if at > start:
+        close()
     return places, buckets
 
 
-def _owned(places: Sequence[tuple[int, int]], bucket: _Bucket, rank: int, ranks: int) -> int:
+def _owned(places: Sequence[tuple[int, int]], bucket: tuple[int, int], rank: int, ranks: int) -> int:
     """Elements of parameters in the rank's equal part of a bucket; what pads it belongs to nobody."""
-    part = (bucket.end - bucket.start) // ranks
-    low, high = bucket.start + rank * part, bucket.start + (rank + 1) * part
+    part = (bucket[1] - bucket[0]) // ranks
+    low, high = bucket[0] + rank * part, bucket[0] + (rank + 1) * part
     return sum(max(0, min(end, high) - max(start, low)) for start, end in places)

@@ -1,4 +1,5 @@
-"""Where the checks look: files, commands, names and limits of this machine, or of one that a test makes up."""
+"""Where the checks look (files, commands, names and limits of this machine, or of one that a test makes up) and what
+they report."""
 
 import os
 import resource
@@ -11,13 +12,40 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 ASK_DEADLINE_S = 30.0
 _REAP_S = 2.0
 
-Ask = Callable[[Sequence[str]], str | None]
-"""A command line -> what it prints; None if the program is not there, fails, or takes too long."""
+
+class Status(StrEnum):
+    PASS = "pass"
+    WARNING = "warning"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: Finding(Status.FAIL, "ports", "30000 is taken", "set rollout.port=0")."""
+
+    status: Status
+    check: str
+    found: str
+    fix: str = ""
+    """What to do; empty where nothing is wrong."""
+
+
+def passed(check: str, found: str) -> Finding:
+    return Finding(Status.PASS, check, found)
+
+
+def warning(check: str, found: str, fix: str) -> Finding:
+    return Finding(Status.WARNING, check, found, fix)
+
+
+def failed(check: str, found: str, fix: str) -> Finding:
+    return Finding(Status.FAIL, check, found, fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +54,8 @@ class Answer:
 
     code: int | None
     """None: it could not be started, or did not end in time; `error` says which."""
-    output: str
+    output: str = ""
     error: str
-
-
-def _address_of(name: str) -> str:
-    return str(socket.getaddrinfo(name, None)[0][4][0])
 
 
 def _outgoing_address() -> str:
@@ -53,9 +77,11 @@ class Node:
     headers: Path = Path(sysconfig.get_paths()["include"])
     """Python's, where Python.h belongs."""
     site: Path = Path(sysconfig.get_paths()["purelib"])
-    """Python's packages."""
+    """Where pip installs packages."""
+    packages: Sequence[str] = field(default_factory=lambda: list(sys.path))
+    """Folders of all installed packages."""
     host: str = field(default_factory=socket.gethostname)
-    resolve: Callable[[str], str] = _address_of
+    resolve: Callable[[str], str] = lambda name: str(socket.getaddrinfo(name, None)[0][4][0])
     """Name -> address; OSError without one."""
     outgoing: Callable[[], str] = _outgoing_address
     """This node's address towards others; OSError without a route."""
@@ -76,21 +102,18 @@ class Node:
                 start_new_session=True,
             )
         except OSError as error:
-            return Answer(code=None, output="", error=f"{command[0]}: {error.strerror}")
+            return Answer(code=None, error=f"{command[0]}: {error.strerror}")
         try:
             output, said = process.communicate(timeout=deadline_s)
+            return Answer(code=process.returncode, output=output, error=said)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_REAP_S)
-            return Answer(code=None, output="", error=f"no end within {deadline_s:g} s")
-        return Answer(code=process.returncode, output=output, error=said)
-
-    def ask(self, command: Sequence[str]) -> str | None:
-        """`Ask` of this machine."""
-        answer = self.run(command)
-        return answer.output if answer.code == 0 else None
+            return Answer(code=None, error=f"no end within {deadline_s:g} s")
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_REAP_S)
 
     def text(self, path: str) -> str:
         """Of a file below `root`; empty without one."""

@@ -8,15 +8,15 @@ micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / 
 Nothing is assumed to overlap: tensor-parallel and data-parallel communication is added to the arithmetic.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.state import StateBytes, model_parameters
+from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.plan.rank_state import StateBytes, model_parameters
+from megatron_dapo.plan.scenario import Scenario
 
 _BYTES = 2
 """Of a number that passes between ranks in bfloat16."""
@@ -60,68 +60,47 @@ def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
     return 2.0 * hf.num_layers * hf.num_attention_heads * hf.head_dim * lengths**2
 
 
-def log_prob_time(hf: HFModelConfig, actor: ActorConfig, constants: Calibration, lengths: np.ndarray) -> PassTime:
+def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
-    plan = plan_for_actor(lengths, actor, hidden_size=hf.hidden_size)
-    flops = forward_flops(hf, lengths)
-    return _pass(plan, lengths, flops, hf, actor, constants, constants.forward_efficiency, reductions=2)
+    return _pass(case, lengths, forward_flops(case.hf, lengths), case.constants.forward_efficiency, reductions=2)
 
 
-def update_time(
-    hf: HFModelConfig, actor: ActorConfig, constants: Calibration, lengths: np.ndarray, state: StateBytes
-) -> PassTime:
+def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
-    plan = plan_for_actor(lengths, actor, hidden_size=hf.hidden_size)
-    forward = forward_flops(hf, lengths)
+    forward = forward_flops(case.hf, lengths)
     again, reductions = {
         "none": (0.0, 4),
-        "selective": (attention_flops(hf, lengths.astype(float)), 4),
+        "selective": (attention_flops(case.hf, lengths.astype(float)), 4),
         "full": (forward, 6),
-    }[actor.recompute]
-    efficiency = constants.train_efficiency
-    one = _pass(plan, lengths, 3 * forward + again, hf, actor, constants, efficiency, reductions=reductions)
-    return PassTime(
-        compute_s=one.compute_s,
-        bubble_s=one.bubble_s,
-        tensor_s=one.tensor_s,
-        data_s=_data_seconds(actor, constants, state),
-        flops=float(3 * forward.sum()),
-    )
+    }[case.config.actor.recompute]
+    one = _pass(case, lengths, 3 * forward + again, case.constants.train_efficiency, reductions=reductions)
+    return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
-def _pass(
-    plan: MicroBatchPlan,
-    lengths: np.ndarray,
-    flops: np.ndarray,
-    hf: HFModelConfig,
-    actor: ActorConfig,
-    constants: Calibration,
-    efficiency: float,
-    *,
-    reductions: int,
-) -> PassTime:
-    """`reductions`: all-reduces of a layer's activations, all passes together."""
-    layout = actor.layout
+def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: int) -> PassTime:
+    """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together."""
+    hf, layout = case.hf, case.config.actor.layout
+    plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
-    compute = work / (split * constants.peak_flops * efficiency)
+    compute = work / (split * case.constants.peak_flops * efficiency)
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
     layers = hf.num_layers / layout.pipeline
-    reduce = tokens / layout.context * ring * layers * reductions / constants.link(layout.tensor)
+    reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)
     slowest = int((compute + reduce).sum(axis=1).argmax())
     waiting = (layout.pipeline - 1) / (layout.virtual_pipeline or 1)
     return PassTime(
         compute_s=float(compute[slowest].sum()),
-        tensor_s=float(reduce[slowest].sum()),
         bubble_s=float(waiting * (compute + reduce)[slowest].mean()),
+        tensor_s=float(reduce[slowest].sum()),
         flops=float(flops.sum()),
     )
 
 
-def _data_seconds(actor: ActorConfig, constants: Calibration, state: StateBytes) -> float:
+def _data_seconds(case: Scenario, state: StateBytes) -> float:
     """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks."""
-    layout = actor.layout
+    actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
     ranks = layout.data * layout.context
     link = constants.link(ranks * layout.tensor)
     share = (ranks - 1) / ranks

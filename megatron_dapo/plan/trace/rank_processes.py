@@ -1,25 +1,82 @@
-"""Traces of several ranks of a config, each in a process of its own."""
+"""Traces of several ranks of a config, each in a process of its own, under a stand-in for the CUDA driver. Imports no
+torch: the processes do."""
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard
-from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
+from megatron_dapo.plan.trace.findings import Call, RankTrace, Shard
+
+SOURCE = Path(__file__).with_name("cuda_stub.c")
 
 Layers = Literal["te", "local"]
 """Whose transformer layers: TransformerEngine's, which a GPU node has, or those of Megatron and this project."""
 
 RANK_SECONDS = 1800
 """Longest that one rank may take; measured: about a minute on one core."""
+
+
+class TraceError(Exception):
+    """A trace cannot be made; the message says what to do."""
+
+
+def stub_environment(folder: Path) -> dict[str, str]:
+    """The variables that a traced process needs: the stub, compiled into `folder`, is loaded first, Dynamo stays off,
+    and temporary files lie in `folder`.
+
+    Raises:
+        TraceError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
+    """
+    if any(character.isspace() or character == ":" for character in str(folder)):
+        raise TraceError(
+            f"--trace: LD_PRELOAD takes no blank or colon, and {folder} has one; set TMPDIR to another folder"
+        )
+    headers = _headers()
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise TraceError("--trace compiles a small stand-in for the CUDA driver, and there is no gcc; install gcc")
+    # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
+    library = folder / "cuda_stub.so"
+    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    command = [compiler, *options, "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
+    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder)}
+
+
+def _headers() -> Path:
+    """The folder of cuda_runtime_api.h that torch's CUDA packages brought."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        build = ""
+    remedy = "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
+    if spec is None or spec.origin is None:
+        raise TraceError(f"--trace needs a CUDA build of torch, and there is no torch here; {remedy}")
+    torch = Path(spec.origin).parent
+    if not (torch / "lib" / "libtorch_cuda.so").is_file():
+        raise TraceError(
+            f"--trace needs a CUDA build of torch (no GPU), and torch {build} here is a build for the CPU; {remedy}"
+        )
+    found = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
+    if not found:
+        raise TraceError(
+            f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
+        )
+    return found[0].parent
 
 
 def telling_ranks(layout: LayoutConfig) -> list[int]:
