@@ -26,7 +26,7 @@ from reward.config import RewardConfig
 from reward.pool import PoolError, RewardPool
 from reward.verdict import VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.member import Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
