@@ -30,7 +30,7 @@ from reward.pool.pool import RewardPool
 from reward.pool.scheduler import Job, Scheduler
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.member import Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
