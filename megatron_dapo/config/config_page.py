@@ -82,14 +82,14 @@ def _default(value: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """`int`, `"a" or "b"`, `list of float`, ... without the bounds, which the error messages state."""
+    """`int`, `a`/`b`, `list of float`, ... without the bounds, which the error messages state."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{option}`" for option in arguments)
+        return "/".join(f"`{option}`" for option in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_type(option) for option in arguments)
+        return "/".join(_type(option) for option in arguments)
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
