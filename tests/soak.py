@@ -43,7 +43,7 @@ VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *
 ROLES = {
     "trainer": ("ray::TrainerRank",),
     "server": ("sglang::", "rollout.server.launch_server"),
-    "reward worker": ("reward.worker",),
+    "reward worker": ("reward.pool.worker",),
     "coordinator": ("megatron_dapo.cli.main",),
     "Ray": ("ray",),
 }

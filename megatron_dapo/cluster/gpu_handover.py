@@ -16,7 +16,7 @@ from typing import Protocol
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.monitor.step_timer import StepTimer
+from megatron_dapo.monitor.timeline import StepTimer
 
 GIB = 2**30
 LEAST_GIVEN = 0.9

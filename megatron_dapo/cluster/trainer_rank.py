@@ -17,7 +17,7 @@ from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, Update
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.spans import SpanFile
+from megatron_dapo.monitor.timeline import SpanFile
 from rollout.server.engine import group_environment
 from rollout.wire.client import ServerInfo
 

@@ -17,7 +17,7 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import StepRecord, summary, write_records
-from megatron_dapo.monitor.step_timer import StepTimer
+from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import save_batch
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.services import Services
 from rollout.config import RolloutConfig
+from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import SendRequest, Sent
 from rollout.weights.transport import Target
-from rollout.weights.weight_update import OnDisk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
 
 
 class TrainerWeights:
-    """The weights that the trainer holds when this is made (rollout.weights.weight_update.WeightStream)."""
+    """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
     def __init__(self, services: Services, config: RolloutConfig, folder: Path) -> None:
         """`folder`: where they are written if a server has to read them."""

@@ -25,7 +25,7 @@ from megatron_dapo.coordinator.run_context import RunContext, start_run
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
-from megatron_dapo.monitor.step_timer import NAMES as PHASES
+from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.durable import sync_tree
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError, newest_step

@@ -19,10 +19,10 @@ from megatron_dapo.coordinator.services import Services, start_services
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.responder import Responder
-from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
 from megatron_dapo.monitor.writer import MetricsWriter, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
@@ -96,7 +96,8 @@ async def start_run(
     await stack.enter_async_context(checkpoints)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
-    generator = _generator(config, inputs, services)
+    responder = Responder(fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder)
+    generator = _generator(config, inputs, responder)
     sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
     stack.push_async_callback(sampler.close)
     return RunContext(
@@ -111,7 +112,9 @@ async def start_run(
         generator=generator,
         sampler=sampler,
         timeline=timeline,
-        evaluator=_evaluator(config, inputs, services, run_dir),
+        evaluator=Evaluator(
+            config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
+        ),
         objective=objective_of(config.algorithm),
         checkpoints=checkpoints,
         progress=progress,
@@ -132,39 +135,19 @@ def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirr
     return stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
 
 
-def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=inputs.text.stop_token_ids,
-    )
-
-
-def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGenerator:
+def _generator(config: Config, inputs: Inputs, responder: Responder) -> GroupGenerator:
     return GroupGenerator(
-        fleet=services.fleet,
-        pool=services.pool,
-        decoder=inputs.text.decoder,
+        responder=responder,
         prompts=inputs.prompts,
-        sampling=_sampling(config, inputs),
+        sampling=SamplingParams(
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            stop_token_ids=inputs.text.stop_token_ids,
+        ),
         group_size=config.algorithm.group_size,
         overlong=config.algorithm.overlong,
         seed=config.run.seed,
-    )
-
-
-def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunDir) -> Evaluator:
-    prompts = inputs.heldout.prompts[: config.evaluation.limit or None]
-    responder = Responder(
-        fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder, prompts=prompts, seed=config.run.seed
-    )
-    return Evaluator(
-        config=config.evaluation,
-        responder=responder,
-        prompts=prompts,
-        sampling=_sampling(config, inputs),
-        folder=run_dir.path / EVALUATIONS,
     )
 
 

@@ -19,9 +19,9 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.progress import Progress, damaged_checkpoint
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 
 RAY_STOP_DEADLINE_S = 120.0

@@ -18,7 +18,7 @@ from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
-from megatron_dapo.monitor.reflection import wording_metrics
+from megatron_dapo.monitor.reflection import reflection_metrics
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
 
@@ -156,7 +156,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
-    } | wording_metrics([response.text for response in responses], [response.accuracy for response in responses])
+    } | reflection_metrics([response.text for response in responses], [response.accuracy for response in responses])
 
 
 def _disagreement(groups: Sequence[ScoredGroup]) -> dict[str, float]:

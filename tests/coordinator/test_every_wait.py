@@ -23,13 +23,14 @@ from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
 from megatron_dapo.coordinator.run_context import RunContext
-from megatron_dapo.monitor.step_timer import StepTimer
-from reward import pool as pool_module
+from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
-from reward.pool import PoolError, RewardPool
-from reward.verdict import VerificationRequest
+from reward.pool import pool as pool_module
+from reward.pool.pool import RewardPool
+from reward.pool.scheduler import Job, Scheduler
+from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.member import Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
@@ -260,8 +261,7 @@ def test_verdicts(monkeypatch) -> None:
         monkeypatch.setattr(pool_module, "_START_ATTEMPTS", 0)
         wait = asyncio.wait
         monkeypatch.setattr(asyncio, "wait", lambda waited, timeout=None, **_: wait(waited, timeout=0.05))
-        monkeypatch.setattr(pool, "_lanes", pool._lanes)
-        monkeypatch.setattr(type(pool._lanes), "submit", lambda *_: None)  # no worker ever sees the request
+        monkeypatch.setattr(Scheduler, "submit", lambda *_: Job(1))  # no worker ever sees the request
         with pytest.raises(PoolError, match=r"reward pool: no verdict for \d+ s, 1 missing; workers"):
             await pool.verify([VerificationRequest(response="Answer: 1", ground_truth="1")])
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.doctor import network
-from megatron_dapo.doctor.result import Status
+from megatron_dapo.doctor.probing import Node, Status
 from rollout.server import engine
 
 PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
@@ -201,7 +201,7 @@ def test_the_ranges_are_those_that_the_run_takes():
 
 
 def test_this_machine_can_be_asked():
-    node = network.Node()
+    node = Node()
     assert node.host == socket.gethostname()
     assert network.check_host(node, several=False).status in (PASS, WARNING)
     assert all(finding.status is not FAIL for finding in network.check_port_range(node))

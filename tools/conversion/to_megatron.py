@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
 from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions
 from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.actor.weights.safetensors_file import WeightsError
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from megatron_dapo.storage.durable import replace_folder
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
 from tools.conversion.runs import Run, row_elements, runs_of
