@@ -121,7 +121,7 @@ async def _watch(
     from megatron_dapo.cluster.waits import Waits
     from megatron_dapo.diagnostics.evaluation_session import Watch, evaluation_session
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
-    from megatron_dapo.monitor.at_k import EVALUATIONS
+    from megatron_dapo.monitor.statistics import EVALUATIONS
 
     sync = load_config(target / "config.yaml").rollout.weight_sync
     if sync != "disk":
@@ -160,7 +160,7 @@ def find_target(
         ConfigError: neither a config nor a run; a run that has no weights yet; options of which one would not be read.
     """
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
-    from megatron_dapo.monitor.at_k import EVALUATIONS
+    from megatron_dapo.monitor.statistics import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
     if every > 1:

@@ -162,7 +162,7 @@ def plan(
             trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
         )
     from megatron_dapo.cli.plan import plan_command
-    from megatron_dapo.plan.plan import Assumptions
+    from megatron_dapo.plan.scenario import Assumptions
 
     assumed = Assumptions(
         gpu_memory=None if gpu_memory is None else gpu_memory * 1e9,

@@ -90,6 +90,14 @@ class DynamicSampler:
         self._failure: asyncio.Future[ScoredGroup] | None = None
         """Gets the first failure of any group."""
 
+    def record_trained(self, groups: Sequence[ScoredGroup], rollout_step: int, weight_version: int) -> None:
+        """Write down, durably, what `rollout_step` trained on: the step that began with `weight_version`."""
+        for group in groups:
+            self._record(
+                Event.TRAINED, group, rollout_step, weight_version=weight_version, generated_by=group.weight_version
+            )
+        self._ledger.commit()
+
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
         as carried; those in flight are not in it."""
@@ -250,15 +258,9 @@ class DynamicSampler:
             batch.filtered.append(group)
             self._record(Event.FILTERED, group, batch.rollout_step)
 
-    def _record(self, event: Event, group: ScoredGroup, rollout_step: int) -> None:
-        self._ledger.record(
-            event,
-            prompt=group.position,
-            rollout_step=rollout_step,
-            weight_version=group.weight_version,
-            correct=group.correct,
-            tokens=group.tokens,
-        )
+    def _record(self, event: Event, group: ScoredGroup, rollout_step: int, **details: int) -> None:
+        about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens} | details
+        self._ledger.record(event, prompt=group.position, rollout_step=rollout_step, **about)
 
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:

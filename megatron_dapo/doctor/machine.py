@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.doctor.probing import Finding, failed, passed, warning
 from megatron_dapo.storage.run_dir import OWN_NAMES
 
 SHARED_MEMORY_BYTES = 2e9
@@ -40,11 +40,8 @@ def check_disk(run_dir: Path, needed: float, weights: float) -> Iterator[Finding
     free = shutil.disk_usage(folder).free
     room = f"{free / GB:.0f} GB free in {folder}"
     if free < needed:
-        yield failed(
-            "disk",
-            f"{room}; weights and checkpoints need {needed / GB:.0f} GB",
-            "set run.dir to a larger disk, or lower run.keep_checkpoints",
-        )
+        found = f"{room}; weights and checkpoints need {needed / GB:.0f} GB"
+        yield failed("disk", found, "set run.dir to a larger disk, or lower run.keep_checkpoints")
         return
     yield passed("disk space", f"{room}, needed {needed / GB:.1f} GB")
     try:
@@ -61,23 +58,18 @@ def check_speed(speed: float, weights: float) -> Finding:
     seconds = weights / speed
     shown = f"{speed / 1e6:.0f} MB/s written; a weight version of {weights / GB:.2f} GB takes {seconds:.0f} s"
     if seconds > _SLOW_SYNC_S:
-        return warning(
-            "disk speed", shown, "set run.dir to a faster file system: weights pass it at every rollout step"
-        )
+        fix = "set run.dir to a faster file system: weights pass it at every rollout step"
+        return warning("disk speed", shown, fix)
     return passed("disk speed", shown)
 
 
 def check_clock(skew: float, folder: Path) -> Finding:
     """`skew`: seconds by which the file system's clock is ahead of this machine's."""
     if abs(skew) > _CLOCK_SKEW_S:
-        return warning(
-            "clock",
-            f"the file system of {folder} is {skew:+.1f} s from this machine",
-            "let both follow the same time server (chronyc tracking); times in logs and locks would mislead",
-        )
-    return passed(
-        "clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; the run's file system agrees within {abs(skew):.1f} s"
-    )
+        fix = "let both follow the same time server (chronyc tracking); times in logs and locks would mislead"
+        return warning("clock", f"the file system of {folder} is {skew:+.1f} s from this machine", fix)
+    now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return passed("clock", f"{now}; the run's file system agrees within {abs(skew):.1f} s")
 
 
 def _probe(folder: Path) -> tuple[float, float]:
@@ -124,24 +116,20 @@ def check_open_files(limit: int | None = None) -> Finding:
     return passed("open files", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft} a process")
 
 
-def check_ports(config: Config | None) -> Iterator[Finding]:
+def check_ports(config: Config | None) -> Finding:
     """The servers' ports are free, or servers that someone else runs can be reached."""
     rollout = None if config is None else config.rollout
     if rollout is not None and rollout.urls:
-        away = [url for url in rollout.urls if not _reachable(url)]
-        if away:
-            yield failed("ports", f"no answer from {', '.join(away)}", "start these servers, or correct rollout.urls")
-        else:
-            yield passed("ports", f"{len(rollout.urls)} servers of rollout.urls can be reached")
-        return
+        if away := [url for url in rollout.urls if not _reachable(url)]:
+            return failed("ports", f"no answer from {', '.join(away)}", "start these servers, or correct rollout.urls")
+        return passed("ports", f"{len(rollout.urls)} servers of rollout.urls can be reached")
     wanted = [0] if rollout is None or not rollout.port else range(rollout.port, rollout.port + rollout.servers)
     host = "127.0.0.1" if rollout is None else rollout.host
     taken = [(port, error) for port in wanted if (error := _bind_error(host, port)) is not None]
     if taken:
         what = ", ".join(f"{host}:{port} ({error})" for port, error in taken)
-        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
-    else:
-        yield passed("ports", f"{host} can be listened on")
+        return failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
+    return passed("ports", f"{host} can be listened on")
 
 
 def existing_parent(path: Path) -> Path:

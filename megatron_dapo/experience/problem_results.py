@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.monitor.at_k import RESAMPLES, consensus, mean_with_interval, pass_at_k, sizes
+from megatron_dapo.monitor.statistics import RESAMPLES, consensus, mean_with_interval, pass_at_k, sizes
 from megatron_dapo.storage.durable import replace_file
-from reward.answer.key import answer_key
+from reward.answer.compare import answer_key
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
 METHOD = (

@@ -29,7 +29,7 @@ from megatron_dapo.experience.groups import Admission
 from megatron_dapo.experience.responder import Responder
 from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams

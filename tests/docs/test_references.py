@@ -121,7 +121,7 @@ def test_the_runbook_has_every_exit_code() -> None:
 
 
 def test_the_runbook_has_every_error_with_its_exit_code() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\d+) \|", OPERATIONS, flags=re.MULTILINE)
+    rows = re.findall(r"^- (`\w+`(?:, `\w+`)*) \((\d+)\): ", OPERATIONS, flags=re.MULTILINE)
     stated = {name: int(code) for names, code in rows for name in re.findall(r"\w+", names)}
     assert stated == error_classes() | {"OSError": ExitCode.FAILED}
 
@@ -152,13 +152,13 @@ def wait_names() -> set[str]:
 
 
 def test_the_runbook_has_every_wait() -> None:
-    section = OPERATIONS.partition("## A run that stands still")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w -]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
+    section = OPERATIONS.partition("## A run that hangs")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w -]+)`", "\n".join(re.findall(r"^- (`.*?): ", section, flags=re.MULTILINE)))
     assert len(wait_names()) > 6
     assert not {name for name in wait_names() if not any(row.startswith(name) for row in named)}
 
 
 def test_the_runbook_has_every_alarm() -> None:
     section = OPERATIONS.partition("## Alarms")[2]
-    missing = [rule.__name__ for rule in RULES if f"`{rule.__name__}`" not in section]
+    missing = [rule.name for rule in RULES if f"`{rule.name}`" not in section]
     assert not missing

@@ -18,7 +18,7 @@ from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.groups import ScoredResponse
 from megatron_dapo.experience.responder import Responder, Unjudged
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
 
 TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
 from megatron_dapo.plan.trace.findings import CLOSE, SMALL
+from megatron_dapo.plan.trace.rank_processes import TraceError, stub_environment
 
 NO_MACHINE = {"paper", "verl"}
 """Recipes that name no layout: compared with the others, not run."""
