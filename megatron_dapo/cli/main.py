@@ -11,7 +11,7 @@ import typer
 
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
-from megatron_dapo.cli.command import ConfigFile, Overrides
+from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.replay import replay
