@@ -18,7 +18,7 @@ from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cluster.rank_timeline import RankTimeline
 from megatron_dapo.config.actor_config import LayoutConfig
-from tools.measure_actor_speed import QUICKSTART, Case, start
+from tools.benchmarks.measure_actor_speed import QUICKSTART, Case, start
 
 TURNS = 41
 WARM_UP = 3

@@ -15,7 +15,7 @@ from megatron_dapo.report.fates import count_fates
 from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
-from tools.simulation.virtual_time import run_virtually
+from tools.benchmarks.simulation.virtual_time import run_virtually
 
 GROUP = 4
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.measure_learning import Learning, cpu_at, learning_of, print_tables, reached
+from tools.benchmarks.measure_learning import Learning, cpu_at, learning_of, print_tables, reached
 
 
 def test_the_goal_is_found_between_two_evaluations() -> None:

@@ -13,12 +13,12 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSampli
 from megatron_dapo.plan.lengths import Group, Workload
 from megatron_dapo.plan.rollout import Fleet, fill_batches
 from megatron_dapo.storage.ledger import check_ledger, read_ledger
-from tools.simulate_sampling import main
-from tools.simulation.engines import Speed
-from tools.simulation.figures import Conditions, measure, reference
-from tools.simulation.fleet import ModelledFleet, Prompts, useful
-from tools.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
-from tools.simulation.virtual_time import NothingLeftError, run_virtually
+from tools.benchmarks.simulate_sampling import main
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts, useful
+from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
+from tools.benchmarks.simulation.sampling_figures import Conditions, measure, reference
+from tools.benchmarks.simulation.virtual_time import NothingLeftError, run_virtually
 
 WORKLOAD = Workload(
     mean_response=4000,

@@ -8,18 +8,18 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
-from tools.install.lock import Pins, read_lock
+from tools.install.lock_file import read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = "gpu312.lock.txt"
-TARGET = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34", "--quiet")
+LOCK = ROOT / "requirements" / "gpu312.lock.txt"
+TARGET = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_34")
+INSTALLERS = ("pip", "uv")
+"""In the lock without being a dependency of anything."""
 HEADER = """\
 # What `make install-gpu` puts into .venv: Python 3.12, Linux x86-64 with glibc 2.34 or newer, CUDA 13. Everything that
-# SGLang and TransformerEngine declare is in it, without overrides. Written by `python -m tools.install.relock`; the
-# sizes are those of the wheels, and the progress bar uses them.
+# SGLang and TransformerEngine declare is in it, without overrides. Written by `python -m tools.install.relock`.
 """
 
 
@@ -27,8 +27,8 @@ class RelockError(RuntimeError):
     """uv is not there or found no set of versions; the message holds its own words."""
 
 
-def resolve(uv: str, root: Path, seed: Path, folder: Path) -> Path:
-    """Pins of all that the extras `gpu` and `dev` need, in a new file in `folder`; fetches metadata only.
+def resolve(uv: str, root: Path, seed: Path, folder: Path) -> dict[str, str]:
+    """Versions of all that the extras `gpu` and `dev` need; fetches metadata only.
 
     Args:
         uv: the program.
@@ -40,54 +40,49 @@ def resolve(uv: str, root: Path, seed: Path, folder: Path) -> Path:
         RelockError: there is no such set, or the package index does not answer.
     """
     pins = folder / "pins.txt"
-    pins.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in read_lock(seed).values()))
-    extras = ("--extra", "gpu", "--extra", "dev")
-    _uv(uv, str(root / "pyproject.toml"), *extras, "--no-header", "--no-annotate", "--output-file", str(pins))
-    return pins
-
-
-def megabytes(uv: str, pins: Path) -> dict[str, float]:
-    """Size of each pinned package's wheel, or of its source where it has no wheel."""
-    full = pins.with_name("pylock.sizes.toml")
-    _uv(uv, str(pins), "--no-deps", "--format", "pylock.toml", "--output-file", str(full))
-    packages = tomllib.loads(full.read_text())["packages"]
-    return {p["name"]: max(file["size"] for file in p.get("wheels") or [p["sdist"]]) / 1e6 for p in packages}
-
-
-def lock_text(pins: Pins, sizes: dict[str, float]) -> str:
-    """The lock file."""
-    lines = [f"{pin.name}=={pin.version}" for _, pin in sorted(pins.items())]
-    comments = [f"  # {sizes[name]:.0f} MB" if sizes.get(name, 0) >= 1 else "" for name in sorted(pins)]
-    return HEADER + "".join(f"{line}{comment}\n" for line, comment in zip(lines, comments, strict=True))
-
-
-def _uv(uv: str, *arguments: str) -> None:
+    pins.write_text(lines(read_lock(seed)))
+    command = [
+        uv,
+        "pip",
+        "compile",
+        *TARGET,
+        "--quiet",
+        str(root / "pyproject.toml"),
+        "--extra",
+        "gpu",
+        "--extra",
+        "dev",
+    ]
     try:
-        answer = subprocess.run([uv, "pip", "compile", *TARGET, *arguments], capture_output=True, text=True)
+        answer = subprocess.run(
+            [*command, "--no-header", "--no-annotate", "--output-file", str(pins)], capture_output=True, text=True
+        )
     except FileNotFoundError:
         raise RelockError(f"{uv}: there is no such program: pip install uv") from None
     if answer.returncode != 0:
         raise RelockError(answer.stderr.strip())
+    return read_lock(pins)
+
+
+def lines(pins: dict[str, str]) -> str:
+    """The pins as a lock has them."""
+    return "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
 
 
 def main() -> int:
     """Exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.install.relock", description=__doc__)
-    lock = ROOT / "requirements" / LOCK
-    parser.add_argument("--from", dest="seed", type=Path, default=lock, help="lock whose versions are preferred")
+    parser.add_argument("--from", dest="seed", type=Path, default=LOCK, help="lock whose versions are preferred")
     parser.add_argument("--uv", default="uv", help="the program (default: from the PATH)")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            pins = resolve(options.uv, ROOT, options.seed, Path(folder))
-            # The installer's own pip is no dependency of anything.
-            pip = read_lock(options.seed)["pip"]
-            with pins.open("a") as file:
-                file.write(f"pip=={pip.version}\n")
-            lock.write_text(lock_text(read_lock(pins), megabytes(options.uv, pins)))
+            found = resolve(options.uv, ROOT, options.seed, Path(folder))
     except RelockError as error:
         print(error, file=sys.stderr)
         return 1
+    installers = {name: version for name, version in read_lock(options.seed).items() if name in INSTALLERS}
+    LOCK.write_text(HEADER + lines(found | installers))
     return 0
 
 

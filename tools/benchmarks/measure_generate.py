@@ -1,6 +1,6 @@
 """Tokens per second of the product's SGLang server against Hugging Face's batched `generate`, in one run.
 
-python -m tools.measure_generate examples/quickstart/dapo.yaml
+python -m tools.benchmarks.measure_generate examples/quickstart/dapo.yaml
 
 As many responses at once as a rollout step of the config asks for (prompts_per_step x group_size), on its model, its
 prompts and its sampling. The servers are started as a run starts them, one as configured and one with

@@ -1,14 +1,14 @@
 """Training seconds until held-out sampled accuracy reaches a goal: this system against TRL, in turns, in one run.
 
-python -m tools.measure_learning examples/quickstart/dapo.yaml --peer-python trl-venv/bin/python run.rollout_steps=16
+python -m tools.benchmarks.measure_learning examples/quickstart/dapo.yaml --peer-python trl-venv/bin/python run.rollout_steps=16
 
-TRL runs from an environment of its own (tools/peers/requirements.txt). Both train on the config's data, model and
+TRL runs from an environment of its own (tools/benchmarks/trl_requirements.txt). Both train on the config's data, model and
 hyperparameters. Held-out accuracy is looked at after every `--every` rollout steps, and no clock runs meanwhile or
 before the first step: TRL's stands still; ours is that of a second run of the same seed without evaluations, which
 makes the same weights. CPU seconds, of all processes of a side, say what a machine that is busy with other work hides.
 
 The goal is reached between two looks; the second is found on the straight line between them. What TRL does not have is
-in tools/peers/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are appended there, as JSON
+in tools/benchmarks/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are appended there, as JSON
 lines, and those that it holds already are not run again: the tables are of them all.
 """
 
@@ -146,7 +146,17 @@ def train_peer(
 ) -> Learning:
     """One run of TRL. It starts from the same base, so it shares our first point."""
     out = folder / f"trl{seed}.json"
-    command = [python, "-m", "tools.peers.train_trl", config, "--out", str(out), "--threads", str(threads), *overrides]
+    command = [
+        python,
+        "-m",
+        "tools.benchmarks.train_trl",
+        config,
+        "--out",
+        str(out),
+        "--threads",
+        str(threads),
+        *overrides,
+    ]
     call([*command, f"run.seed={seed}", f"evaluation.every={every}"], OMP_NUM_THREADS=str(threads))
     found = json.loads(out.read_text())
     return Learning(curve=[first, *map(tuple, found["curve"])], cpu=found["cpu"], phases=found["phases"])
@@ -154,7 +164,7 @@ def train_peer(
 
 def call(command: Sequence[str], **variables: str) -> None:
     """Run it; its output is shown only if it fails."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | variables
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         words = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"

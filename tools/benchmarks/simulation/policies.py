@@ -16,7 +16,7 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
-from tools.simulation.fleet import ModelledFleet, useful
+from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, useful
 
 
 class Policy(Protocol):

@@ -1,4 +1,4 @@
-"""`python -m tools.compare_plan`: the planner's step times beside published ones, as Markdown.
+"""`python -m tools.benchmarks.compare_plan`: the planner's step times beside published ones, as Markdown.
 
 What a publication does not state is assumed here, and each row says what: the error is that of model and assumptions
 together.
@@ -19,7 +19,7 @@ from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.shapes import BUILT_IN
 from megatron_dapo.plan.step import Servers, plan_step
 
-RECIPE = Path(__file__).parents[1] / "examples" / "qwen2.5_32b" / "paper.yaml"
+RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"
 SIGMA = 0.9
 SHARED_MEMORY_FRACTION = 0.6
 A800 = {

@@ -1,11 +1,11 @@
 """Ways to fill a batch with useful groups, compared in virtual time: tokens, wall-clock, bias, staleness.
 
-python -m tools.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
+python -m tools.benchmarks.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
 the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
-`async` (`ahead` groups of the next batches stay in flight). tools/simulation/engines.py states the model of a server,
-tools/simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
+`async` (`ahead` groups of the next batches stay in flight). tools/benchmarks/simulation/modelled_engine.py states the model of a server,
+tools/benchmarks/simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Workload
-from tools.simulation.engines import Speed
-from tools.simulation.figures import Conditions, Figures, MakePolicy, Reference, measure, reference
-from tools.simulation.fleet import Prompts
-from tools.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import Prompts
+from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
+from tools.benchmarks.simulation.sampling_figures import Conditions, Figures, MakePolicy, Reference, measure, reference
 
 YARDSTICK = "batch-synchronous, 3x"
 """What wall-clock is compared with."""
