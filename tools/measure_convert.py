@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
-from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.convert_checkpoint import import_megatron
 from tools.host_memory import begin_peak, peak_resident
 from tools.random_model import write_random_model

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.cluster.engines import api_key, own_engines
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import Inputs, read_inputs
-from megatron_dapo.experience.generator import response_seed
+from megatron_dapo.experience.responder import response_seed
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import GenerationRequest, SamplingParams
 from rollout.server.engine import LocalServer

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median, quantiles
 
-from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.rank_timeline import RankTimeline
+from megatron_dapo.cluster.trainer_rank import RankTimeline
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tools.measure_actor_speed import QUICKSTART, Case, start
 
 TURNS = 41

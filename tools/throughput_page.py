@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatron_dapo.monitor.step_timer import NAMES
+from megatron_dapo.monitor.timeline import PHASES
 from tools.throughput import Profile, Row, rows
 from tools.timeline_chart import KINDS, PHASE_COLOURS, draw_timeline, kind_of, left_out
 from tools.timeline_figures import rank_rows
@@ -36,7 +36,7 @@ NOT_RECORDED = (
 
 def markdown(profiles: Sequence[Profile]) -> str:
     """The report as a Markdown page."""
-    table = [_cells(row, profiles) for row in rows(NAMES)]
+    table = [_cells(row, profiles) for row in rows(PHASES)]
     lines = ["# Throughput", "", *(f"- {line}" for line in _descriptions(profiles)), ""]
     lines += _table(_heads(profiles), table)
     for profile in profiles:
@@ -71,7 +71,7 @@ def page(profiles: Sequence[Profile]) -> str:
         lstrip_blocks=True,
     )
     style = resources.files("megatron_dapo.report") / "templates" / "report.css"
-    cells = [_cells(row, profiles) for row in rows(NAMES)]
+    cells = [_cells(row, profiles) for row in rows(PHASES)]
     return environment.get_template("throughput.html.j2").render(
         names=" and ".join(profile.name for profile in profiles),
         style=Markup(style.read_text(encoding="utf-8")),

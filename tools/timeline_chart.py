@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from megatron_dapo.monitor.spans import ProcessStep, Span
+from megatron_dapo.monitor.timeline import ProcessStep, Span
 from megatron_dapo.report.chart import FAINT, GRID, INK, SERIES, svg_of
 from tools.timeline_figures import RecordedStep, running
 

@@ -26,7 +26,7 @@ WARM_STEPS = 1
 """Simulated before those that count: the first one has nothing carried over and knows no pass rate."""
 
 LOG_PROB_PARTS = 8
-"""As `coordinator.log_prob_stream.CHUNKS`; a test compares."""
+"""As `coordinator.old_log_probs.CHUNKS`; a test compares."""
 
 _SAMPLED_GROUPS = 256
 

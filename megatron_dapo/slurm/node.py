@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dapo.slurm.ray_hook import without_client_server
+from megatron_dapo.storage.durable import replace_file
 from rollout.server.parent_death import end_with
 
 LOOK_S = 0.5
@@ -102,14 +103,14 @@ def main() -> int:
 def lead(job: Job, arguments: list[str]) -> int:
     """Ray's head and the run."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    _write_private(job.folder / "token", secrets.token_hex(32))
+    replace_file(job.folder / "token", secrets.token_hex(32), private=True)
     port = _free_port()
     # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
     dashboard = ("--include-dashboard=false", f"--dashboard-port={_free_port()}")
     ray = _start_ray(job, "--head", f"--port={port}", *dashboard)
     try:
         address = _until(lambda: _head_address(job, port), job.deadline_s, ray, "Ray's head", job)
-        _write_private(job.folder / "address", address)
+        replace_file(job.folder / "address", address, private=True)
         _until(lambda: _all_joined(job, address), job.deadline_s, ray, f"{job.nodes} nodes to join", job)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
         if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
@@ -247,14 +248,6 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, and readable by its owner only."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(aside, path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from reward.answer.numeral import Number, read_number
+from reward.answer.number import Number, read_number
 from reward.answer.text import clean, compact, enclosed, strip_edges
 
 _PARSED_LIMIT = 600

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from reward.code.lock import READING, die_with_parent, hide_memory, lock
 from reward.code.sandbox import Sandbox
+from reward.code.seccomp import READING, die_with_parent, hide_memory, lock
 from reward.code.values import NotPlain, become, decode, encode, receive, send
 
 

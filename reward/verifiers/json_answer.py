@@ -2,7 +2,7 @@
 
 The ground truth is a JSON object with `equals`, `schema` (a JSON Schema), or both, as
 {"equals": {"x": 1}, "schema": {...}}.
-Not cheap: a schema may hold regular expressions, so each verdict has the wall-clock limit of the pool.
+Not fast: a schema may hold regular expressions, so each verdict has the wall-clock limit of the pool.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ from functools import lru_cache
 from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
-from reward.answer.numeral import split_unit
+from reward.answer.number import split_unit
 from reward.answer.option import labelled, option
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters

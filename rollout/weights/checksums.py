@@ -1,7 +1,7 @@
-"""The checksum every tensor of an SGLang server must have: computed while weights are sent, or from a folder of them.
+"""The checksum that every tensor of an SGLang server must have, computed while weights are sent, or from a folder.
 
-What a server holds (rollout.weights.server_tensors) is made here too, tensor by tensor, and hashed with the server's
-own hash, so that equal checksums mean equal weights on every rank.
+Each tensor of the server (rollout.weights.server_tensors) is made here too and hashed with the server's own hash, so
+equal checksums mean equal weights on every rank.
 """
 
 import json
@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
-from rollout.weights.server_tensors import Held, held_dtype, held_tensors
-from rollout.weights.tensor_hashes import hash_for
+from rollout.weights.server_tensors import ServerTensor, server_dtype, server_tensors
+from rollout.weights.tensor_hashes import cpu_hash, cuda_hash
 from rollout.wire.client import ServerInfo
 
 Checksums = dict[int, dict[str, str]]
@@ -24,7 +24,7 @@ Checksums = dict[int, dict[str, str]]
 
 _HASH_THREADS = 4
 _READ_AHEAD_BYTES = 1 << 30
-"""Of a folder's tensors that are in memory at a time."""
+"""Of a folder's tensors, in memory at a time."""
 
 
 class ChecksumStream:
@@ -35,7 +35,7 @@ class ChecksumStream:
             for tensors in buckets:
                 stream.add(tensors)
                 ...
-                stream.settle()  # from here on the memory of `tensors` may be used again
+                stream.flush()  # from here on the memory of `tensors` may be used again
             checksums = stream.finish()[info]
     """
 
@@ -47,26 +47,21 @@ class ChecksumStream:
             kinds: of servers.
 
         Raises:
-            ValueError: a model that is not known, a tensor that it needs and `names` lacks, or a size that the ranks of
-                a server do not divide.
+            ValueError: an unknown model, a tensor that it needs and `names` lacks, or a size that the ranks of a server
+                do not divide.
         """
-        self._kinds = tuple(dict.fromkeys(kinds))
-        self._dtypes = {info: held_dtype(info, config) for info in self._kinds}
-        self._entries: dict[str, list[tuple[ServerInfo, Held]]] = defaultdict(list)
-        """By each of an entry's sources."""
-        self._results: dict[ServerInfo, dict[tuple[int, str], Future[str]]] = {info: {} for info in self._kinds}
-        self._held_back: dict[str, Tensor] = {}
-        """Tensors that wait for another one they are joined with."""
-        self._missing = {
-            (info, held.rank, held.name) for info in self._kinds for held in held_tensors(config, names, info)
-        }
-        for info in self._kinds:
-            for held in held_tensors(config, names, info):
-                lacking = [source for source in held.sources if source not in names]
-                if lacking:
-                    raise ValueError(f"the model needs {lacking[0]}, which is not among its tensors")
-                for source in held.sources:
-                    self._entries[source].append((info, held))
+        self._dtypes = {info: server_dtype(info, config) for info in kinds}
+        self._expected = [(info, tensor) for info in self._dtypes for tensor in server_tensors(config, names, info)]
+        self._by_source: dict[str, list[tuple[ServerInfo, ServerTensor]]] = defaultdict(list)
+        for info, tensor in self._expected:
+            for source in tensor.sources:
+                if source not in names:
+                    raise ValueError(f"the model needs {source}, which is not among its tensors")
+                self._by_source[source].append((info, tensor))
+        self._hashes: dict[tuple[ServerInfo, int, str], Future[str]] = {}
+        """By kind of server, rank and the server's name of the tensor."""
+        self._incomplete: dict[str, Tensor] = {}
+        """Tensors that wait for another one that they are fused with."""
         self._pool = ThreadPoolExecutor(_HASH_THREADS)
 
     def __enter__(self) -> Self:
@@ -76,24 +71,24 @@ class ChecksumStream:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begins to hash what is whole with `tensors`; they must not change until `settle`."""
-        known = self._held_back | dict(tensors)
+        """Begins to hash what `tensors` complete; they must not change until `flush`."""
+        known = self._incomplete | dict(tensors)
         for name in tensors:
-            for info, held in self._entries[name]:
-                key = (held.rank, held.name)
-                if key not in self._results[info] and all(source in known for source in held.sources):
-                    parts = {source: known[source] for source in held.sources}
-                    self._results[info][key] = self._pool.submit(self._hash, info, held, parts)
-        self._held_back = {
-            name: tensor
-            for name, tensor in known.items()
-            if any((held.rank, held.name) not in self._results[info] for info, held in self._entries[name])
+            for info, tensor in self._by_source[name]:
+                key = (info, tensor.rank, tensor.name)
+                if key not in self._hashes and all(source in known for source in tensor.sources):
+                    parts = {source: known[source] for source in tensor.sources}
+                    self._hashes[key] = self._pool.submit(self._hash, info, tensor, parts)
+        self._incomplete = {
+            name: value
+            for name, value in known.items()
+            if any((info, tensor.rank, tensor.name) not in self._hashes for info, tensor in self._by_source[name])
         }
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Returns when every tensor that was given has been read."""
-        wait([result for results in self._results.values() for result in results.values()])
-        self._held_back = {name: tensor.clone() for name, tensor in self._held_back.items()}
+        wait(self._hashes.values())
+        self._incomplete = {name: tensor.clone() for name, tensor in self._incomplete.items()}
 
     def finish(self) -> dict[ServerInfo, Checksums]:
         """Of each kind, once all tensors were given.
@@ -101,17 +96,17 @@ class ChecksumStream:
         Raises:
             ValueError: a tensor never came.
         """
-        checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._kinds}
-        for info, rank, name in sorted(self._missing, key=lambda entry: entry[1:]):
-            result = self._results[info].get((rank, name))
+        checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._dtypes}
+        for info, tensor in self._expected:
+            result = self._hashes.get((info, tensor.rank, tensor.name))
             if result is None:
-                raise ValueError(f"{name} was never whole: one of its parts did not come")
-            checksums[info][rank][name] = result.result()
-        return {info: dict(of_kind) for info, of_kind in checksums.items()}
+                raise ValueError(f"{tensor.name} was never whole: one of its parts did not come")
+            checksums[info][tensor.rank][tensor.name] = result.result()
+        return {info: dict(by_rank) for info, by_rank in checksums.items()}
 
-    def _hash(self, info: ServerInfo, held: Held, parts: Mapping[str, Tensor]) -> str:
-        dtype = self._dtypes[info]
-        return hash_for(info.device)([piece.to(dtype) for piece in held.pieces(parts)])
+    def _hash(self, info: ServerInfo, tensor: ServerTensor, parts: Mapping[str, Tensor]) -> str:
+        digest = cpu_hash if info.device == "cpu" else cuda_hash
+        return digest([piece.to(self._dtypes[info]) for piece in tensor.pieces(parts)])
 
 
 def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
@@ -122,8 +117,7 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
         info: decides the hash (device), the dtype that tensors are cast to, and the ranks.
 
     Raises:
-        ValueError: a model whose tensors are not known here, a tensor of it that is not in the files, or a size that
-            the ranks do not divide.
+        ValueError: an unknown model, a tensor of it that is not in the files, or a size that the ranks do not divide.
         FileNotFoundError: no config or no safetensors in `folder`.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -136,7 +130,7 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
                 stream.add({name: tensor})
                 read += tensor.nbytes
                 if read > _READ_AHEAD_BYTES:
-                    stream.settle()
+                    stream.flush()
                     read = 0
             return stream.finish()[info]
     except ValueError as error:

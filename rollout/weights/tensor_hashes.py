@@ -1,20 +1,19 @@
-"""The hash that SGLang's weight checker reports of a tensor, computed here: one on a CPU, another one on a GPU.
+"""The hash of a tensor that SGLang's weight checker reports, computed here. It is `cpu_hash` for servers on a CPU and
+`cuda_hash` for servers on a GPU; both give 16 hex digits.
 
 A tensor comes as parts that follow each other along their first dimension. They are neither joined nor copied as a
-whole, and are hashed on the device that they are on.
+whole, and are hashed on the device where they are.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Hash = Callable[[Sequence[Tensor]], str]
-
 BLOCK_BYTES = 16 << 20
-"""Bytes of a tensor that are worked on at a time."""
+"""Bytes of a tensor that are processed at a time."""
 
 _TILE_WORDS = 8192
 _TILE_BYTES = 4 * _TILE_WORDS
@@ -23,11 +22,6 @@ _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
 _POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))
 _LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
-
-
-def hash_for(device: str) -> Hash:
-    """The hash that a server on `device` ("cpu" or "cuda") reports: 16 hex digits of the parts' bytes in order."""
-    return cpu_hash if device == "cpu" else cuda_hash
 
 
 def cpu_hash(parts: Sequence[Tensor]) -> str:
@@ -42,8 +36,8 @@ def cuda_hash(parts: Sequence[Tensor]) -> str:
     """SGLang's `gpu_tensor_hash`: a sum over the 32-bit words, each mixed with its position, tile by tile of 8192.
 
     Every word v at index i gives fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums
-    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 ends it. The words are
-    int32 here, whose products and sums wrap as the kernel's unsigned ones do.
+    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 is applied last. The words
+    are int32 here, whose products and sums wrap as the kernel's unsigned ones do.
     """
     size = sum(part.numel() * part.element_size() for part in parts)
     size += -size % 4

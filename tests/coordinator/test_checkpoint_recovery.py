@@ -9,9 +9,8 @@ import pytest
 from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, digest_of, put_in_place
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator import supervise
-from megatron_dapo.coordinator.checkpoint_recovery import damaged, load_counters
-from megatron_dapo.coordinator.progress import Progress, save_progress
+from megatron_dapo.coordinator import run as run_module
+from megatron_dapo.coordinator.progress import Progress, damaged_checkpoint, load_counters, save_progress
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir
 from tests.coordinator.test_sampler import group
@@ -92,9 +91,9 @@ def test_a_manifest_that_is_no_json_is_found_before_anything_starts(run_dir):
 def test_what_is_offered_is_intact_itself(run_dir, name, kind):
     """The newest was found damaged by the ranks; of the earlier ones each file is read, the newest first."""
     KINDS[kind](run_dir.checkpoints()[1].folder / name)
-    assert asyncio.run(damaged(run_dir, run_dir.latest_checkpoint(), "reason")).intact == 2
+    assert asyncio.run(damaged_checkpoint(run_dir, run_dir.latest_checkpoint(), "reason")).intact == 2
     KINDS[kind](run_dir.checkpoints()[0].folder / name)
-    error = asyncio.run(damaged(run_dir, run_dir.latest_checkpoint(), "reason"))
+    error = asyncio.run(damaged_checkpoint(run_dir, run_dir.latest_checkpoint(), "reason"))
     assert error.intact is None
     assert "no checkpoint before it is intact; begin anew in another run.dir" in str(error)
 
@@ -124,14 +123,14 @@ def restarted(monkeypatch, tmp_path) -> Callable[..., list[int | None]]:
                 raise CheckpointDamaged("a file", intact[len(starts) - 1])
             return {}
 
-        monkeypatch.setattr(supervise, "run", run)
+        monkeypatch.setattr(run_module, "run", run)
 
         class Console:
             def note(self, line: str) -> None:
                 notes.append(line)
 
         notes: list[str] = []
-        asyncio.run(supervise.run_with_restarts(config, None, Console(), None))
+        asyncio.run(run_module.run_with_restarts(config, None, Console(), None))
         assert all("a file" in note for note in notes)
         assert len(notes) == len(intact)
         return starts

@@ -19,8 +19,8 @@ from megatron_dapo.doctor.config_checks import (
 )
 from megatron_dapo.doctor.examine import examine
 from megatron_dapo.doctor.probing import Node, Status
-from megatron_dapo.plan.scenario import changed
 from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 

@@ -14,10 +14,11 @@ from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
-from megatron_dapo.experience.generator import GroupGenerator, Unjudged
+from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.groups import ScoredResponse
+from megatron_dapo.experience.responder import Responder, Unjudged
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
 
 TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
@@ -61,9 +62,7 @@ def groups(*prompts, config=None):
     async def generate():
         pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
         generator = GroupGenerator(
-            fleet=script,
-            pool=pool,
-            decoder=script,
+            responder=Responder(fleet=script, pool=pool, decoder=script),
             prompts=PromptSet(prompts=prompts, spans=spans, **nothing),
             sampling=SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
             group_size=len(TEXTS),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward.answer.extract import last_statement
-from reward.answer.hidden import code_blocks, is_retracted
 from reward.answer.option import labelled, option
+from reward.answer.visibility import code_blocks, is_retracted
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rollout.config import RolloutConfig
-from rollout.fleet.deadlines import Timing
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import Timing
 from rollout.generation import Generation, GenerationRequest, SamplingParams
 from tests.rollout.folders import VOCABULARY
 from tests.rollout.standin import StandIn

@@ -294,7 +294,7 @@ def test_a_killed_server_is_replaced_and_the_responses_are_the_same(places: dict
             np.testing.assert_array_equal(first.token_ids, second.token_ids)
             np.testing.assert_array_equal(first.log_probs, second.log_probs)
             assert set(second.weight_versions) == {40}
-        assert place.fleet.status()[0].restarts == 1
+        assert place.fleet.members[0].restarts == 1
         assert any("its process ended" in line for line in place.reports)
 
     place.run(work())

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_dapo.monitor.spans import Span, read_spans
+from megatron_dapo.monitor.timeline import Span, read_spans
 from tests.tools.timelines import ZERO, write_timeline
 from tools.chrome_trace import chrome_trace, lanes
 from tools.timeline_chart import draw_timeline, kind_of, left_out, merged

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 from megatron_dapo.plan.lengths import Workload
 from rollout.fleet.balancer import Balancer, Member, State
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.member import Timing
 from rollout.server.engine import RemoteServer
 from tools.simulation.engines import Engine, Response, Speed
 from tools.simulation.fleet import Prompts

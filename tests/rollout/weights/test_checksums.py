@@ -205,7 +205,7 @@ def test_a_stream_gives_the_same_checksums_whatever_comes_first(tmp_path: Path) 
                 place = buffer[: tensors[name].numel()].view(tensors[name].shape)
                 place.copy_(tensors[name])
                 stream.add({name: place})
-                stream.settle()  # the memory is used again for the next one
+                stream.flush()  # the memory is used again for the next one
             found = stream.finish()
         assert found == {info: expected_checksums(tmp_path, info) for info in kinds}
     with ChecksumStream(config, names, [CPU]) as stream:
