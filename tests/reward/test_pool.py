@@ -260,7 +260,7 @@ def test_workers_die_with_their_parent():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment
     )
     pids = [int(pid) for pid in parent.stdout.split()]
-    assert len(pids) == 3, parent.stderr  # two for cheap verdicts, one that hangs
+    assert len(pids) == 3, parent.stderr  # two for fast verdicts, one that hangs
     deadline = time.monotonic() + 10.0
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,8 +1,8 @@
 """`python -m tests.rollout.fleet.measure_routing`: which server gets which request, ours against round-robin.
 
 In virtual time, the product's balancer stands before modelled servers
-(tools/benchmarks/simulation/modelled_engine.py), one of which is slow. All responses of one batch are asked for at once; lengths are long-tailed. A server reads a prompt once for all
-responses that it gets of the group (prefix cache).
+(tools/benchmarks/simulation/modelled_engine.py), one of which is slow. All responses of one batch are asked for at
+once; lengths are long-tailed. A server reads a prompt once for all responses that it gets of the group (prefix cache).
 """
 
 import asyncio
