@@ -264,7 +264,7 @@ def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_p
     tensors["model.layers.2.self_attn.k_proj.bias"][5] += 1e-6
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((place.folder / "config.json").read_text())
-    member = place.fleet._members[0]
+    member = place.fleet.members[0]
 
     async def work() -> None:
         await member.client.update_weights_from_disk(tmp_path, "wrong", 60)
@@ -308,13 +308,13 @@ def test_what_a_killed_server_had_passed_on_is_kept(places: dict[str, Place]) ->
 
     async def work() -> None:
         await place.fleet.publish(place.folder, 50)
-        place.fleet._observe = parts.append
+        place.fleet._requests.observe = parts.append
         tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
         await asyncio.sleep(0.3)
         assert place.server.process is not None
         os.kill(place.server.process.pid, signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
-        place.fleet._observe = None
+        place.fleet._requests.observe = None
         assert_log_probs(place.model, asked, answers)
         assert {answer.token_ids.size for answer in answers} == {200}
 
