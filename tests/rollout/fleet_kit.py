@@ -46,12 +46,13 @@ async def fleet_of(
     reports: list[str] | None = None,
     timing: Timing = FAST,
     observe: Callable[[ServedPart], None] | None = None,
+    start_s: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[RolloutFleet]:
     config = RolloutConfig(**({"request_deadline_s": 5.0, "fleet_deadline_s": 3.0} | settings))
     lines = [] if reports is None else reports
     fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, timing=timing, observe=observe)
-    await fleet.start(5.0)
+    await fleet.start(start_s)
     try:
         yield fleet
     finally:

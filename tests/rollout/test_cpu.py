@@ -1,6 +1,5 @@
 """The CPU support by itself: stand-ins, sampler hash, padding, and that it stays out of everybody's way."""
 
-import itertools
 import os
 import struct
 import subprocess
@@ -307,11 +306,3 @@ def test_layers_see_shared_prompts_once_and_every_request_gets_its_rows() -> Non
     other.model = Layers()
     assert SharedPrompts(other).begin(ids, [0, 0, 0], [2, 1, 2]) is None  # of a kind that is not known
     assert SharedPrompts(model, wanted=False).begin(ids, [0, 0, 0], [2, 1, 2]) is None
-
-
-def test_every_hook_names_a_function_of_ours() -> None:
-    from rollout.cpu import plugin
-
-    for function, kind in itertools.chain(plugin.FAST_HOOKS.values(), plugin.DETERMINISTIC_HOOKS.values()):
-        assert callable(getattr(deterministic, function))
-        assert kind in ("replace", "around")
