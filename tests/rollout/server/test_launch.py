@@ -82,7 +82,7 @@ def sglang_text(name: str) -> str:
 def test_sglang_knows_what_it_is_told_and_what_the_config_refuses() -> None:
     """By its text: importing it takes long, and the names are what a new version changes."""
     variables, options = sglang_text("environ.py"), sglang_text("server_args.py")
-    for name in (*launch_server.SAVER, launch_server.MEETING_PLACE):
+    for name in (*launch_server.MEMORY_SAVER, launch_server.RENDEZVOUS):
         assert f"    {name} = " in variables
     for name in [*SAVER, *itertools.chain.from_iterable(REFUSED), *GOVERNED]:
         field = name.removeprefix("--").replace("-", "_")
@@ -125,7 +125,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("rollout.wire.array_frames_server.add", lambda: None)
     before = dict(os.environ)
-    for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.MEETING_PLACE, SWITCH):
+    for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.RENDEZVOUS, SWITCH):
         monkeypatch.delenv(name, raising=False)
 
     def launch(*arguments: str) -> dict[str, str]:
@@ -138,7 +138,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
 
 
 def test_the_processes_of_a_gpu_server_meet_without_a_port(launched: Callable[..., dict[str, str]]) -> None:
-    place = launched("--device", "cuda")[launch_server.MEETING_PLACE]
+    place = launched("--device", "cuda")[launch_server.RENDEZVOUS]
     assert place.startswith(f"file:///proc/{os.getpid()}/fd/")
     os.close(int(place.rpartition("/")[2]))
 
@@ -147,7 +147,7 @@ def test_the_processes_of_a_gpu_server_meet_without_a_port(launched: Callable[..
 def test_who_says_where_they_meet_is_heeded(
     launched: Callable[..., dict[str, str]], elsewhere: tuple[str, ...]
 ) -> None:
-    assert launch_server.MEETING_PLACE not in launched("--device", "cuda", *elsewhere)
+    assert launch_server.RENDEZVOUS not in launched("--device", "cuda", *elsewhere)
 
 
 def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
