@@ -47,6 +47,7 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Begins the start; the fleet waits for readiness."""
+        return None
 
     def alive(self) -> bool:
         """False when the process is known to have ended, or to be stopped for seconds (SIGSTOP)."""
@@ -62,12 +63,15 @@ class Engine(Protocol):
 
     async def restart(self) -> None:
         """Ends what is left of it and begins a new start."""
+        return None
 
     def kill(self) -> None:
         """Ends it at once, with all of its processes."""
+        return None
 
     async def close(self) -> None:
         """Ends it in order."""
+        return None
 
 
 class RemoteServer(Engine):
