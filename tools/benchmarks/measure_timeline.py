@@ -1,6 +1,6 @@
 """What a recorded rollout step costs a trainer rank: the actor's update with its timeline over the same without.
 
-    python -m tools.measure_timeline
+    python -m tools.benchmarks.measure_timeline
 
 One process, one thread, the quickstart's base, small micro-batches (the more of them, the more there is to record).
 Both ways take turns, and each turn gives one ratio of the process's CPU seconds; the median and the quartiles are
