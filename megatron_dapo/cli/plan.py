@@ -209,7 +209,7 @@ def _assumptions(plan: Plan) -> str:
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
         f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not "
         "counted: evaluation, checkpoints, the start, failures. Set your own with --mean-length, --sigma, --pass-rate, "
-        "--gpu-memory; constants of the hardware with --calibration FILE. docs/plan.md holds the formulas, "
+        "--gpu-memory; constants of the hardware with --calibration FILE. docs/before_a_run.md holds the formulas, "
         "docs/measurements/plan.md how far the model is from published steps."
     )
 
