@@ -124,6 +124,8 @@ class VerifierError(ValueError):
     """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth. A verifier of
     your own may raise it too: its verdict is then `unjudged`, and a run stops instead of learning from it."""
 
+    exit_code = 2
+
 
 def check_length(ground_truth: str) -> None:
     """Raises VerifierError: the ground truth is longer than `TRUTH_LIMIT`."""
@@ -133,3 +135,5 @@ def check_length(ground_truth: str) -> None:
 
 class PoolError(RuntimeError):
     """The pool can give no verdicts: it is closed, or its workers do not start, or nothing moves any more."""
+
+    exit_code = 1
