@@ -28,11 +28,14 @@ class Script:
     """Answers every request with its seed's parity and the end token, as many tokens as it may."""
 
     def __init__(self, reason=FinishReason.STOP):
-        self.asked, self.reason = [], reason
+        self.asked, self.reason, self.running, self.together = [], reason, [], set()
 
     async def generate(self, request):
         self.asked.append(request)
+        self.running.append(request.sampling.temperature)
+        self.together.add(frozenset(self.running))
         await asyncio.sleep(0)
+        self.running.remove(request.sampling.temperature)
         ids = np.array([2 + request.seed % 2, END], np.int32)[: request.sampling.max_new_tokens]
         cut = request.sampling.max_new_tokens < 2
         return Generation(
@@ -67,6 +70,7 @@ def test_every_problem_is_answered_in_every_mode_and_the_figures_are_those_of_th
     script = Script()
     found = asyncio.run(evaluator(script, tmp_path).run("step3"))
     assert len({request.request_id for request in script.asked}) == len(script.asked) == 3 * (4 + 1)
+    assert script.together == {frozenset([1.0]), frozenset([0.0])}, "SGLang draws otherwise where a batch mixes modes"
     greedy = [request for request in script.asked if request.sampling.temperature == 0]
     assert [request.prompt_ids.size for request in greedy] == [1, 2, 3]
     lines = [json.loads(line) for line in (tmp_path / "step3" / "problems.jsonl").read_text().splitlines()]
