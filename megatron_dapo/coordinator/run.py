@@ -186,6 +186,7 @@ async def _baseline(context: RunContext) -> dict[str, Any] | None:
     start = context.config.evaluation.forbidden_start
     if start is None:
         return None
+    context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
     token = context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
     return _as_json(await context.evaluate("baseline", forbid=token))
 
