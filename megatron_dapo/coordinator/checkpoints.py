@@ -1,8 +1,8 @@
 """Checkpoints of a run: trainer, sampler and counters together, so that a resumed run knows of every prompt.
 
-One is begun when a step is over, and counts once its folder has its name. In between the trainer's ranks write it while
-the run goes on: at most one at a time. A damaged one is named by its file when a run would go on from it, and the
-newest intact one before it is found.
+A checkpoint is begun at the end of a step and counts as soon as its folder has its final name. In between, the
+trainer's ranks write it while the run goes on, one checkpoint at a time. If a file of the checkpoint that a run resumes
+from is damaged, the error names the file and the newest intact checkpoint before it.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ def _intact(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """A checkpoint that has all it will hold, and does not count yet."""
+    """A checkpoint whose content is fixed, but which does not count yet."""
 
     progress: Progress
     folder: Path
@@ -116,7 +116,7 @@ class Begun:
 
 
 class Checkpoints:
-    """The run's checkpoints. A context: what is under way when the run ends is finished, or said to be lost."""
+    """The run's checkpoints. Use it as a context: at its end the checkpoint under way is finished or reported as lost."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Checkpoints:
         return Begun(progress=progress, folder=folder, in_background=background)
 
     async def publish(self, begun: Begun) -> None:
-        """Let it count as soon as it is written: from then on a resume starts here.
+        """Give it its final name as soon as it is written: from then on a resume starts here.
 
         The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
         resume voids. The other order would leave a folder that the ledger does not know.
@@ -186,7 +186,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def kept_on_failure(self, progress: Progress) -> AsyncIterator[None]:
-        """A body that changes no weights. If it fails, or is asked to stop, what stood before it is saved."""
+        """Around a body that changes no weights: if it fails or is asked to stop, the state before it is saved."""
         try:
             yield
         except (TrainerError, TrainerStalled):
@@ -202,7 +202,7 @@ class Checkpoints:
             raise
 
     async def keep(self, progress: Progress) -> None:
-        """A checkpoint between two rollout steps, unless there is one; nothing is trained before the first step."""
+        """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
         async with self._handover.trainer():
             await self.finish()
             newest = self._run_dir.latest_checkpoint()
@@ -255,7 +255,7 @@ class Checkpoints:
 
 
 def _with_room(error: TrainerError, folder: Path) -> TrainerError:
-    """The same, with how full the disk is, unless the ranks themselves are lost."""
+    """The same error with the free space of the disk, unless the ranks themselves are lost."""
     if isinstance(error, TrainerLost):
         return error
     free = shutil.disk_usage(folder).free / 1e6

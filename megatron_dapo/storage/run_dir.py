@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, remove_folder, replace_file, replace_folder
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
-"""What a run replaces or removes below its directory: nothing of that may be somebody else's."""
+"""What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
 
@@ -119,8 +119,8 @@ class RunDir:
         return self.path / "logs"
 
     def check_there(self) -> None:
-        """Before something is written that a resume rests on: a path whose mount is gone may be a directory still, and
-        what is written to it is lost once the mount is back.
+        """Call it before writing what a resume needs: the path of a lost mount may still be a directory, and what is
+        written there disappears when the mount is back.
 
         Raises:
             RunDirLost: another directory, or none, is at the run directory's path.
@@ -135,8 +135,8 @@ class RunDir:
         """Write a file whole or not at all.
 
         Args:
-            durable: on return it is on disk, whatever becomes of the machine. A resume rests on most files; for one
-                that is written every few seconds it is too dear.
+            durable: it is on disk on return, even if the machine fails. A resume needs most files; for one that is
+                written every few seconds syncing costs too much.
         """
         replace_file(self.path / name, text, durable=durable)
 
