@@ -116,7 +116,7 @@ class Begun:
 
 
 class Checkpoints:
-    """The run's checkpoints. Use it as a context: at its end the checkpoint under way is finished or reported as lost."""
+    """The run's checkpoints. A context: at its end the checkpoint under way is finished or reported as lost."""
 
     def __init__(
         self,
