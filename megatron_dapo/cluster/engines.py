@@ -1,4 +1,4 @@
-"""Which servers a run uses: those that it is told of, this machine's, or those that Ray places on a cluster."""
+"""Which servers a run uses: running ones by URL, new ones on this machine, or new ones that Ray places on a cluster."""
 
 import os
 from collections.abc import Callable, Sequence

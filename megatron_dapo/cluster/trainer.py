@@ -36,7 +36,7 @@ WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
 
 DEATH_SHOWS_S = 3.0
-"""After a rank's error, for the death of another one to become known."""
+"""After an error of a rank, time for the death of another rank to become known."""
 
 
 class TrainerError(RuntimeError):
@@ -46,7 +46,7 @@ class TrainerError(RuntimeError):
 
 
 class TrainerLost(TrainerError):
-    """The process of a rank is gone; its work can be done again from the last checkpoint."""
+    """The process of a rank has ended; the run can start again from the last checkpoint."""
 
 
 class Diverged(TrainerError):
@@ -60,7 +60,7 @@ class CheckpointUnreadable(TrainerError):
 
 
 class TrainerStalled(Stalled):
-    """The ranks did not answer in time: nor will they to whatever else is asked of them."""
+    """The ranks did not answer in time, and will not answer another call either."""
 
 
 class Trainer:

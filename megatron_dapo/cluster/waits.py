@@ -1,7 +1,7 @@
 """Every wait has a name, an owner and a deadline (law 5).
 
-Three more things end a wait before its answer: the deadline, the loss of a part without which no answer can come, and,
-for waits that may be given up, a request to stop.
+Three more things end a wait before its answer: the deadline, the loss of a process that the answer needs, and, for
+waits that may be given up, a request to stop.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LAST_WORD_S = 30.0
-"""After the deadline of a blocking wait: then the process ends, for what it called lets no signal through."""
+"""Seconds after the deadline of a blocking wait at which the process ends: the call lets no signal through."""
 
 
 class Stalled(RuntimeError):
@@ -59,7 +59,7 @@ class Waits:
         self._stop = stop or asyncio.get_running_loop().create_future()
 
     def lose(self, error: Exception) -> None:
-        """A part is gone: every wait, open or later, ends with `error`."""
+        """A process that the run needs is gone: every wait, open or later, ends with `error`."""
         if not self._lost.done():
             self._lost.set_result(error)
 
@@ -107,7 +107,7 @@ class Waits:
 
     @contextmanager
     def blocking(self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S) -> Iterator[None]:
-        """A library's call that is no coroutine: the whole process waits in the body. In the main thread only.
+        """Around a blocking library call: the whole process waits in the body. In the main thread only.
 
         Where the call lets no signal through, the process ends `last_word_s` after the deadline, with every thread's
         stack on stderr.

@@ -1,27 +1,31 @@
 """Checkpoints of a run: trainer, sampler and counters together, so that a resumed run knows of every prompt.
 
-One is begun when a step is over, and counts once its folder has its name. In between the trainer's ranks write it while
-the run goes on: at most one at a time. A damaged one is named by its file when a run would go on from it, and the
-newest intact one before it is found.
+A checkpoint is begun at the end of a step and counts as soon as its folder has its final name. In between, the
+trainer's ranks write it while the run goes on, one checkpoint at a time. If a file of the checkpoint that a run resumes
+from is damaged, the error names the file and the newest intact checkpoint before it.
 """
 
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost, TrainerStalled
-from megatron_dapo.cluster.waits import StopRequested
+from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, check_there, check_whole, read_manifest
+from megatron_dapo.actor.step_data import CheckpointDamagedError
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.cluster.gpu_handover import GpuHandover
+from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
+from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.coordinator.progress import Progress, save_progress
-from megatron_dapo.coordinator.services import Services
+from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
-from megatron_dapo.storage.run_dir import RunDir
+from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir
 
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
@@ -31,8 +35,80 @@ GRACE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where the run stands after `rollout_step` steps."""
+
+    rollout_step: int
+    optimizer_step: int
+    weight_version: int
+    sampler: SamplerState
+
+
+def save_progress(progress: Progress, folder: Path) -> None:
+    """Write `progress.json` and `progress.npz` into `folder`."""
+    extra = {
+        "rollout_step": progress.rollout_step,
+        "optimizer_step": progress.optimizer_step,
+        "weight_version": progress.weight_version,
+        "cursor": progress.sampler.cursor,
+        "pass_rate": asdict(progress.sampler.pass_rate),
+    }
+    save_groups(folder, "progress", progress.sampler.carried, extra)
+
+
+def load_progress(folder: Path) -> Progress:
+    """Read back what `save_progress` wrote, equal in every bit.
+
+    Raises:
+        GroupFileError: a file is missing or damaged.
+    """
+    carried, extra = load_groups(folder, "progress")
+    try:
+        return Progress(
+            rollout_step=extra["rollout_step"],
+            optimizer_step=extra["optimizer_step"],
+            weight_version=extra["weight_version"],
+            sampler=SamplerState(cursor=extra["cursor"], pass_rate=PassRate(**extra["pass_rate"]), carried=carried),
+        )
+    except (KeyError, TypeError) as error:
+        raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
+
+
+async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
+    """What the coordinator keeps in a checkpoint; and the trainer's files are there, as far as a look can tell.
+
+    Raises:
+        CheckpointDamaged: a file is missing or damaged.
+    """
+    try:
+        check_there(checkpoint.folder / "actor", read_manifest(checkpoint.folder / "actor" / MANIFEST_FILE))
+        return load_progress(checkpoint.folder)
+    except (CheckpointDamagedError, GroupFileError) as error:
+        raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None
+
+
+async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: str) -> CheckpointDamaged:
+    """The error to raise over `checkpoint`. Reads earlier ones whole, the newest first, until one is intact."""
+    return CheckpointDamaged(reason, await asyncio.to_thread(_newest_intact, run_dir, checkpoint.step))
+
+
+def _newest_intact(run_dir: RunDir, before: int) -> int | None:
+    earlier = [checkpoint for checkpoint in run_dir.checkpoints() if checkpoint.step < before]
+    return next((checkpoint.step for checkpoint in reversed(earlier) if _intact(checkpoint)), None)
+
+
+def _intact(checkpoint: Checkpoint) -> bool:
+    try:
+        load_progress(checkpoint.folder)
+        check_whole(checkpoint.folder / "actor")
+    except (CheckpointDamagedError, GroupFileError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """A checkpoint that has all it will hold, and does not count yet."""
+    """A checkpoint whose content is fixed, but which does not count yet."""
 
     progress: Progress
     folder: Path
@@ -40,13 +116,20 @@ class Begun:
 
 
 class Checkpoints:
-    """The run's checkpoints. A context: what is under way when the run ends is finished, or said to be lost."""
+    """The run's checkpoints. A context: at its end the checkpoint under way is finished or reported as lost."""
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDir, services: Services, ledger: Ledger, console: Console
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        trainer: Trainer,
+        handover: GpuHandover,
+        ledger: Ledger,
+        waits: Waits,
+        console: Console,
     ) -> None:
         self._config, self._run_dir, self._ledger, self._console = config, run_dir, ledger, console
-        self._trainer, self._waits, self._handover = services.trainer, services.waits, services.handover
+        self._trainer, self._waits, self._handover = trainer, waits, handover
         self._writing: asyncio.Task[None] | None = None
 
     async def begin(self, progress: Progress, *, wait: bool) -> Begun:
@@ -73,7 +156,7 @@ class Checkpoints:
         return Begun(progress=progress, folder=folder, in_background=background)
 
     async def publish(self, begun: Begun) -> None:
-        """Let it count as soon as it is written: from then on a resume starts here.
+        """Give it its final name as soon as it is written: from then on a resume starts here.
 
         The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
         resume voids. The other order would leave a folder that the ledger does not know.
@@ -103,7 +186,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def kept_on_failure(self, progress: Progress) -> AsyncIterator[None]:
-        """A body that changes no weights. If it fails, or is asked to stop, what stood before it is saved."""
+        """Around a body that changes no weights: if it fails or is asked to stop, the state before it is saved."""
         try:
             yield
         except (TrainerError, TrainerStalled):
@@ -119,7 +202,7 @@ class Checkpoints:
             raise
 
     async def keep(self, progress: Progress) -> None:
-        """A checkpoint between two rollout steps, unless there is one; nothing is trained before the first step."""
+        """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
         async with self._handover.trainer():
             await self.finish()
             newest = self._run_dir.latest_checkpoint()
@@ -172,7 +255,7 @@ class Checkpoints:
 
 
 def _with_room(error: TrainerError, folder: Path) -> TrainerError:
-    """The same, with how full the disk is, unless the ranks themselves are lost."""
+    """The same error with the free space of the disk, unless the ranks themselves are lost."""
     if isinstance(error, TrainerLost):
         return error
     free = shutil.disk_usage(folder).free / 1e6

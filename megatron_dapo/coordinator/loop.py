@@ -3,16 +3,16 @@
 prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
+import gc
 from contextlib import suppress
 from dataclasses import replace
 
 from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
-from megatron_dapo.cluster import gc_policy
 from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
+from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.old_log_probs import FilledBatch, LogProbStream, check_mismatch
-from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
@@ -31,7 +31,7 @@ async def train(context: RunContext, progress: Progress) -> Progress:
         progress, metrics = await learn(context, progress, batch, timer)
         context.console.step(summary(metrics), done=progress.rollout_step, total=total)
         del batch
-        gc_policy.end_step()
+        gc.collect()  # between two steps: within one, the thresholds of `run.tune_collector` prevent it
     return progress
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_dapo.coordinator.run_context import RunContext
-from megatron_dapo.coordinator.services import Services
+from megatron_dapo.coordinator.run_context import RunContext, Services
 from rollout.config import RolloutConfig
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import SendRequest, Sent

@@ -5,9 +5,9 @@ Positions of the shuffled order are dispatched one after another and decided one
     decided | finished or in flight, not yet decided | not yet dispatched
             ^ cursor                                 ^ next
 
-The group at the cursor is awaited, however many later ones are finished, so a long response is never passed over for
-a short one. How many to dispatch is computed from what was decided, never from what happened to finish first: the
-same run gives the same batches.
+The sampler waits for the group at the cursor, however many later ones are finished: a short response never overtakes a
+long one. How many prompts to dispatch follows from the groups decided so far, never from which ones finished first, so
+the same run gives the same batches.
 
 What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
 it is finished by then. With look-ahead so much is dispatched that the next batches are being written while the actor

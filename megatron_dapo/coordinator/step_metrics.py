@@ -11,8 +11,8 @@ from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
+from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.old_log_probs import FilledBatch, Gap
-from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt

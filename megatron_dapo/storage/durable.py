@@ -1,7 +1,7 @@
-"""Files that survive a kill, a full disk and a power cut: replaced whole or not at all, synced where a resume rests on
-them, cut back to whole lines, and locked by one process at a time.
+"""Files that survive a kill, a full disk and a power cut: replaced whole or not at all, synced where a resume needs
+them, cut back to whole lines, and folders locked by one process at a time.
 
-A write leaves the content to the system, a rename the names; `sync_*` return when they are on disk.
+After a write the content may still be in the page cache, after a rename the name: `sync_*` return when it is on disk.
 """
 
 import errno

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, remove_folder, replace_file, replace_folder
-from megatron_dapo.storage.json_files import misshapen
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
-"""What a run replaces or removes below its directory: nothing of that may be somebody else's."""
+"""What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
 
@@ -118,8 +119,8 @@ class RunDir:
         return self.path / "logs"
 
     def check_there(self) -> None:
-        """Before something is written that a resume rests on: a path whose mount is gone may be a directory still, and
-        what is written to it is lost once the mount is back.
+        """Call it before writing what a resume needs: the path of a lost mount may still be a directory, and what is
+        written there disappears when the mount is back.
 
         Raises:
             RunDirLost: another directory, or none, is at the run directory's path.
@@ -134,8 +135,8 @@ class RunDir:
         """Write a file whole or not at all.
 
         Args:
-            durable: on return it is on disk, whatever becomes of the machine. A resume rests on most files; for one
-                that is written every few seconds it is too dear.
+            durable: it is on disk on return, even if the machine fails. A resume needs most files; for one that is
+                written every few seconds syncing costs too much.
         """
         replace_file(self.path / name, text, durable=durable)
 
@@ -265,3 +266,91 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 def _read_or(path: Path, otherwise: str) -> str:
     return path.read_text().strip() if path.exists() else otherwise
+
+
+# The shapes of a run's small JSON files, for their readers: another program, or another version, may have written them.
+
+
+class Figures(BaseModel, extra="forbid", strict=True):
+    """Fields of `statistics.Accuracy`."""
+
+    accuracy: float
+    low: float
+    high: float
+    n: int
+    problems: int
+
+
+class Answers(BaseModel, strict=True):
+    """One way of answering the held-out problems."""
+
+    figures: Figures
+    texts: list[str] = []
+    correct: list[bool] = []
+
+
+class Before(BaseModel, strict=True):
+    """heldout_before.json."""
+
+    before: dict[str, Answers] = {}
+    baseline: dict[str, Answers] | None = None
+
+
+class Summary(BaseModel, strict=True):
+    """summary.json."""
+
+    rollout_steps: int = 0
+    heldout: dict[str, dict[str, Figures] | None] | None = None
+    examples: list[Any] | None = None
+
+
+class Source(BaseModel, strict=True):
+    """A prompt file."""
+
+    sha256: str
+
+
+class Data(BaseModel, strict=True):
+    """The prompts that a run was begun with."""
+
+    train: Source
+    heldout: Source
+
+
+class Trainer(BaseModel, strict=True):
+    """What the trainer was."""
+
+    device: str | None = None
+    layout: dict[str, int | bool | None] | None = None
+    parameters: int | None = None
+
+
+class Manifest(BaseModel, strict=True):
+    """manifest.json."""
+
+    versions: dict[str, Any] | None = None
+    host: dict[str, Any] | None = None
+    trainer: Trainer | None = None
+    model: dict[str, Any] | None = None
+    data: Data | None = None
+    command: list[Any] | None = None
+
+
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": Before,
+    "summary.json": Summary,
+    "manifest.json": Manifest,
+}
+
+
+def misshapen(name: str, content: Any) -> str | None:
+    """What is wrong with the content of the file `name`, and where in it; None where nothing is, or no shape is known.
+    More keys than are known are nothing wrong."""
+    if name not in SHAPES:
+        return None
+    try:
+        SHAPES[name].model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].lower()}"
+    return None

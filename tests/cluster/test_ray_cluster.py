@@ -58,27 +58,6 @@ def test_ray_is_not_asked_through_a_proxy(monkeypatch):
         server.stop(None)
 
 
-def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed():
-    # In a process of its own: what Ray itself does then is to end it, a minute later.
-    program = """
-import psutil, time
-from megatron_dapo.cli.train import prepare_environment
-prepare_environment()
-from megatron_dapo.cluster.ray_cluster import Cluster
-cluster = Cluster(processes=1, device="cpu")
-assert not cluster.lost()
-next(child for child in psutil.Process().children() if child.name() == "gcs_server").kill()
-began = time.monotonic()
-while not cluster.lost() and time.monotonic() < began + 1:
-    time.sleep(0.05)
-lost = cluster.lost()
-cluster.close()
-print("lost", lost)
-"""
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert "lost True" in finished.stdout, finished.stdout + finished.stderr
-
-
 @pytest.mark.parametrize("moment", ["starting", "up"])
 def test_nothing_of_ray_outlives_a_killed_coordinator(moment, tmp_path):
     # By process id: Ray's titles overwrite the environment, and its agents tried for a minute to reach a dead GCS.
@@ -142,9 +121,14 @@ def titles(processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def test_nobody_outside_this_machine_reaches_the_runs_own_ray():
+@pytest.fixture(scope="module")
+def own_cluster() -> str:
+    """What a process says of its own Ray: where it listens, and when it saw the loss of the GCS.
+
+    In a process of its own: a minute after that loss, Ray itself ends the process.
+    """
     program = """
-import psutil
+import psutil, time
 from megatron_dapo.cli.train import prepare_environment
 prepare_environment()
 import ray
@@ -163,14 +147,30 @@ for process in [me, *me.children(recursive=True)]:
     for found in process.net_connections("inet"):
         if found.status == psutil.CONN_LISTEN:
             print("listens", found.laddr.ip.removeprefix("::ffff:"), process.name())
+assert not cluster.lost()
+next(child for child in me.children() if child.name() == "gcs_server").kill()
+began = time.monotonic()
+while not cluster.lost() and time.monotonic() < began + 1:
+    time.sleep(0.05)
+print("lost", cluster.lost())
 cluster.close()
+print("closed")
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    lines = finished.stdout.splitlines()
-    assert "node 127.0.0.1" in lines, finished.stdout + finished.stderr
+    assert finished.stdout.endswith("closed\n"), finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def test_nobody_outside_this_machine_reaches_the_runs_own_ray(own_cluster):
+    lines = own_cluster.splitlines()
+    assert "node 127.0.0.1" in lines
     listeners = [line.split()[1:] for line in lines if line.startswith("listens")]
     assert {name for _, name in listeners} >= {"gcs_server", "raylet"}
     assert {address for address, _ in listeners} == {"127.0.0.1"}, listeners
+
+
+def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed(own_cluster):
+    assert "lost True" in own_cluster.splitlines()
 
 
 def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch):

@@ -8,6 +8,7 @@ the CPU seconds and the peak resident memory of this process alone. `--profile` 
 import argparse
 import asyncio
 import cProfile
+import gc
 import pstats
 import sys
 import tempfile
@@ -20,8 +21,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster import gc_policy
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
+from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.detokenizer import decoder_of
 from megatron_dapo.experience.generator import GroupGenerator
@@ -79,11 +80,11 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)
     await fleet.start(60.0)
     try:
-        gc_policy.begin_training()
+        tune_collector()
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
         admission = await sampler.fill(1, 0)
-        gc_policy.end_step()
+        gc.collect()
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
     finally:

@@ -14,8 +14,7 @@ from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost, T
 from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator import checkpoints as module
-from megatron_dapo.coordinator.checkpoints import Checkpoints
-from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, load_progress
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
 from megatron_dapo.storage.run_dir import RunDir
@@ -79,8 +78,7 @@ def run(tmp_path, monkeypatch):
             ranks = Ranks()
             console = SimpleNamespace(note=notes.append)
             handover = SimpleNamespace(trainer=nullcontext)
-            services = SimpleNamespace(trainer=ranks, waits=around.waits, handover=handover)
-            async with Checkpoints(config, run_dir, services, ledger, console) as checkpoints:
+            async with Checkpoints(config, run_dir, ranks, handover, ledger, around.waits, console) as checkpoints:
                 await test(checkpoints, ranks, around)
 
         around = SimpleNamespace(run_dir=run_dir, ledger=ledger, notes=notes)

@@ -13,7 +13,13 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, diges
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import run as run_module
-from megatron_dapo.coordinator.progress import Progress, damaged_checkpoint, load_counters, load_progress, save_progress
+from megatron_dapo.coordinator.checkpoints import (
+    Progress,
+    damaged_checkpoint,
+    load_counters,
+    load_progress,
+    save_progress,
+)
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.storage.group_files import GroupFileError
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.algorithm_config import OverlongConfig
-from megatron_dapo.coordinator.progress import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
