@@ -61,15 +61,9 @@ class RemoteVerifier:
                 async with free:
                     return await self._judge(session, batch)
 
-            tasks = [asyncio.ensure_future(one(batch)) for batch in batches]
-            try:
-                judged = await asyncio.gather(*tasks)
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
-        return [verdict for batch in judged for verdict in batch]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(batch)) for batch in batches]
+        return [verdict for task in tasks for verdict in task.result()]
 
     async def _judge(self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]) -> list[Verdict]:
         began = time.monotonic()
