@@ -59,7 +59,7 @@ def _try(names: list[str]) -> dict[str, str]:
     found = tried.stdout.rpartition(b"\n")[2]
     if tried.returncode != 0 or not found:
         log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
-        return {names[0]: f"import of {', '.join(names)} ended with exit code {tried.returncode}: {log or '(no word)'}"}
+        return {names[0]: f"import of {', '.join(names)} ended with exit code {tried.returncode}: {log or '(nothing)'}"}
     return json.loads(found)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     """Tries the verifiers that the arguments name; the last line of the output says which failed."""
     reasons = {}
     answer = os.dup(1)
-    os.dup2(2, 1)  # what an imported module prints is no answer
+    os.dup2(2, 1)  # an imported module may print; only the last line is the answer
     for name in sys.argv[1:]:
         try:
             probe(name)

@@ -37,7 +37,7 @@ def _check_host(host: str) -> None:
         return
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError(f"host {host[:80]!r} is no name of a machine")
+        raise ValueError(f"host {host[:80]!r} is not a host name")
 
 
 def _known_verifier(name: str) -> str:

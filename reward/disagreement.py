@@ -1,4 +1,4 @@
-"""How the other rule for mathematics judges a response: what `robust` credits and `exact` does not, and the reverse."""
+"""How the second rule for mathematics judges a response: `exact` where the verifier is `robust`, and the reverse."""
 
 from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import exact, robust

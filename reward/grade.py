@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_verifiers({arguments.verifier: "--verifier"}, config)
         return _grade_file(arguments.file, arguments.output, config)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
         return EXIT_OK
     except OSError as error:
         return _complain(f"{error.filename or arguments.file}: {error.strerror or error}", EXIT_USAGE)

@@ -186,13 +186,9 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
         words = ["celsius" if words[1] == "C" else "fahrenheit"]
     names = []
     for word in words:
-        lower = word.lower()
-        name = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
-        if lower in _NOT_UNITS:
-            return None
-        if name is None and not (spaced and len(word) > 2 and any(vowel in lower for vowel in "aeiouy")):
-            return None
-        if len(word) == 1 and not spaced:
+        name = _unit(word)
+        noun = spaced and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
+        if word.lower() in _NOT_UNITS or (name is None and not noun) or (len(word) == 1 and not spaced):
             return None  # `42m` may be a product
         names.append(name or "")
     if len(words) > 4:
@@ -200,6 +196,11 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"])) or _POWERS.get(words[0].lower(), "")
     unit = "/".join(name for name in names if name) + exponent
     return next((name for name in names if name in _TEMPERATURES), unit), False
+
+
+def _unit(word: str) -> str | None:
+    """The name of a unit, "" for what only goes with one (`square`, `per`), None for any other word."""
+    return _UNITS.get(word.lower(), _UNITS.get(word.lower().removesuffix("s")))
 
 
 _EXPRESSION_WITH_UNIT = re.compile(
@@ -213,7 +214,6 @@ def split_unit(text: str) -> tuple[str, str]:
     found = _EXPRESSION_WITH_UNIT.fullmatch(text) if len(text) <= NUMERAL_LIMIT else None
     if found is None:
         return text, ""
-    lower = found["unit"].lower()
-    unit = _UNITS.get(lower, _UNITS.get(lower.removesuffix("s")))
+    unit = _unit(found["unit"])
     power = found["power"] or _POWERS.get(found["dimension"] or "", "")
     return (text, "") if unit is None else (found["expression"], unit and unit + power)

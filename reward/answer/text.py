@@ -74,19 +74,17 @@ def plain_characters(text: str) -> str:
     return text.translate(table)
 
 
-# Order matters: `\$` is money and must go before `$`; `\\[2pt]` in a matrix is no display bracket.
+# `\$` before a number is money; `\\[2pt]` in a matrix is no display bracket.
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 _SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>\n]{1,40}\|>|</?s>|&nbsp;"
     r"|</?(?:b|i|em|strong|p|br|code|u|span|div|center|h[1-6]|td|tr|li|pre|font|answer|final|solution|output|response)"
     r"(?: [a-z-]{1,20}=\"[^\"<>\n]{0,80}\")? ?/?>"
 )
-_MONEY = re.compile(r"\\\$(\s*[-+]?[\d.])")
-_MONEY_MARK = "\ue000"
-_MATH_DELIMITERS = re.compile(r"\\\$|\$|(?<!\\)\\[()\[\]]|```\w*")
+_MATH_DELIMITERS = re.compile(r"\\\$(?!\s*[-+]?[\d.])|(?<!\\)\$|(?<!\\)\\[()\[\]]|```\w*")
 _WRAPPERS = re.compile(
-    r"\\(?:text|textbf|textit|textrm|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox|hbox|"
-    r"operatorname\*?|underline|displaystyle|emph|fbox|boxed|framebox|ensuremath)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+    r"\\(?:text(?:bf|it|rm|tt|normal)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|[mhf]box|operatorname\*?|underline|"
+    r"displaystyle|emph|boxed|framebox|ensuremath)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 )
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|hfill|!|bf|rm|it|(?:black)?square|qed|Box|checkmark|"
@@ -96,8 +94,7 @@ _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])"
 _BOLD = re.compile(r"(?<![\w)\]}])\*\*|\*\*(?![\w(\[{\\])")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|enspace\b|thinspace\b)|~")
 _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}]*\}")
-_FRACTIONS = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
-_RELATIONS = re.compile(r"\\([lg]e)qslant(?![A-Za-z])")
+_VARIANTS = re.compile(r"\\(?:[dtc](frac|binom)|([lg]e)qslant)(?![A-Za-z])")
 _OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
 _STRUCTURE_LIMIT = 600  # characters: the searches for `\\over` and for environments take quadratic time
 _ONE_ROW = re.compile(
@@ -121,16 +118,13 @@ def clean(text: str) -> str:
         text = STRUCK.sub("  ", text)
     text = _SPECIAL_TOKENS.sub(" ", _CONTROLS.sub(" ", text))
     if "\\" in text or "$" in text or "`" in text or "~" in text:
-        text = _MONEY.sub(_MONEY_MARK + r"\1", text)
-        text = _MATH_DELIMITERS.sub("  ", text).replace(_MONEY_MARK, "$")
+        text = _MATH_DELIMITERS.sub("  ", text).replace("\\$", "$")
         for _ in range(6):
             text, count = _WRAPPERS.subn(r" \1 ", text)
             if not count:
                 break
-        text = _LAYOUT.sub("", text)
-        text = _DEGREES.sub("°", text)
-        text = _BARS.sub("|", _RELATIONS.sub(r"\\\1", _FRACTIONS.sub(r"\\\1", text)))
-        text = text.replace("\\varnothing", "\\emptyset")
+        text = _BARS.sub("|", _DEGREES.sub("°", _LAYOUT.sub("", text)))
+        text = _VARIANTS.sub(r"\\\1\2", text).replace("\\varnothing", "\\emptyset")
         if "\\over" in text and len(text) <= _STRUCTURE_LIMIT:
             text = _OVER.sub(r"\\frac{\1}{\2}", f"{{{text}}}")
         if "\\begin" in text and len(text) <= _STRUCTURE_LIMIT:

@@ -75,7 +75,7 @@ def _import_named(tree: ast.AST) -> None:
 
 
 def _serve(requests: int, replies: int, namespace: dict[str, Any], values: Any) -> None:
-    """Answers until the tests end. Nothing here needs to be true: the tests believe no word, they compare."""
+    """Answers until the tests end. Answers are not trusted: the tests compare plain values."""
     objects: list[Any] = []
     while True:
         try:

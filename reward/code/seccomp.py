@@ -74,7 +74,7 @@ def supported() -> bool:
 
 
 def lock(also: Mapping[str, int] | None = None) -> None:
-    """Installs the filter; there is no way back.
+    """Installs the filter, for the rest of the life of the process.
 
     Args:
         also: what is allowed beyond `ALLOWED`, such as `READING`.

@@ -11,7 +11,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -72,7 +72,7 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ..
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
 )
 # (tag, type, the value of a list of its items)
-_CONTAINERS: tuple[tuple[str, type, Callable[[list[Any]], Any]], ...] = (
+_CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], ...] = (
     ("l", list, list),
     ("t", tuple, tuple),
     ("s", set, set),

@@ -23,8 +23,8 @@ from reward.registry import find
 from reward.verdict import PoolError, Verdict, VerificationRequest
 
 LOW_PRIORITY_AFTER_S = 0.5
-"""A slow verdict that takes more CPU goes on at the lowest priority: most of them take hundredths of a second. CPU and
-not wall-clock time, for on a busy machine a harmless one may wait long, and would then wait for ever."""
+"""A slow verdict that takes more CPU time continues at the lowest priority; most take hundredths of a second.
+Measured in CPU time, because on a busy machine a harmless one may wait long."""
 
 _SLOW_NICENESS = 5
 _CHECK_EVERY_S = 0.25
@@ -176,7 +176,7 @@ class RewardPool:
             reason = "memory"
         except TimeoutError:
             reason, again = "timeout", len(work.tasks) > 1
-        except ValueError as error:  # one that sent nonsense still runs: nothing to wait for
+        except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
         except (EOFError, OSError):
             reason = process.how_it_died()
@@ -194,7 +194,7 @@ class RewardPool:
         if isinstance(work.order, Single):
             process.send(work.order, START_LIMIT_S)
             if process.receive(START_LIMIT_S) != Signal.STARTED:
-                raise ValueError("an answer that nobody asked for: the next one would be another response's")
+                raise ValueError("an unexpected reply: the next one would belong to another request")
             self._await_answer(process, time.monotonic() + limit_s)
         else:
             process.send(work.order, limit_s)

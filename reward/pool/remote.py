@@ -5,7 +5,7 @@
 
 What may pass is tried again with growing pauses until `reward.remote.deadline_s`: no connection, no answer in time,
 status 408, 429 and 5xx, a body that is not this JSON. Any other status is final. A batch that stays without an answer
-has verdicts `unjudged`: a service that is away says nothing of the responses.
+gets verdicts `unjudged`: the responses are not to blame.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ _RETRIED = frozenset({408, 425, 429})
 
 
 class _Refused(Exception):
-    """An attempt that a repetition may fix; the message says what happened."""
+    """A failed attempt that is worth repeating; the message says what happened."""
 
 
 class _Final(Exception):
-    """An attempt that no repetition fixes."""
+    """A failed attempt that is not worth repeating."""
 
 
 class RemoteVerifier:
@@ -47,7 +47,7 @@ class RemoteVerifier:
         self._config = config
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
-        """One verdict for each request, in order; never an exception of the service's making."""
+        """One verdict for each request, in order; whatever the service answers."""
         if self._config.url is None:
             return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
         import aiohttp  # only this verifier needs it
@@ -61,15 +61,9 @@ class RemoteVerifier:
                 async with free:
                     return await self._judge(session, batch)
 
-            tasks = [asyncio.ensure_future(one(batch)) for batch in batches]
-            try:
-                judged = await asyncio.gather(*tasks)
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
-        return [verdict for batch in judged for verdict in batch]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(batch)) for batch in batches]
+        return [verdict for task in tasks for verdict in task.result()]
 
     async def _judge(self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]) -> list[Verdict]:
         began = time.monotonic()
@@ -137,7 +131,7 @@ async def _content(answer: "aiohttp.ClientResponse") -> bytes:
 
 
 def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:
-    """(accuracy, extracted, rule) of each verdict. A service that answers half of what it should answers nothing."""
+    """(accuracy, extracted, rule) of each verdict. A list that is too short or too long is an error."""
     try:
         verdicts = json.loads(content)["verdicts"]
     except (ValueError, KeyError, TypeError, RecursionError):

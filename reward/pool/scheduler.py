@@ -117,7 +117,7 @@ class Scheduler:
             self._jobs.pop(id(job), None)
 
     def fail(self, reason: str) -> None:
-        """Ends every job with an error, and all later ones, and sends the workers home. The first reason stays."""
+        """Ends every job with an error, refuses later ones, and lets the workers end. The first reason is kept."""
         with self._lock:
             if self._failure is None:
                 self._failure = PoolError(f"reward pool: {reason}")

@@ -68,7 +68,7 @@ class WorkerProcess:
         """Waits until the worker serves. Raises WorkerStartError; the process is gone then."""
         try:
             self._channel.receive_reply(START_LIMIT_S)
-            self._log.close()  # a worker that is ready writes nowhere
+            self._log.close()  # a worker that is ready writes to /dev/null
         except (TimeoutError, EOFError, OSError) as error:
             why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else self.how_it_died()
             self.kill()
@@ -96,7 +96,7 @@ class WorkerProcess:
         return self._channel.wait(timeout_s)
 
     def lower_priority(self) -> None:
-        """Lets everything else on the machine go first. There is no way back: the pool replaces the process."""
+        """Gives the process the lowest priority. It cannot be raised again: the pool replaces the process."""
         self.low_priority = True
         if self._process.poll() is None:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)

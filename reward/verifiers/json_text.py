@@ -119,7 +119,7 @@ def _closed(text: str, begin: int, end: int, unclosed: set[int]) -> int | None:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("an object names a key twice: which value it means is anybody's guess")
+        raise ValueError("an object has a key twice")
     return dict(pairs)
 
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from reward.answer import symbolic
+from reward.answer.compare import answer_key
 from reward.answer.extract import last_statement
 from reward.answer.number import read_number
 from reward.answer.text import ascii_lower, clean
@@ -159,3 +160,18 @@ def test_an_unusable_ground_truth_is_an_error_whatever_the_response():
         for response in ("", "Answer: 42"):
             with pytest.raises(VerifierError, match="ground truth"):
                 judge_robust(response, truth)
+
+
+@pytest.mark.parametrize(("one", "other"), [("0.5", "1/2"), ("\\frac{1}{2}", "0.50"), ("1,000", "1000"), ("A B", "AB")])
+def test_answers_that_are_counted_as_one(one, other):
+    assert answer_key(one) == answer_key(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("41", "42"), ("x", "y"), ("", "0"), ("\\pi", "3.14"), ("1/3", "0.33")])
+def test_answers_that_are_counted_apart(one, other):
+    assert answer_key(one) != answer_key(other)
+
+
+@pytest.mark.parametrize("text", ["", "\\" * 200, "{" * 200, "9" * 200, "\ud800", "\x00", "1e999"])
+def test_any_text_has_a_key(text):
+    hash(answer_key(text))
