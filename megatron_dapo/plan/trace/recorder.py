@@ -109,7 +109,7 @@ class RecordingGroup(_ProcessGroup):
     def _end_coalescing(self, *args: Any) -> _Done:
         return _Done()
 
-    def barrier(self, *args: Any) -> _Done:
+    def barrier(self, *args: Any, **options: Any) -> _Done:
         self.recorder.meter.wait("a barrier")
         return self.recorder.note(self, "barrier", [])
 
