@@ -6,6 +6,8 @@ from collections.abc import Sequence
 class RolloutError(RuntimeError):
     """Base of all errors of the fleet."""
 
+    exit_code = 5
+
 
 class ServerRefused(RolloutError):
     """The server answered 4xx: the request is wrong and would be refused again. Never retried."""
@@ -33,6 +35,8 @@ class ServerUnfit(ServerStartError):
 
 class KeyFileError(RolloutError):
     """A file that should hold an API key. The message names it and the fix."""
+
+    exit_code = 2
 
 
 class FleetLost(RolloutError):

@@ -14,13 +14,15 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfi
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.order import prompt_at
 from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.experience.responder import Responder
+from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
 from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
+from tests.ledger_check import check_ledger
 from tests.rollout.fleet_kit import FAST
 from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed
@@ -76,9 +78,7 @@ async def fill_under_faults(
     rollout = RolloutConfig(max_running_requests=32, max_attempts=100, fleet_deadline_s=30.0)
     fleet = RolloutFleet(rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=timing)
     generator = GroupGenerator(
-        fleet=fleet,
-        pool=LastToken(),
-        decoder=LastToken(),
+        responder=Responder(fleet=fleet, pool=LastToken(), decoder=LastToken()),
         prompts=scripted_prompts(PROMPTS, answer="", verifier="last-token"),
         sampling=SamplingParams(max_new_tokens=LONGEST),
         group_size=group_size,
