@@ -76,7 +76,7 @@ class RolloutFleet:
             Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
         )
         balancer = self._balancer = Balancer(members, config.max_running_requests)
-        self._publisher = Publisher(members, balancer, timing, sync_deadline_s=config.sync_deadline_s)
+        self._publisher = Publisher(config, members, balancer, timing)
         self._gpu_memory = GpuMemory(members, balancer, timing)
         self._requests = RequestLoop(
             config, members, balancer, self._publisher, timing, vocab_size=self.vocab_size, observe=self._observe
@@ -169,7 +169,7 @@ class RolloutFleet:
             FleetLost: no server within `fleet_deadline_s`.
         """
         weights = OnDisk(folder=folder, checksums=checksums or {})
-        return await self._publisher.publish(weights, weight_version, self.config.fleet_deadline_s)
+        return await self._publisher.publish(weights, weight_version)
 
     async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
         """The same for weights that the trainer sends from its memory. The servers are paused before it begins.
@@ -180,7 +180,7 @@ class RolloutFleet:
         Raises:
             As `publish`, and what `stream` raises.
         """
-        return await self._publisher.publish_stream(stream, weight_version, self.config.fleet_deadline_s)
+        return await self._publisher.publish_stream(stream, weight_version)
 
     @property
     def kinds(self) -> tuple[ServerInfo, ...]:

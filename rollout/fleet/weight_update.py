@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollout.config import RolloutConfig
 from rollout.errors import FleetLost, ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing, describe
@@ -89,6 +90,8 @@ class Published:
         self.superseded = asyncio.Event()
         """Set when the next weights are published."""
         self.stream = stream
+        self.verified: set[Member] = set()
+        """Servers that were given these weights and let go on."""
         self.known_checksums = dict(on_disk.checksums) if on_disk else {}
         """The trainer's, by kind of server."""
         self._on_disk = on_disk
@@ -121,30 +124,27 @@ class Published:
 class Publisher:
     """Holds the newest published weights and brings servers to them."""
 
-    def __init__(
-        self, members: Sequence[Member], balancer: Balancer, timing: Timing, *, sync_deadline_s: float
-    ) -> None:
-        """`sync_deadline_s`: for the checksums of weights that came without a file."""
+    def __init__(self, config: RolloutConfig, members: Sequence[Member], balancer: Balancer, timing: Timing) -> None:
         self.members = members
         self.balancer = balancer
         self.timing = timing
-        self.sync_deadline_s = sync_deadline_s
+        self.config = config
         self.current: Published | None = None
         self.interruptions = 0
         """Publishes that ended running requests. It tells a request whether a publish aborted it."""
         self._one_at_a_time = asyncio.Lock()
 
-    async def publish(self, weights: OnDisk, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+    async def publish(self, weights: OnDisk, weight_version: int) -> PublishReport:
         """Every serving server holds the folder on return, verified; see `RolloutFleet.publish`."""
         folder = weights.folder.resolve()
         if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
             raise FileNotFoundError(f"{folder}: publish needs config.json and .safetensors files in one folder")
         on_disk = OnDisk(folder=folder, checksums=weights.checksums)
-        return await self._publish(Published(weight_version, on_disk=on_disk), on_disk.bytes, fleet_deadline_s)
+        return await self._publish(Published(weight_version, on_disk=on_disk), on_disk.bytes)
 
-    async def publish_stream(self, stream: WeightStream, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+    async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
         """The same without a folder; see `RolloutFleet.publish_stream`."""
-        return await self._publish(Published(weight_version, stream=stream), 0, fleet_deadline_s)
+        return await self._publish(Published(weight_version, stream=stream), 0)
 
     async def bring_up_to_date(self, member: Member) -> None:
         """Gives a server that just started the newest weights and marks it READY.
@@ -168,7 +168,7 @@ class Publisher:
                 self.balancer.dispatch()
                 return
 
-    async def _publish(self, published: Published, size: int, fleet_deadline_s: float) -> PublishReport:
+    async def _publish(self, published: Published, size: int) -> PublishReport:
         """Updates the serving servers while no request starts. `size`: bytes of a folder's weights."""
         async with self._one_at_a_time:
             started = time.monotonic()
@@ -181,13 +181,18 @@ class Publisher:
                 serving = [member for member in self.members if member.serving]
                 interrupted = sum(member.in_flight for member in serving)
                 self.interruptions += interrupted > 0
-                paused = await self._each(serving, published, self._pause)
-                sent = await self._send(published, paused)
-                finish = partial(self._finish, published=published, targets=paused, sent=sent, started=started)
-                updated = await self._each(paused, published, finish)
+                try:
+                    paused = await self._each(serving, published, self._pause)
+                    sent = await self._send(published, paused)
+                    finish = partial(self._finish, published=published, targets=paused, sent=sent, started=started)
+                    updated = await self._each(paused, published, finish)
+                except BaseException as error:  # also a cancellation
+                    for member in serving:
+                        self._give_up(member, published, error)
+                    raise
                 servers = tuple(share for share in updated.values() if share is not None)
                 if not servers:
-                    await self._any_ready(fleet_deadline_s)
+                    await self._any_ready()
             finally:
                 self.balancer.open()
             return PublishReport(
@@ -203,15 +208,15 @@ class Publisher:
     async def _each(
         self, members: Sequence[Member] | Mapping[Member, Any], published: Published, work: Callable[..., Any]
     ) -> dict[Member, Any]:
-        """{member: result} of `work(member)`, on all of them at once, without the members that failed. A member that
-        fails goes DOWN; any other error than its failure is raised once all have ended."""
+        """{member: result} of `work(member)`, on all of them at once, without those that failed: they are DOWN. Any
+        other error is raised once all have ended."""
 
         async def one(member: Member) -> Any:
             try:
                 return await work(member)
-            except BaseException as error:
+            except ServerUnavailable as error:
                 self._give_up(member, published, error)
-                raise
+                return error
 
         results = await asyncio.gather(*map(one, members), return_exceptions=True)
         for result in results:
@@ -221,7 +226,7 @@ class Publisher:
         return {member: result for member, result in pairs if not isinstance(result, BaseException)}
 
     def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
-        if member.serving:  # it is paused, perhaps with a part of the weights, and must not serve
+        if member.serving and member not in published.verified:  # it may be paused, with a part of the weights
             member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
 
     async def _pause(self, member: Member) -> Target:
@@ -261,15 +266,10 @@ class Publisher:
         """From the trainer's memory into all paused servers; None for weights in a folder."""
         if published.stream is None:
             return None
-        try:
-            with ExitStack() as stack:
-                for member in paused:
-                    stack.enter_context(member.busy())
-                sent = await published.stream.send(tuple(paused.values()), published.label)
-        except BaseException as error:
+        with ExitStack() as stack:
             for member in paused:
-                self._give_up(member, published, error)
-            raise
+                stack.enter_context(member.busy())
+            sent = await published.stream.send(tuple(paused.values()), published.label)
         published.known_checksums |= sent.checksums
         return sent
 
@@ -290,7 +290,7 @@ class Publisher:
         failure = None if sent is None else sent.failures.get(target.url)
         if failure is not None and not failure.answers:
             raise ServerUnavailable(failure.reason)
-        deadline_s = self.sync_deadline_s  # over NCCL the checksums are the first answer that needs the data
+        deadline_s = self.config.sync_deadline_s  # over NCCL the checksums are the first answer that needs the data
         if sent is None or failure is not None:
             folder = await published.folder()
             assert folder is not None, "the trainer waits for this publish"
@@ -315,9 +315,11 @@ class Publisher:
         verify(await published.checksums(member.info), reported, member.url)
         await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label
+        published.verified.add(member)
         return sum(len(names) for names in reported.values())
 
-    async def _any_ready(self, deadline_s: float) -> None:
+    async def _any_ready(self) -> None:
+        deadline_s = self.config.fleet_deadline_s
         deadline = time.monotonic() + deadline_s
         while not any(member.state is State.READY for member in self.members):
             now = time.monotonic()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -161,8 +162,10 @@ class LocalServer:
         group = self.process.pid
         members = _group_members(group)
         for member in members:
-            _ignore_gone(member.kill)
-        _ignore_gone(lambda: os.killpg(group, signal.SIGKILL))
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                member.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
         self.process.wait(_REAP_S)
         psutil.wait_procs(members, _REAP_S)
         self.process = None
@@ -253,16 +256,7 @@ def _group_members(group: int) -> list[psutil.Process]:
     """Processes of a process group. SGLang's children stay in their parent's."""
     members = []
     for process in psutil.process_iter():
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(process.pid) == group:
                 members.append(process)
-        except (ProcessLookupError, PermissionError):
-            continue
     return members
-
-
-def _ignore_gone(action: object) -> None:
-    try:
-        action()  # type: ignore[operator]
-    except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
-        return

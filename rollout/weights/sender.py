@@ -7,7 +7,7 @@ servers must then report. It runs in trainer rank 0, which holds the gathered we
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -112,7 +112,6 @@ class WeightSender:
         self._groups, self._device = groups, device
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
-        self._failed_clients: list[SglangClient] = []
         self._failures: dict[str, Failure] = {}
         self._runner = asyncio.Runner()
         self._bytes = self._buckets = 0
@@ -143,7 +142,7 @@ class WeightSender:
         label = None if self._missing else self._request.label
         if self._clients and self._transport is not None:
             flat = FlatBucket(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
-            self._drop(self._runner.run(self._transport.send(flat, self._clients, label)))
+            self._runner.run(self._drop_failed(self._transport.send(flat, self._clients, label)))
         self._checksums.flush()
 
     def report(self) -> Sent:
@@ -169,15 +168,17 @@ class WeightSender:
             self._transport = self._groups.get(request, device=self._device)
             await self._groups.destroy_left_group(self._clients)
         if self._clients:
-            self._drop(await self._transport.join(self._clients))
+            await self._drop_failed(self._transport.join(self._clients))
 
-    def _drop(self, failures: Mapping[str, Failure]) -> None:
+    async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:
+        """Leaves the servers that fail in `work` out of the buckets that follow."""
+        failures = await work
         self._failures |= failures
         for url in failures:
-            self._failed_clients.append(self._clients.pop(url))
+            await self._clients.pop(url).close()
 
     async def _close(self) -> None:
-        for client in (*self._clients.values(), *self._failed_clients):
+        for client in self._clients.values():
             await client.close()
         if isinstance(self._transport, SharedMemoryTransport):
             self._transport.close()

@@ -60,7 +60,7 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_two_looks_that_find_a_server_stopped_count_as_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "STOP_SHOWS_S", 0.2)
+    monkeypatch.setattr(engine, "STOP_CHECK_S", 0.2)
     spec = ServerSpec(
         model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"
     )

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from rollout.errors import FleetLost, WeightMismatch
+from rollout.fleet.member import Member
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.checksums import expected_checksums
 from rollout.weights.sender import Sent
@@ -272,6 +273,30 @@ def test_a_publish_that_is_given_up_leaves_no_server_paused(folders: list[Path])
             task.cancel()
             assert set((await fleet.generate(request())).weight_versions) == {1}
             assert server.starts == 2
+            assert not server.paused
+
+    run(test)
+
+
+def test_a_publish_that_is_given_up_right_after_the_pause_leaves_no_server_paused(folders: list[Path]) -> None:
+    """The cancellation comes when nothing is awaited any more, and before the weights are sent."""
+
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server) as fleet:
+            pause = fleet._publisher._pause
+
+            async def pause_and_cancel(member: Member) -> Target:
+                target = await pause(member)
+                asyncio.get_running_loop().call_soon(task.cancel)
+                return target
+
+            fleet._publisher._pause = pause_and_cancel  # type: ignore[method-assign]
+            stream = FromMemory(folders[0], server)
+            task = asyncio.ensure_future(fleet.publish_stream(stream, 1))
+            await asyncio.gather(task, return_exceptions=True)
+            assert not stream.sent
+            assert set((await fleet.generate(request())).weight_versions) == {1}
             assert not server.paused
 
     run(test)
