@@ -60,7 +60,7 @@ class Run:
     @property
     def parameters(self) -> int | None:
         """Parameters of the model, as the trainer counted them."""
-        count = (self.manifest.get("trainer") or {}).get("parameters")
+        count = look_up(self.manifest, "trainer.parameters")
         return count if isinstance(count, int) else None
 
     @property
@@ -75,10 +75,14 @@ class Run:
 
     def setting(self, key: str) -> Any:
         """Value of a config key (`algorithm.clip.high`), None if the file lacks it."""
-        at: Any = self.config
-        for part in key.split("."):
-            at = at.get(part) if isinstance(at, Mapping) else None
-        return at
+        return look_up(self.config, key)
+
+
+def look_up(tree: Any, key: str) -> Any:
+    """look_up({"a": {"b": 1}}, "a.b") == 1; None where there is no such key."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool = True) -> Run:
