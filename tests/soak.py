@@ -1,4 +1,4 @@
-"""`python -m tests.soak --minutes 60 > docs/measurements/soak.md`: a long run of the quickstart under random kills.
+"""`python -m tests.soak --minutes 60`: a long run of the quickstart under random kills.
 
 Every minute or so one process of the run is killed (SIGKILL) or, if it is a server, perhaps stopped (SIGSTOP); the
 command is given again when it was the coordinator. Memory and open files of every process are read meanwhile. Exit code

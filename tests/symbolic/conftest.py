@@ -15,7 +15,7 @@ NO_MACHINE = {"paper", "verl"}
 
 TITLES = """# Ranks traced without a GPU
 
-Written by `make test-symbolic SYMBOLIC_PAGE=docs/measurements/symbolic.md`; one config by
+Written by `make test-symbolic SYMBOLIC_PAGE=symbolic.md`; one config by
 `megatron-dapo plan --trace CONFIG.yaml`. {versions}. **No GPU took part, and nothing here says how fast anything is.**
 
 A trace runs a rank's own code on its CUDA path with tensors that have shapes and no numbers: model, first update (it

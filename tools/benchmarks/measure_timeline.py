@@ -18,7 +18,7 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cluster.trainer_rank import RankTimeline
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
-from tools.measure_actor_speed import QUICKSTART, Case, start
+from tools.benchmarks.measure_actor_speed import QUICKSTART, Case, start
 
 TURNS = 41
 WARM_UP = 3

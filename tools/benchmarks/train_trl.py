@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer with loss_type="dapo" on the data and hyperparameters of one of our configs.
 
-python -m tools.peers.train_trl examples/quickstart/dapo.yaml --out trl.json --threads 2 run.rollout_steps=16
+python -m tools.benchmarks.train_trl examples/quickstart/dapo.yaml --out trl.json --threads 2 run.rollout_steps=16
 
-Needs tools/peers/requirements.txt. Two things of the config have no counterpart in TRL: dynamic sampling (groups that
-are all right or all wrong stay in the batch, with advantage 0) and the choice of the divisor of the standard deviation
-(TRL's is the sample's, as ours by default). Held-out accuracy is measured every `evaluation.every` steps with the
-project's verifier, out of the training clock, which runs from the first step on.
+Needs tools/benchmarks/trl_requirements.txt. Two things of the config have no counterpart in TRL: dynamic sampling
+(groups that are all right or all wrong stay in the batch, with advantage 0) and the choice of the divisor of the
+standard deviation (TRL's is the sample's, as ours by default). Held-out accuracy is measured every `evaluation.every`
+steps with the project's verifier, out of the training clock, which runs from the first step on.
 """
 
 import argparse
@@ -31,8 +31,7 @@ EVALUATION_BATCH = 250
 
 
 def main() -> None:
-    """Train, and write {"curve": [[rollout step, seconds, accuracy], ...], "phases": {...}, "cpu": [[rollout
-    step, CPU seconds], ...]} to --out."""
+    """Train, and write {"curve": [[rollout step, seconds, accuracy], ...], "phases": {...}} to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
@@ -61,7 +60,7 @@ def main() -> None:
         trainer.train()
     phases = watch.phases | {"training": watch.seconds}
     phases["update"] = watch.seconds - watch.phases["rollout"]
-    options.out.write_text(json.dumps({"curve": watch.curve, "phases": phases, "cpu": watch.cpu}))
+    options.out.write_text(json.dumps({"curve": watch.curve, "phases": phases}))
 
 
 def settings(config: Config, folder: str) -> GRPOConfig:
@@ -131,9 +130,7 @@ class Watch(TrainerCallback):
         self.updates = config.algorithm.mini_batches_per_step
         self.problems = problems(config.evaluation.path)[: config.evaluation.limit or None]
         self.seconds, self.since = 0.0, 0.0
-        self.cpu_seconds, self.cpu_since = 0.0, 0.0
         self.curve: list[tuple[int, float, float]] = []
-        self.cpu: list[tuple[int, float]] = []
         self.phases = dict.fromkeys(("rollout", "generate", "reward"), 0.0)
 
     @contextmanager
@@ -143,21 +140,15 @@ class Watch(TrainerCallback):
         self.phases[name] += time.monotonic() - began
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.start_clocks()
-
-    def start_clocks(self) -> None:
-        self.since, self.cpu_since = time.monotonic(), time.process_time()
+        self.since = time.monotonic()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, *, model: PreTrainedModel, **__: Any) -> None:
         self.seconds += time.monotonic() - self.since
-        self.cpu_seconds += time.process_time() - self.cpu_since
         step, rest = divmod(state.global_step, self.updates)
-        if rest == 0:
-            self.cpu.append((step, self.cpu_seconds))
         if rest == 0 and step % self.config.evaluation.every == 0:
             self.curve.append((step, self.seconds, self.accuracy(model)))
             print(f"step {step}: {self.seconds:.1f} s, {self.curve[-1][2]:.1%}", flush=True)
-        self.start_clocks()
+        self.since = time.monotonic()
 
     @torch.no_grad()
     def accuracy(self, model: PreTrainedModel) -> float:

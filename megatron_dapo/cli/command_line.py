@@ -1,16 +1,20 @@
-"""What `certify`, `bisect` and `replay` share: the exit code of a comparison, and errors that explain themselves."""
+"""What commands share: arguments, and for `certify`, `bisect` and `replay` how a comparison ends."""
 
 import functools
 import signal
 import sys
 from collections.abc import Callable
-from typing import ParamSpec
+from pathlib import Path
+from typing import Annotated, ParamSpec
 
 import typer
 
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
 
 P = ParamSpec("P")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Config file; docs/config.md lists every key.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override keys.")]
 
 
 def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:

@@ -1,6 +1,6 @@
 """Speed and host memory of tools/convert_checkpoint.py beside `shutil.copy` of the same bytes.
 
-python -m tools.measure_convert > table.md        (docs/measurements/convert.md)
+python -m tools.benchmarks.measure_convert > table.md        (docs/measurements/convert.md)
 
 A random model of 2.3 GiB (bfloat16) is written to a temporary folder, copied, converted to a Megatron checkpoint and
 back. These take turns, each after a sync, and the fastest of a few rounds counts, so that a ratio of two times is of
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tools.benchmarks.peak_memory import begin_peak, peak_resident
+from tools.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron
-from tools.host_memory import begin_peak, peak_resident
-from tools.random_model import write_random_model
 
 MIB = 2**20
 

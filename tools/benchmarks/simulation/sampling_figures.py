@@ -10,10 +10,10 @@ import numpy as np
 
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.plan.lengths import Group, Workload
-from tools.simulation.engines import Speed
-from tools.simulation.fleet import ModelledFleet, Prompts
-from tools.simulation.policies import Policy
-from tools.simulation.virtual_time import run_virtually
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts
+from tools.benchmarks.simulation.policies import Policy
+from tools.benchmarks.simulation.virtual_time import run_virtually
 
 _SAMPLE = 20_000
 """Groups that the workload's own figures are taken from."""

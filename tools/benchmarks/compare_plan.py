@@ -1,7 +1,7 @@
-"""`python -m tools.compare_plan`: the planner's step times beside published ones, as Markdown.
+"""`python -m tools.benchmarks.compare_plan`: the planner's step times beside published ones, as Markdown.
 
-What a publication does not state is assumed here, and each row says what: the error is that of model and assumptions
-together.
+compare_plan.yaml holds them. What a publication does not state is assumed there, and each row says what: the error is
+that of model and assumptions together.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import Calibration, load_calibration
@@ -18,16 +19,9 @@ from megatron_dapo.plan.model_dimensions import BUILT_IN
 from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
 from megatron_dapo.plan.step_plan import plan_step
 
-RECIPE = Path(__file__).parents[1] / "examples" / "qwen2.5_32b" / "paper.yaml"
+RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"
 SIGMA = 0.9
 SHARED_MEMORY_FRACTION = 0.6
-A800 = {
-    "peak_flops": 312e12,
-    "memory_bandwidth": 2.04e12,
-    "nvlink_bandwidth": 200e9,
-    "network_bandwidth": 25e9,
-}
-"""Data sheet of the A800, and one 200 Gb/s adapter a GPU assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,66 +50,7 @@ class Published:
     constants: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-NEMO_TOKENS = 571 * 32 * 376
-"""Of a step, from its own tokens/s/GPU, GPUs and seconds."""
-
-_NEMO_16K = "batch, lengths, layout, generation settings: all"
-_VERL = "TP 8, DP 16; 32 servers of TP 4; the mean length"
-
-STEPS = (
-    Published(
-        name="NeMo-RL, Qwen3-32B GRPO, 32 H100, 4096 tokens",
-        seconds=(376, 376),
-        model="Qwen3-32B",
-        gpus=32,
-        prompts=64,
-        group=32,
-        trained_responses=2048,
-        optimizer_steps=1,
-        longest=4096,
-        mean=NEMO_TOKENS / 2048 - 200,
-        tensor=4,
-        pipeline=4,
-        assumed="2048 responses in one optimizer step; lengths from its tokens/s; TP 4, PP 4, DP 2",
-    ),
-    *(
-        Published(
-            name="NeMo, Qwen2.5-32B, 256 H100, 16k tokens",
-            seconds=(220, 310),
-            model="Qwen2.5-32B",
-            gpus=256,
-            prompts=responses // 16,
-            group=16,
-            trained_responses=responses,
-            optimizer_steps=responses // 512,
-            longest=16384,
-            mean=4000,
-            tensor=8,
-            pipeline=2,
-            assumed=f"{_NEMO_16K}; here {responses} responses of 4000 tokens",
-        )
-        for responses in (2048, 8192)
-    ),
-    *(
-        Published(
-            name="verl DAPO, Qwen2.5-32B, 128 A800, 20480 tokens",
-            seconds=(31 * 60, 31 * 60),
-            model="Qwen2.5-32B",
-            gpus=128,
-            prompts=1536,
-            group=16,
-            trained_responses=8192,
-            optimizer_steps=16,
-            longest=20480,
-            mean=mean,
-            tensor=8,
-            pipeline=1,
-            assumed=f"{_VERL}, here {mean}; one batch of 1536 prompts gives 512",
-            constants=A800,
-        )
-        for mean in (2000, 4000)
-    ),
-)
+STEPS = tuple(Published(**step) for step in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 
 
 def modelled_seconds(published: Published, constants: Calibration) -> tuple[float, float, float]:

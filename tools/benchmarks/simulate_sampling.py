@@ -1,11 +1,11 @@
 """Ways to fill a batch with useful groups, compared in virtual time: tokens, wall-clock, bias, staleness.
 
-python -m tools.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
+python -m tools.benchmarks.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
 the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
-`async` (`ahead` groups of the next batches stay in flight). tools/simulation/engines.py states the model of a server,
-tools/simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
+`async` (`ahead` groups of the next batches stay in flight). simulation/modelled_engine.py states the model of a server,
+simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Workload
-from tools.simulation.engines import Speed
-from tools.simulation.figures import Conditions, Figures, MakePolicy, Reference, measure, reference
-from tools.simulation.fleet import Prompts
-from tools.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import Prompts
+from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours
+from tools.benchmarks.simulation.sampling_figures import Conditions, Figures, MakePolicy, Reference, measure, reference
 
 YARDSTICK = "batch-synchronous, 3x"
 """What wall-clock is compared with."""
@@ -61,13 +61,9 @@ def policies(wanted: int, group_size: int) -> dict[str, MakePolicy]:
     def first_completed(factor: float) -> MakePolicy:
         return lambda fleet, _: FirstCompleted(fleet, wanted, factor)
 
-    def tail_batching(speculation: float) -> MakePolicy:
-        return lambda fleet, _: TailBatching(fleet, wanted, speculation)
-
     return {
         YARDSTICK: batch_synchronous(3.0),
         **{f"first completed, {factor:g}x, abort": first_completed(factor) for factor in (1.5, 2.0, 3.0)},
-        **{f"tail batching, {speculation:g}x": tail_batching(speculation) for speculation in (1.25, 1.5)},
         "ours, sync, max_staleness 0, margin 0": ours(0, 0, 0),
         "ours, sync, max_staleness 0, margin 1": ours(0, 0, 1),
         "ours, sync, max_staleness 1, margin 0": ours(0, 1, 0),

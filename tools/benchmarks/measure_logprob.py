@@ -1,6 +1,6 @@
 """Peak memory and time of forward and backward of token log-probs and entropies, against the plain way.
 
-python -m tools.measure_logprob            prints a Markdown table (docs/measurements/actor.md)
+python -m tools.benchmarks.measure_logprob            prints a Markdown table (docs/measurements/actor.md)
 
 Each way runs in a process of its own. Its peak is the growth of the process's largest resident set over what was
 resident before (inputs included); its time the CPU's (user and system) in the fastest of a few repeats, which other
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
-from tools.host_memory import begin_peak, peak_resident
+from tools.benchmarks.peak_memory import begin_peak, peak_resident
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FROM_LOGITS = ("plain", "chunked")
@@ -79,7 +79,16 @@ def rounds_of(names: tuple[str, ...], dtype: str, arguments: list[str], rounds: 
     best: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for name in names:
-            call = [sys.executable, "-m", "tools.measure_logprob", *arguments, "--dtype", dtype, "--way", name]
+            call = [
+                sys.executable,
+                "-m",
+                "tools.benchmarks.measure_logprob",
+                *arguments,
+                "--dtype",
+                dtype,
+                "--way",
+                name,
+            ]
             answer = subprocess.run(call, capture_output=True, text=True, check=False, cwd=ROOT)
             if answer.returncode:
                 raise SystemExit(f"{name}, {dtype}: exit code {answer.returncode}\n{answer.stderr}")

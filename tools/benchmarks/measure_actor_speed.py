@@ -1,6 +1,6 @@
 """Tokens per second of the actor's update against a plain Hugging Face + PyTorch loop, and its efficiency on two ranks.
 
-`python -m tools.profile_throughput --actor` prints both as Markdown tables (docs/measurements/actor.md).
+python -m tools.benchmarks.measure_actor_speed     prints both as Markdown tables (docs/measurements/actor.md)
 
 Both train the same model on the same mini-batch with the same loss (eq. 8), gradient clipping and AdamW, in float32, in
 one process with the same number of threads. They take turns, and each turn gives one ratio: the table holds the median
@@ -11,6 +11,7 @@ and micro-batches of responses of similar length, padded to the longest.
 Efficiency of two ranks: tokens per second of two processes of one thread over twice those of one, by the clock.
 """
 
+import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from megatron_dapo.config.model_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart" / "base"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "base"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,3 +273,18 @@ def efficiencies(pool: RankPool, case: Case, rounds: int) -> list[str]:
             two = median(pool.run(2, seconds_of, case, layout, 5, timeout_s=3600)[0])
             values.append(one / (2 * two))
     return [spread(values) for values in found]
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
+    parser.add_argument("--threads", type=int, default=1, help="of each process of the first table")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--rounds", type=int, default=3, help="of one process, TP=2, PP=2 in turn; 0: not measured")
+    for line in tables(**vars(parser.parse_args())):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

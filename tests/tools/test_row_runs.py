@@ -9,8 +9,8 @@ import torch
 
 from megatron_dapo.actor.weights.safetensors_file import WeightsError, bytes_of
 from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Split
-from tools.conversion import runs
-from tools.conversion.runs import copy_bytes, runs_of
+from tools.conversion import row_runs
+from tools.conversion.row_runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron
 
 SHARDS = {
@@ -55,7 +55,7 @@ def test_bytes_are_copied_to_their_place_and_a_short_source_is_found(tmp_path):
 @pytest.mark.parametrize("cuts", [(8,), (3, 5), (2, 4, 2)])
 @pytest.mark.parametrize("piece_bytes", [1, 20, 2**20])
 def test_strips_side_by_side_become_whole_rows(tmp_path, monkeypatch, cuts, piece_bytes):
-    monkeypatch.setattr(runs, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(row_runs, "PIECE_BYTES", piece_bytes)
     matrix = torch.arange(6 * 8, dtype=torch.uint8).view(6, 8)
     (tmp_path / "target").write_bytes(bytes(100))
     with (tmp_path / "target").open("r+b") as target, ExitStack() as stack:
@@ -64,12 +64,12 @@ def test_strips_side_by_side_become_whole_rows(tmp_path, monkeypatch, cuts, piec
             source = stack.enter_context((tmp_path / str(number)).open("w+b"))
             source.write(b"head" + bytes(bytes_of(matrix[:, begin : begin + cut].contiguous())))
             source.flush()
-            strips.append(runs.Strip(file=source.fileno(), offset=4, begin=begin, width=cut))
+            strips.append(row_runs.Strip(file=source.fileno(), offset=4, begin=begin, width=cut))
             begin += cut
-        assert sum(runs.copy_rows(strips, 1, 4, target.fileno(), 50)) == 32
+        assert sum(row_runs.copy_rows(strips, 1, 4, target.fileno(), 50)) == 32
         assert os.pread(target.fileno(), 34, 49) == bytes(1) + bytes(bytes_of(matrix[1:5])) + bytes(1)
         with pytest.raises(OSError, match="behind the file's end"):
-            list(runs.copy_rows(strips, 5, 2, target.fileno(), 0))
+            list(row_runs.copy_rows(strips, 5, 2, target.fileno(), 0))
 
 
 def test_a_streamed_tensor_is_the_same_file_as_a_saved_one(tmp_path):
