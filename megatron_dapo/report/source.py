@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Run:
     def health_limits(self) -> HealthLimits:
         """Those that its config sets, else the defaults."""
         named = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
-        return HealthLimits(**{name: value for name, value in named.items() if isinstance(value, int | float)})
+        return replace(HealthLimits(), **{key: value for key, value in named.items() if isinstance(value, int | float)})
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""
