@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ class Run:
     @property
     def health_limits(self) -> HealthLimits:
         """Those that its config sets, else the defaults."""
-        named = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
-        return replace(HealthLimits(), **{key: value for key, value in named.items() if isinstance(value, int | float)})
+        bounds: dict[str, Any] = {}
+        for name in ("mismatch_warn", "mismatch_stop"):
+            if isinstance(value := self.setting(f"monitor.{name}"), int | float):
+                bounds[name] = value
+        return HealthLimits(**bounds)
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""
