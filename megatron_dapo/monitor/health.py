@@ -1,4 +1,4 @@
-"""Alarms of a run: what goes wrong in DAPO training, how it shows, and which config key to turn first.
+"""Alarms of a run: what goes wrong in DAPO training, how it shows, and which config key to change first.
 
 `HealthMonitor` is fed one line of metrics.jsonl a rollout step. "Recent" is the mean over the last `window` rollout
 steps, "early" over the first; a rule is silent until the steps it compares exist. Thresholds are judgements, not laws:
@@ -24,7 +24,7 @@ class Alarm:
     reason: str
     """Why it matters, with the paper's section."""
     key: str
-    """The config key to turn first."""
+    """The config key to change first."""
     stop: bool = False
     """Whether going on makes no sense."""
 

@@ -13,7 +13,7 @@ from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
-from megatron_dapo.report.chart import Unit, spoken
+from megatron_dapo.report.chart import Unit, value_text
 from megatron_dapo.report.source import Run, look_up
 
 STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
@@ -53,12 +53,12 @@ class AlarmPeriod:
 
 def share(value: float) -> str:
     """12.5%"""
-    return spoken(value, Unit.SHARE)
+    return value_text(value, Unit.SHARE)
 
 
 def count(value: Any) -> str:
     """12 345"""
-    return spoken(float(value), Unit.COUNT)
+    return value_text(float(value), Unit.COUNT)
 
 
 def held_out(run: Run) -> list[HeldOut]:
