@@ -278,7 +278,7 @@ def overfitting(run: HealthMonitor) -> str | None:
 def all_correct(run: HealthMonitor) -> str | None:
     lines = run.recent_lines()
     right, kept, wrong = (
-        sum(line.get(f"sampling/{fate}") or 0 for line in lines) for fate in ("all_correct", "kept", "all_wrong")
+        sum(line.get(f"sampling/{name}") or 0 for line in lines) for name in ("all_correct", "kept", "all_wrong")
     )
     share = right / (right + kept + wrong) if right else 0.0
     if share >= run.limits.all_correct and not run.recent("accuracy/mean") >= run.limits.solved:
