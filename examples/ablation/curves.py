@@ -9,7 +9,7 @@ from markupsafe import Markup
 from examples.ablation.results import Outcome, accuracy_at, cumulative_tokens, useless_share
 from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE
 from megatron_dapo.monitor.writer import Line
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, spoken
+from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, value_text
 from megatron_dapo.report.sections import Drawn, Key
 
 TOKEN_POINTS = 24
@@ -150,7 +150,7 @@ def draw(chart: Chart, outcomes: Sequence[Outcome], key: str) -> Drawn | None:
     ]
     frame = Frame(unit=chart.unit, x_label=chart.x_label, last=max(one.x[-1] for one in found))
     legend = [
-        Key(label=one.rung, colour=rungs.index(one.rung), dash=0, latest=spoken(one.mean[-1], chart.unit))
+        Key(label=one.rung, colour=rungs.index(one.rung), dash=0, latest=value_text(one.mean[-1], chart.unit))
         for one in found
     ]
     svg = Markup(draw_curves(curves, frame, salt=f"{key}-{chart.key}"))

@@ -46,7 +46,7 @@ def status_command(folder: Path) -> ExitCode:
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:
-        text = [f"{alarm.message}.", alarm.reason, f"Turn first: {alarm.key}"]
+        text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
     return ExitCode.FINISHED
 

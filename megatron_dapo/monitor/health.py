@@ -1,4 +1,4 @@
-"""Alarms of a run: what goes wrong in DAPO training, how it shows, and which config key to turn first.
+"""Alarms of a run: what goes wrong in DAPO training, how it shows, and which config key to change first.
 
 `HealthMonitor` is fed one line of metrics.jsonl a rollout step. "Recent" is the mean over the last `window` rollout
 steps, "early" over the first; a rule is silent until the steps it compares exist. Thresholds are judgements, not laws:
@@ -24,7 +24,7 @@ class Alarm:
     reason: str
     """Why it matters, with the paper's section."""
     key: str
-    """The config key to turn first."""
+    """The config key to change first."""
     stop: bool = False
     """Whether going on makes no sense."""
 
@@ -278,7 +278,7 @@ def overfitting(run: HealthMonitor) -> str | None:
 def all_correct(run: HealthMonitor) -> str | None:
     lines = run.recent_lines()
     right, kept, wrong = (
-        sum(line.get(f"sampling/{fate}") or 0 for line in lines) for fate in ("all_correct", "kept", "all_wrong")
+        sum(line.get(f"sampling/{name}") or 0 for line in lines) for name in ("all_correct", "kept", "all_wrong")
     )
     share = right / (right + kept + wrong) if right else 0.0
     if share >= run.limits.all_correct and not run.recent("accuracy/mean") >= run.limits.solved:

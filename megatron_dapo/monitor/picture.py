@@ -108,7 +108,7 @@ def _mark(panel: Axes, step: int, point: Mapping[str, float], colour: str, marke
     """A measurement with its interval, and its number beside it; the first one has the label."""
     value, first = point["accuracy"], bool(label)
     spread = [[max(0.0, value - point["low"])], [max(0.0, point["high"] - value)]]
-    style = {"color": colour, "marker": marker, "markersize": 7, "capsize": 3, "linestyle": "none"}
+    style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 7, "capsize": 3, "linestyle": "none"}
     panel.errorbar([step], [value], yerr=spread, label=label, **style)
     panel.annotate(
         f"{value:.1%}",

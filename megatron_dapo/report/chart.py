@@ -115,7 +115,7 @@ def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:
         base = top
 
 
-def spoken(value: float, unit: Unit) -> str:
+def value_text(value: float, unit: Unit) -> str:
     """A value as text: `12.5%`, `4 680`, `0.314`, `1.2e-06`."""
     if unit is Unit.SHARE:
         return f"{100 * value:.1f}%" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"

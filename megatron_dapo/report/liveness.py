@@ -75,8 +75,8 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
         when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
         return Liveness(
             alive=False,
-            text=f"died without a word{unless}: process {beat.pid} on {beat.host} gave its last sign of life {when}; "
-            "look at the end of logs/, continue with run.resume=true",
+            text=f"died without an error message{unless}: process {beat.pid} on {beat.host} gave its last sign of life "
+            f"{when}; look at the end of logs/, continue with run.resume=true",
         )
     how = {
         "finished": "finished",

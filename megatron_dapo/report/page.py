@@ -75,10 +75,10 @@ def _evaluated(run: Run, salt: str) -> list[Drawn]:
             continue
         curves, legend = [], []
         for colour, (label, points) in enumerate(series.items()):
-            estimates = [estimate for _, estimate in points]
-            ends = {end: [getattr(each, end) for each in estimates] for end in ("low", "high")}
+            steps, estimates = zip(*points, strict=True)
+            low, high = [each.low for each in estimates], [each.high for each in estimates]
             values = [each.value for each in estimates]
-            curves.append(Curve(steps=[step for step, _ in points], values=values, colour=colour, **ends))
+            curves.append(Curve(steps=steps, values=values, colour=colour, low=low, high=high))
             legend.append(Key(label=label, colour=colour, latest=tables.share(values[-1])))
         svg = Markup(draw_curves(curves, frame, salt=f"{salt}{where[:2]}"))
         note = f"Evaluations {where}; pale: 95% intervals over problems."

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, spoken
+from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, value_text
 from megatron_dapo.report.source import Run
 
 CHARTS = Path(__file__).with_name("charts.yaml")
@@ -171,7 +171,7 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> tuple[list[Curve], list[Key]]:
             values = list(points.values())
             curves.append(Curve(steps=list(points), values=values, colour=colour, dash=dash))
             name = label if len(runs) == 1 else f"{run.name}: {label}"
-            legend.append(Key(label=name, colour=colour, dash=dash, latest=spoken(values[-1], chart.unit)))
+            legend.append(Key(label=name, colour=colour, dash=dash, latest=value_text(values[-1], chart.unit)))
     return curves, legend
 
 
@@ -183,5 +183,5 @@ def _numbers(chart: Chart, runs: Sequence[Run]) -> list[list[str]]:
             if values:
                 name = f"{chart.title}, {label}" + (f" ({run.name})" if len(runs) > 1 else "")
                 figures = (values[0], min(values), max(values), values[-1])
-                rows.append([name, *(spoken(value, chart.unit) for value in figures)])
+                rows.append([name, *(value_text(value, chart.unit) for value in figures)])
     return rows

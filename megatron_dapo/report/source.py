@@ -60,14 +60,17 @@ class Run:
     @property
     def parameters(self) -> int | None:
         """Parameters of the model, as the trainer counted them."""
-        count = (self.manifest.get("trainer") or {}).get("parameters")
+        count = look_up(self.manifest, "trainer.parameters")
         return count if isinstance(count, int) else None
 
     @property
     def health_limits(self) -> HealthLimits:
         """Those that its config sets, else the defaults."""
-        named = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
-        return HealthLimits(**{name: value for name, value in named.items() if isinstance(value, int | float)})
+        bounds: dict[str, Any] = {}
+        for name in ("mismatch_warn", "mismatch_stop"):
+            if isinstance(value := self.setting(f"monitor.{name}"), int | float):
+                bounds[name] = value
+        return HealthLimits(**bounds)
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""
@@ -75,10 +78,14 @@ class Run:
 
     def setting(self, key: str) -> Any:
         """Value of a config key (`algorithm.clip.high`), None if the file lacks it."""
-        at: Any = self.config
-        for part in key.split("."):
-            at = at.get(part) if isinstance(at, Mapping) else None
-        return at
+        return look_up(self.config, key)
+
+
+def look_up(tree: Any, key: str) -> Any:
+    """look_up({"a": {"b": 1}}, "a.b") == 1; None where there is no such key."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool = True) -> Run:

@@ -1,7 +1,7 @@
 """What a report says in tables and in its headline figures: computed here, laid out by the template."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,20 @@ from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
-from megatron_dapo.report.chart import Unit, spoken
-from megatron_dapo.report.source import Run
+from megatron_dapo.report.chart import Unit, value_text
+from megatron_dapo.report.source import Run, look_up
 
 STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
 LONGEST = 4000
 """Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
-NOTHING = ("–", "not measured yet")
+PROVENANCE = {
+    "started": "started",
+    "host": "host.name",
+    "system": "host.system",
+    "device": "trainer.device",
+    "model": "model.path",
+}
+"""Label -> key of manifest.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +53,12 @@ class AlarmPeriod:
 
 def share(value: float) -> str:
     """12.5%"""
-    return spoken(value, Unit.SHARE)
+    return value_text(value, Unit.SHARE)
 
 
 def count(value: Any) -> str:
     """12 345"""
-    return spoken(float(value), Unit.COUNT)
+    return value_text(float(value), Unit.COUNT)
 
 
 def held_out(run: Run) -> list[HeldOut]:
@@ -201,26 +208,14 @@ def breakable(key: str) -> Markup:
 
 def provenance(run: Run) -> list[tuple[str, str]]:
     """Where, when and with what it was run."""
-    manifest, host = run.manifest, run.manifest.get("host") or {}
-    data = manifest.get("data") or {}
-    files = {
-        part: f"{entry.get('path')}: {entry.get('rows')}; sha256 {str(entry.get('sha256'))[:12]}"
-        for part, entry in data.items()
-        if isinstance(entry, Mapping)
-    }
-    versions = [f"{name} {version}" for name, version in (manifest.get("versions") or {}).items() if version]
-    rows = {
-        "started": manifest.get("started"),
-        "host": host.get("name"),
-        "system": host.get("system"),
-        "device": (manifest.get("trainer") or {}).get("device"),
-        "model": (manifest.get("model") or {}).get("path"),
-        "parameters": count(run.parameters) if run.parameters else None,
-        "training prompts": files.get("train"),
-        "held-out problems": files.get("heldout"),
-        "versions": ", ".join(versions),
-        "command": " ".join(map(str, manifest.get("command") or ())),
-    }
+    rows = {name: look_up(run.manifest, key) for name, key in PROVENANCE.items()}
+    rows["parameters"] = count(run.parameters) if run.parameters else None
+    for name, part in (("training prompts", "train"), ("held-out problems", "heldout")):
+        if entry := look_up(run.manifest, f"data.{part}"):
+            rows[name] = f"{entry.get('path')}: {entry.get('rows')}; sha256 {entry['sha256'][:12]}"
+    versions = (run.manifest.get("versions") or {}).items()
+    rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions if version)
+    rows["command"] = " ".join(map(str, run.manifest.get("command") or ()))
     return [(name, str(value)) for name, value in rows.items() if value]
 
 
@@ -235,54 +230,31 @@ def state(run: Run) -> str:
 
 def tiles(run: Run) -> dict[str, tuple[str, str]]:
     """The headline figures: label -> (figure, what to know of it)."""
-    return {
-        "Held-out accuracy": _headline(run),
-        "Rollout steps": _progress(run),
-        "Tokens generated": _tokens(run),
-        "Time": _time(run),
-        "Groups kept": _kept(run),
-        "Alarms now": _alarms(run),
-    }
-
-
-def _headline(run: Run) -> tuple[str, str]:
-    measured = held_out(run)
-    if not measured:
-        return NOTHING
-    first = measured[0]
-    shares = [f"{100 * accuracy.accuracy:.1f}%" for stage, accuracy in first.rows if stage in ("before", "after")]
-    return " → ".join(shares), f"{first.way}; {first.gain}" if first.gain else f"{first.way}, so far only before"
-
-
-def _progress(run: Run) -> tuple[str, str]:
-    if not run.lines:
-        return NOTHING
-    optimizer = run.lines[-1].get("optimizer_step") or 0
-    wanted = f" of {count(run.planned)}" if run.planned and run.planned != run.steps else ""
-    return f"{count(run.steps)}{wanted}", f"{count(optimizer)} optimizer steps"
-
-
-def _tokens(run: Run) -> tuple[str, str]:
-    generated, trained = run.total("tokens/generated"), run.total("tokens/trained")
-    return (count(generated), f"{share(trained / generated)} of them trained on") if generated else NOTHING
-
-
-def _time(run: Run) -> tuple[str, str]:
-    seconds = run.total("timing/step")
-    return (duration(seconds), f"{duration(seconds / len(run.lines))} a rollout step") if seconds else NOTHING
-
-
-def _kept(run: Run) -> tuple[str, str]:
+    labels = ("Held-out accuracy", "Rollout steps", "Tokens generated", "Time", "Groups kept", "Alarms now")
+    tiles = dict.fromkeys(labels, ("–", "not measured yet"))
+    if measured := held_out(run):
+        first = measured[0]
+        shares = [f"{100 * accuracy.accuracy:.1f}%" for stage, accuracy in first.rows if stage in ("before", "after")]
+        gain = f"{first.way}; {first.gain}" if first.gain else f"{first.way}, so far only before"
+        tiles["Held-out accuracy"] = (" → ".join(shares), gain)
+    if run.lines:
+        wanted = f" of {count(run.planned)}" if run.planned and run.planned != run.steps else ""
+        optimizer = run.lines[-1].get("optimizer_step") or 0
+        tiles["Rollout steps"] = (f"{count(run.steps)}{wanted}", f"{count(optimizer)} optimizer steps")
+        tiles["Alarms now"] = _alarms(run)
+    if generated := run.total("tokens/generated"):
+        trained = share(run.total("tokens/trained") / generated)
+        tiles["Tokens generated"] = (count(generated), f"{trained} of them trained on")
+    if seconds := run.total("timing/step"):
+        tiles["Time"] = (duration(seconds), f"{duration(seconds / len(run.lines))} a rollout step")
     kept, right, wrong = (run.total(f"sampling/{name}") for name in ("kept", "all_correct", "all_wrong"))
-    decided = kept + right + wrong
-    if not decided:
-        return NOTHING
-    return share(kept / decided), f"{share(right / decided)} all right, {share(wrong / decided)} all wrong"
+    if decided := kept + right + wrong:
+        others = f"{share(right / decided)} all right, {share(wrong / decided)} all wrong"
+        tiles["Groups kept"] = (share(kept / decided), others)
+    return tiles
 
 
 def _alarms(run: Run) -> tuple[str, str]:
-    if not run.lines:
-        return NOTHING
     periods = alarm_periods(run)
     holding = [period.alarm.name for period in periods if period.holds]
     earlier = len(periods) - len(holding)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.monitor.catalog import CATALOG, GROUPS, UndeclaredMetricError, check_declared
-from megatron_dapo.monitor.metrics_page import metrics_page
+from megatron_dapo.report.metrics_page import metrics_page
 
 WATCHED = {
     "rollout_step",

@@ -39,9 +39,9 @@ def beat(**changes) -> Heartbeat:
     [
         (beat(), 7, 1001, True, "process 7 on this machine holds the lock"),
         (beat(), 7, 1001 + STALE_S, True, "no sign of life for 31 s: the coordinator is busy or stuck"),
-        (beat(), None, 1001, False, "died without a word"),
+        (beat(), None, 1001, False, "died without an error message"),
         (beat(host="node-3"), None, 1005, True, "process 7 on node-3 (5.0 s ago)"),
-        (beat(host="node-3"), None, 2000, False, "died without a word (or its coordinator is stuck)"),
+        (beat(host="node-3"), None, 2000, False, "died without an error message (or its coordinator is stuck)"),
         (beat(host="node-3"), None, -2000, False, "ahead of this clock"),
         (beat(state="stopped"), None, 1005, False, "continue with run.resume=true"),
         (beat(state="failed"), None, 1005, False, "failed"),
@@ -86,7 +86,7 @@ def test_a_dead_run_in_full(tmp_path, capsys):
         "Stalled: no answer",
         "truncation",
         "section 3.4",
-        "Turn first: rollout.max_new_tokens or algorithm.overlong.filter",
+        "Change first: rollout.max_new_tokens or algorithm.overlong.filter",
     ):
         assert part in text
 

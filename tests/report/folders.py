@@ -36,7 +36,7 @@ LEDGER = [
     ("carried", 3, {"tokens": 44, "correct": 2}),
     ("dispatched", 4, {}),
 ]
-"""Every fate once; prompt 3 had become too old and was generated again."""
+"""Every outcome once; prompt 3 had become too old and was generated again."""
 
 
 def write_run(folder: Path, *, finished: bool = True, steps: int = 12, parameters: int = 853376) -> Path:

@@ -1,8 +1,22 @@
-"""The timeline's files: what is written is read; of a step that was lived twice only the second life counts."""
+"""Which steps are recorded, and what of them; what is written is read, and of a step done twice the second time."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.monitor.timeline import FOLDER, SpanError, SpanFile, read_spans
+from megatron_dapo.monitor.timeline import FOLDER, SpanError, SpanFile, Timeline, read_spans
+from rollout.generation import FinishReason, ServedPart
+
+PART = ServedPart(
+    request_id="p3-v0-s1.",
+    url="http://a:1",
+    start=10.0,
+    end=12.5,
+    prompt_tokens=7,
+    tokens=30,
+    weight_version=2,
+    finish_reason=FinishReason.STOP,
+)
 
 
 def write(folder, process, *steps, about=None):
@@ -25,7 +39,7 @@ def test_what_is_written_is_read(tmp_path):
     assert (rank.spans[0].track, rank.spans[0].seconds, rank.spans[0].about) == ("calls", 0.5, {"tokens": 7})
 
 
-def test_a_step_that_is_lived_again_replaces_itself_and_what_came_after(tmp_path):
+def test_a_step_that_is_done_again_replaces_itself_and_what_came_after(tmp_path):
     write(tmp_path, "rank0", (1, "old"), (2, "old"), (3, "old"))
     write(tmp_path, "rank0", (2, "new"))
     found = read_spans(tmp_path)
@@ -54,4 +68,32 @@ def test_a_resumed_run_does_not_write_behind_a_torn_line(tmp_path):
 def test_nothing_recorded_is_nothing(tmp_path):
     assert read_spans(tmp_path) == {}
     SpanFile(tmp_path, "rank0").write()
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_every_so_many_steps_are_recorded_here_and_on_the_ranks(tmp_path):
+    trainer = SimpleNamespace(recorded_step=None)
+    timeline = Timeline(tmp_path, every=2)
+    timeline.follow(trainer)
+    told = []
+    for step in range(1, 6):
+        phases = timeline.begin(step)
+        told.append(trainer.recorded_step)
+        with phases.measure("rollout"):
+            timeline.served(PART)
+    timeline.close()
+    assert told == [None, 2, None, 4, None]
+    found = read_spans(tmp_path)
+    assert list(found) == [2, 4]
+    request, phase = found[4][0].spans
+    assert (request.track, request.name, request.seconds) == ("server http://a:1", "p3-v0-s1.", 2.5)
+    assert request.about == {"prompt": 7, "tokens": 30, "version": 2, "reason": "stop"}
+    assert (phase.track, phase.name) == ("phases", "rollout")
+
+
+def test_off_writes_nothing(tmp_path):
+    timeline = Timeline(tmp_path, every=0)
+    with timeline.begin(1).measure("rollout"):
+        timeline.served(PART)
+    timeline.close()
     assert not (tmp_path / FOLDER).exists()
