@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from reward.config import RewardConfig
-from reward.process import START_LIMIT_S, worker_environment
+from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, probe
 from reward.verdict import VerificationRequest, VerifierError
 
@@ -28,7 +28,7 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
             raise VerifierError(f"{place}: {error}") from None
         if entry.remote and config.remote.url is None:
             raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
-    local = [name for name in names if not find(name).remote and not find(name).cheap]
+    local = [name for name in names if not find(name).remote and not find(name).fast]
     reasons = _try(local) if local else {}
     for name, reason in reasons.items():
         raise VerifierError(f"{names[name]} = {name}: {reason}")

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
-from reward.pool import PoolError, RewardPool
+from reward.pool.pool import RewardPool
 from reward.registry import VERIFIERS, find, find_named_by_data
-from reward.verdict import Verdict, VerificationRequest, VerifierError
+from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
 
 EXIT_OK = 0
 EXIT_NO_VERDICTS = 1
@@ -170,7 +170,7 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     if not isinstance(fields, dict):
         raise LineError('not a JSON object with "response" and "ground_truth"')
     name = _string(fields, "verifier") if fields.get("verifier") is not None else verifier
-    structured = not find_named_by_data(name, {verifier}).cheap and isinstance(fields.get("ground_truth"), dict | list)
+    structured = not find_named_by_data(name, {verifier}).fast and isinstance(fields.get("ground_truth"), dict | list)
     return VerificationRequest(
         response=_string(fields, "response"),
         ground_truth=_structure(text) if structured else _string(fields, "ground_truth", numerals=True),

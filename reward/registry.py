@@ -14,7 +14,7 @@ class Entry:
     """Where a verifier lives and what it asks of its surroundings."""
 
     path: str
-    cheap: bool = False
+    fast: bool = False
     """It takes linear time on any text and may share a batch with others."""
     math: bool = False
     """Its ground truth is an answer that `exact` and `robust` can both compare."""
@@ -25,9 +25,9 @@ class Entry:
 
 
 VERIFIERS: dict[str, Entry] = {
-    "robust": Entry(path="reward.verifiers.robust:judge", cheap=True, math=True),
-    "exact": Entry(path="reward.verifiers.exact:judge", cheap=True, math=True),
-    "choice": Entry(path="reward.verifiers.choice:judge", cheap=True),
+    "robust": Entry(path="reward.verifiers.robust:judge", fast=True, math=True),
+    "exact": Entry(path="reward.verifiers.exact:judge", fast=True, math=True),
+    "choice": Entry(path="reward.verifiers.choice:judge", fast=True),
     "json": Entry(path="reward.verifiers.json_answer:judge"),
     "code": Entry(path="reward.verifiers.code:judge", probe="reward.verifiers.code:check_system"),
     "remote": Entry(path="", remote=True),

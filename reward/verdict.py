@@ -63,7 +63,7 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferred:
-    """A cheap verifier's way to say that this response needs dear work: a symbolic comparison that may never end.
+    """A fast verifier's way to say that this response needs slow work: a symbolic comparison that may never end.
 
     The pool runs it by itself, under the wall-clock limit, in a process that may be killed.
     """
@@ -75,11 +75,14 @@ class Deferred:
     """The ground truth, cleaned."""
 
     extracted: str
-    """What `Verdict.extracted` shall say."""
+    """What `Verdict.extracted` will say."""
+
+    seconds: float = 0.0
+    """Time spent so far; the pool sets it."""
 
 
 Verifier = Callable[[VerificationRequest], Judgement | Deferred]
-"""The one interface of all verifiers. One that is registered as cheap must take linear time whatever the text holds."""
+"""The one interface of all verifiers. One that is registered as fast must take linear time whatever the text holds."""
 
 EXTRACTED_LIMIT = 200
 """Characters of the extracted answer that a verdict carries."""
@@ -120,3 +123,17 @@ class Rule(StrEnum):
 class VerifierError(ValueError):
     """A request that no verifier could judge, whoever answered: unknown verifier, unusable ground truth. A verifier of
     your own may raise it too: its verdict is then `unjudged`, and a run stops instead of learning from it."""
+
+    exit_code = 2
+
+
+def check_length(ground_truth: str) -> None:
+    """Raises VerifierError: the ground truth is longer than `TRUTH_LIMIT`."""
+    if len(ground_truth) > TRUTH_LIMIT:
+        raise VerifierError(f"ground truth has {len(ground_truth)} characters; at most {TRUTH_LIMIT} can be compared")
+
+
+class PoolError(RuntimeError):
+    """The pool can give no verdicts: it is closed, or its workers do not start, or nothing moves any more."""
+
+    exit_code = 1

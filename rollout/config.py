@@ -1,4 +1,4 @@
-"""Section `rollout`: the SGLang servers and how responses are drawn."""
+"""Section `rollout`: the SGLang servers and how responses are sampled."""
 
 from typing import Annotated, Literal
 
@@ -13,79 +13,83 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     max_new_tokens: PositiveInt = 20480
-    """Longest response in tokens; the upper end of the soft overlong punishment (eq. 13)."""
+    """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training responses; the trainer's log-probs use the same."""
+    """Sampling temperature of training responses. The trainer's log-probs use the same temperature."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of training responses. Below 1 the engine's log-probs are not those of the distribution sampled from."""
+    """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full distribution,
+    not of the one that was sampled from."""
 
     servers: PositiveInt = 1
-    """SGLang servers to start; not read when `urls` names running ones. The run begins without one of ten that cannot
-    be started, and goes on starting it; a smaller fleet must be whole."""
+    """Number of SGLang servers to start. Not used when `urls` names running servers. With ten or more servers, the run
+    begins even if one in ten does not start, and keeps trying to start it; with fewer, all must start."""
 
     tensor_parallel: PositiveInt = 1
-    """GPUs (CPU: processes) of one server."""
+    """GPUs per server (processes, on a CPU)."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
-    """Servers that someone else runs, as http://host:port; empty: the run starts `servers` of its own. A training run
-    wants them to itself: new weights end every request there. Started by `python -m rollout.server.launch_server`,
-    with the arguments of `sglang.launch_server`, they answer in arrays, which cost the coordinator less than JSON."""
+    """Addresses (http://host:port) of servers that are already running. Empty: the run starts `servers` of its own. The
+    run must be their only user: a weight update ends all their requests. Start them with
+    `python -m rollout.server.launch_server`, which takes the arguments of `sglang.launch_server`: then they answer in
+    binary arrays, which cost less CPU time to read than JSON."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File with the API key that the servers of `urls` ask for, readable by its owner only; none: they ask for none.
-    Servers that the run starts always ask for a key of the run's own."""
+    """File with the API key of the servers in `urls`. Only its owner may be able to read it. None: they need no key.
+    Servers that the run starts always get a key of their own."""
 
     host: str = "127.0.0.1"
-    """Address that started servers listen on. On a Ray cluster that was joined, loopback and 0.0.0.0 mean each node's
-    own address in the cluster."""
+    """Address on which started servers listen. With a Ray cluster that the run joined, a loopback address or 0.0.0.0
+    means each node's own address in the cluster."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first started server, the next ones follow; 0 takes free ones."""
+    """Port of the first started server; the others use the ports after it. 0: free ports."""
 
     max_running_requests: PositiveInt = 256
-    """Responses that one server decodes at the same time."""
+    """Maximum number of responses that one server decodes at the same time."""
 
     kv_cache_tokens: PositiveInt | None = None
-    """Tokens of KV cache a server; none: SGLang's own choice from `memory_fraction`."""
+    """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
 
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Share of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    """Fraction of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
 
     deterministic: bool = False
-    """Each response depends on its seed alone, not on what shares its batch (SGLang's deterministic inference)."""
+    """Make each response depend only on its prompt and seed, not on the other requests in its batch (SGLang's
+    deterministic inference)."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
-    """How new weights reach the servers: `disk`, a folder that all of them read; `tensor`, the memory of the machine
-    that trainer rank 0 shares with all servers; `distributed`, a process group (NCCL; gloo on a CPU, or where a server
-    shares the trainer's GPU). Every way ends with the checksums, and where the last two fail a folder is read."""
+    """How new weights reach the servers. `disk`: a folder that all servers can read. `tensor`: shared memory; all
+    servers must run on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a
+    server shares the trainer's GPU). Checksums are compared in every case. If `tensor` or `distributed` fails, the
+    servers read a folder."""
 
     sync_bucket_mb: PositiveInt = 1024
-    """MiB of weights that travel together by `tensor` and `distributed`; a parameter that is larger travels alone. The
-    trainer's rank 0 and each rank of a server hold at most two buckets besides the model."""
+    """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone. Trainer rank 0
+    and each rank of a server need memory for at most two buckets besides the model."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to reach every server, for the servers to meet in a process group, and for a server to
-    report the checksums of what it got. One that is late is restarted and reads the weights from disk; over NCCL all
-    servers of the group are, since the others wait for it on their GPUs."""
+    """Time limit in seconds for each of these: sending a bucket to all servers, forming the process group, and a
+    server's report of its checksums. A server that is late is restarted and reads the weights from disk. Over NCCL all
+    servers of the group are restarted, because the others wait for it on their GPUs."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
-    """Tokens after which a server passes on what it has drawn of a response: when the server is lost, at most so many
-    are drawn again. 0: it answers with whole responses, and they are drawn again. So it is with `deterministic` too,
-    where a response that goes on elsewhere would be computed in another order, and at servers of `urls` that do not run
-    with --incremental-streaming-output (their own --stream-interval holds)."""
+    """A server sends the tokens of a response in steps of this many. If the server is lost, at most this many tokens
+    have to be sampled again. 0: no streaming; the whole response is sampled again. `deterministic` turns streaming off
+    too, because a response that continues at another server is computed in another order. Servers of `urls` stream only
+    if they run with --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Seconds until a response without an answer is given to another server, with the tokens that it has by then."""
+    """Time limit in seconds for one request. Then another server continues the response from the tokens it has."""
 
     max_attempts: PositiveInt = 5
-    """Attempts at one response before the run stops with the server's last words."""
+    """Number of failed attempts at one response after which the run stops and shows the server's last error."""
 
     fleet_deadline_s: PositiveFloat = 300.0
-    """Seconds that the run waits while every server is down; the first restart of a server may take longer, up to
-    `run.start_deadline_s` and the loading of weights."""
+    """Seconds for which all servers may be down before the run stops. The first restart of a server may take longer: up
+    to `run.start_deadline_s` and the time to load the weights."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Further arguments of `sglang.launch_server`, as they are. Refused are those that a key stands for, and those with
+    """More arguments for `sglang.launch_server`. Not allowed: arguments that a config key stands for, and those with
     which published weights could not be verified (speculative decoding, quantization, LoRA)."""

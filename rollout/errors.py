@@ -1,4 +1,4 @@
-"""What can go wrong between the trainer and its servers."""
+"""Errors of the fleet and its servers."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 class RolloutError(RuntimeError):
     """Base of all errors of the fleet."""
 
+    exit_code = 5
+
 
 class ServerRefused(RolloutError):
     """The server answered 4xx: the request is wrong and would be refused again. Never retried."""
 
 
 class AccessDenied(ServerRefused):
-    """401 or 403: the server asks for another API key than it was given."""
+    """401 or 403: the server wants another API key than it got."""
 
 
 class ServerUnavailable(RolloutError):
@@ -28,11 +30,13 @@ class ServerEnded(ServerStartError):
 
 
 class ServerUnfit(ServerStartError):
-    """It answers, but not as this run needs it: started again, it would be the same."""
+    """It answers, but this run cannot use it, and a restart would not change that."""
 
 
 class KeyFileError(RolloutError):
     """A file that should hold an API key. The message names it and the fix."""
+
+    exit_code = 2
 
 
 class FleetLost(RolloutError):

@@ -17,7 +17,7 @@ import psutil
 
 from megatron_dapo.storage.ledger import Ledger
 
-MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.server.launch_server", "reward": "reward.worker"}
+MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.server.launch_server", "reward": "reward.pool.worker"}
 
 
 def kill(victim: str) -> None:

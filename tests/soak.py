@@ -1,4 +1,4 @@
-"""`python -m tests.soak --minutes 60 > docs/measurements/soak.md`: a long run of the quickstart under random kills.
+"""`python -m tests.soak --minutes 60`: a long run of the quickstart under random kills.
 
 Every minute or so one process of the run is killed (SIGKILL) or, if it is a server, perhaps stopped (SIGSTOP); the
 command is given again when it was the coordinator. Memory and open files of every process are read meanwhile. Exit code
@@ -22,8 +22,9 @@ import numpy as np
 import psutil
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.storage.ledger import Event, check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.killer import MARKS
+from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
 PERIOD_S = 5.0
@@ -42,7 +43,7 @@ VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *
 ROLES = {
     "trainer": ("ray::TrainerRank",),
     "server": ("sglang::", "rollout.server.launch_server"),
-    "reward worker": ("reward.worker",),
+    "reward worker": ("reward.pool.worker",),
     "coordinator": ("megatron_dapo.cli.main",),
     "Ray": ("ray",),
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_dapo.config import ConfigError, load_config
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from reward.registry import find_named_by_data
 from reward.verdict import Verdict, VerificationRequest, VerifierError
 

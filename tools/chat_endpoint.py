@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import naming
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.ranks import RankError, RankPool
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.diagnostics.rank_pool import RankError, RankPool
 from tools.arguments import positive, positive_count
 
 if TYPE_CHECKING:

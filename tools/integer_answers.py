@@ -65,7 +65,7 @@ class Asker(Protocol):
 
 
 class Pool(Protocol):
-    """What is used of reward.pool.RewardPool."""
+    """What is used of reward.pool.pool.RewardPool."""
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import FolderHeld, lock_folder, naming
 
 
 class FolderInUse(RuntimeError):

@@ -23,10 +23,9 @@ from typing import Any, cast
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
 from megatron_dapo.data.field_mapping import SCHEMAS, PromptFile, resolve
 from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
-from reward.address import check_address
 from reward.check import check_ground_truth
-from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.config import RewardConfig, check_url
+from reward.pool.pool import RewardPool
 from reward.registry import VERIFIERS
 from reward.verdict import VerifierError
 from tools.arguments import count, positive, positive_count
@@ -108,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _address(text: str) -> str:
     try:
-        return check_address(text)
+        return check_url(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:100]!r}: {error}") from None
 

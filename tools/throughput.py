@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.monitor.spans import read_spans
-from megatron_dapo.monitor.step_timer import NAMES
+from megatron_dapo.monitor.timeline import PHASES, read_spans
 from megatron_dapo.monitor.writer import Line
-from megatron_dapo.plan.state import DTYPE_BYTES, model_parameters
-from megatron_dapo.plan.train import forward_flops
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.trainer_time import forward_flops
 from megatron_dapo.report.source import ReportError, Run
 from tools.timeline_figures import Figures, RecordedStep, recorded_steps, timeline_figures
 
@@ -93,12 +92,12 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
     first = run.lines[skip - 1]["optimizer_step"] if skip else 0
     on_gpu = (run.manifest.get("trainer") or {}).get("device", "cpu") != "cpu"
     trainer, servers, together = _gpus(run)
-    seconds = {phase: _sum(lines, f"timing/{phase}") for phase in (*NAMES, "step")}
+    seconds = {phase: _sum(lines, f"timing/{phase}") for phase in (*PHASES, "step")}
     generated, trained = _sum(lines, "tokens/generated"), _sum(lines, "tokens/trained")
     count, step = len(lines), seconds["step"]
     figures: Figures = {f"{phase}_s": seconds[phase] / count for phase in seconds}
-    figures |= {f"{phase}_share": _over(seconds[phase], step) for phase in NAMES}
-    figures["other_s"] = (step - sum(seconds[phase] for phase in NAMES)) / count
+    figures |= {f"{phase}_share": _over(seconds[phase], step) for phase in PHASES}
+    figures["other_s"] = (step - sum(seconds[phase] for phase in PHASES)) / count
     figures["optimizer_step_s"] = _over(seconds["update"], lines[-1]["optimizer_step"] - first)
     # In `async` the servers write all the time: what the coordinator waits for them says little.
     writing = step if run.setting("run.mode") == "async" else seconds["rollout"] + seconds["reward"]

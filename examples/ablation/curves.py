@@ -10,7 +10,7 @@ from examples.ablation.results import Outcome, accuracy_at, cumulative_tokens, u
 from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, spoken
-from megatron_dapo.report.charts import Drawn, Key
+from megatron_dapo.report.sections import Drawn, Key
 
 TOKEN_POINTS = 24
 """Points of a curve over tokens: budgets at equal distances, the same for all rungs."""

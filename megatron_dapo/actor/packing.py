@@ -21,16 +21,12 @@ R responses of a message, S of them in one micro-batch, N response tokens of all
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-
-if TYPE_CHECKING:
-    from megatron_dapo.actor.step_data import Responses
-
 
 Integers = TypeVar("Integers", int, np.ndarray)
 
@@ -179,8 +175,23 @@ def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig,
     )
 
 
+class Sequences(Protocol):
+    """What is packed of `step_data.Responses`, which stands above this file."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+    @property
+    def sequence_lengths(self) -> np.ndarray: ...
+
+    @property
+    def prompt_lengths(self) -> np.ndarray: ...
+
+    def response_token_indices(self, chosen: np.ndarray) -> np.ndarray: ...
+
+
 def pack_micro_batch(
-    responses: "Responses",
+    responses: Sequences,
     indices: Int[np.ndarray, " S"],
     layout: LayoutConfig,
     *,

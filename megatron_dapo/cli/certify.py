@@ -1,20 +1,19 @@
 """`megatron-dapo certify`: is the gradient of this config the same on every layout?"""
 
-import dataclasses
 import math
 import os
-import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatron_dapo.cli.exit_codes import ExitCode
+import typer
+
+from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_command
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Measured, Plan
+    from megatron_dapo.diagnostics.certificate.certificate import Case, Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -33,139 +32,100 @@ HEADER = ("layout", "budget", "micro-batches", "aggregation", "loss", "gradient"
 WIDTHS = (22, 8, 13, 21, 9, 9, 9, 5, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertifyOptions:
-    """What the command line says beside the config; None: chosen from the device or the config."""
-
-    processes: int | None
-    layouts: int
-    responses: int
-    longest: int | None
-    dtype: Dtype | None
-    loss_bound: float | None
-    gradient_bound: float | None
-    deadline_s: float
-
-
-def certify_command(path: Path, overrides: Sequence[str], options: CertifyOptions) -> ExitCode:
-    """Print a table of layouts and say whether all of them are within the bounds."""
-    from megatron_dapo.actor.ranks import RankError, RankTimeout
-
-    # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return _certify(load_config(path, overrides), options)
-    except ConfigError as error:
-        return _fail(error, ExitCode.CONFIG)
-    except RankTimeout as error:
-        return _fail(error, ExitCode.STALLED)
-    except RankError as error:
-        return _fail(error, ExitCode.TRAINER)
-    except KeyboardInterrupt:
-        return _fail("interrupted", ExitCode.INTERRUPTED)
-
-
-def _certify(config: Config, options: CertifyOptions) -> ExitCode:
+@comparison_command
+def certify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Most ranks of a layout; else as many as fit.")] = None,
+    layouts: Annotated[int, typer.Option(min=1, help="Layouts to try, the config's own first.")] = 8,
+    responses: Annotated[int, typer.Option(min=8, help="Responses of the mini-batch.")] = 16,
+    longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
+    loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,
+    gradient_bound: Annotated[float | None, typer.Option(min=0, help="The same of a parameter's gradient.")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
+) -> bool:
+    """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
+    loaded = load_config(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-    from megatron_dapo.diagnostics.certificate.certificate import certify
+    from megatron_dapo.diagnostics.certificate.certificate import measure_layouts
 
-    hf = HFModelConfig.load(Path(config.model.path))
-    check_layout(hf, config.actor.layout)
-    plan = _plan(config, options)
-    dtype: Dtype = plan.job.model.dtype
-    loss = LOSS_BOUNDS[dtype] if options.loss_bound is None else options.loss_bound
-    gradient = GRADIENT_BOUNDS[dtype] if options.gradient_bound is None else options.gradient_bound
-    limits = Limits(dtype, loss=loss, gradient=gradient)
-    print(f"{config.model.path} in {dtype} on {plan.device}, up to {plan.processes} ranks", flush=True)
-    if config.actor.layout.world_size > plan.processes:
-        print(f"not tried: the config's own layout, of {config.actor.layout.world_size} ranks; see --processes")
+    check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
+    here, processes = _on_this_machine(loaded, processes, dtype)
+    limits = Limits(here.model.dtype, loss=loss_bound, gradient=gradient_bound)
+    print(f"{here.model.path} in {here.model.dtype} on {here.actor.device}, up to {processes} ranks", flush=True)
+    if here.actor.layout.world_size > processes:
+        print(f"not tried: the config's own layout, of {here.actor.layout.world_size} ranks; see --processes")
     verdicts = []
-    for result in certify(plan, hf, say=_start_table):
-        good = limits.hold(result)
-        verdicts.append(good)
-        print(_row(result, "ok" if good else "FAIL"), flush=True)
-    text = f"relative difference of the loss {loss:g}, {limits.of_gradient}"
+    for case, difference in measure_layouts(
+        here,
+        processes=processes,
+        layouts=layouts,
+        responses=responses,
+        longest=longest or min(here.model.context_length, LONGEST),
+        deadline_s=deadline,
+        say=lambda text: print(f"{text}\n\n{_line(HEADER)}", flush=True),
+    ):
+        verdicts.append(limits.hold(case.aggregation, difference))
+        print(_row(case, difference, "ok" if verdicts[-1] else "FAIL"), flush=True)
     if not all(verdicts):
-        print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {text}")
-        return ExitCode.INEXACT
-    print(f"all {len(verdicts)} are within the bounds: {text}")
-    return ExitCode.FINISHED
+        print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {limits.text}")
+        return False
+    print(f"all {len(verdicts)} are within the bounds: {limits.text}")
+    return True
 
 
 class Limits:
     """What may be rounding. One process comes before the layouts that are compared with it."""
 
-    def __init__(self, dtype: Dtype, *, loss: float, gradient: float) -> None:
-        self._dtype, self._loss, self._gradient = dtype, loss, gradient
+    def __init__(self, dtype: Dtype, *, loss: float | None, gradient: float | None) -> None:
+        """None: the bound for that type."""
+        self._dtype = dtype
+        self._loss = LOSS_BOUNDS[dtype] if loss is None else loss
+        self._gradient = GRADIENT_BOUNDS[dtype] if gradient is None else gradient
         self._of_one_process: dict[str, float] = {}
         """By aggregation, in bfloat16."""
 
     @property
-    def of_gradient(self) -> str:
-        """The gradient's limit in words."""
-        if self._dtype == "float32":
-            return f"of a parameter's gradient {self._gradient:g}"
-        return f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
+    def text(self) -> str:
+        """The limits in words."""
+        gradient = f"of a parameter's gradient {self._gradient:g}"
+        if self._dtype == "bfloat16":
+            gradient = f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
+        return f"relative difference of the loss {self._loss:g}, {gradient}"
 
-    def hold(self, result: "Measured") -> bool:
-        """Whether a result is within them."""
-        from megatron_dapo.diagnostics.certificate.measure import Bounds
-
-        gradient, aggregation = self._gradient, result.case.aggregation
-        if self._dtype == "float32":
-            return result.difference.within(Bounds(loss=self._loss, gradient=gradient, parameter=gradient))
-        if aggregation in self._of_one_process:
-            gradient = min(gradient, ROUNDING * self._of_one_process[aggregation])
-        else:
-            self._of_one_process[aggregation] = result.difference.gradient
-        return result.difference.within(Bounds(loss=self._loss, gradient=gradient, parameter=math.inf))
+    def hold(self, aggregation: str, found: "Difference") -> bool:
+        """Whether a difference is within them; never for a number that is not finite."""
+        gradient, parameter = self._gradient, self._gradient
+        if self._dtype == "bfloat16":
+            of_one_process = self._of_one_process.setdefault(aggregation, found.gradient)
+            gradient, parameter = min(gradient, ROUNDING * of_one_process), math.inf
+        return found.loss <= self._loss and found.gradient <= gradient and found.worst <= parameter
 
 
-def _plan(config: Config, options: CertifyOptions) -> "Plan":
+def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None) -> tuple[Config, int]:
+    """The config with the device and type that are measured, and most ranks of a layout."""
     import torch
 
-    from megatron_dapo.coordinator.batch import objective_of
-    from megatron_dapo.diagnostics.certificate.certificate import Plan
-    from megatron_dapo.diagnostics.certificate.measure import Job
+    from megatron_dapo.diagnostics.local_jobs import local_device
 
-    cuda = config.actor.device != "cpu" and torch.cuda.is_available()
-    if config.actor.device == "cuda" and not cuda:
+    device = local_device(config)
+    if config.actor.device == "cuda" and device == "cpu":
         raise ConfigError("actor.device = cuda: no CUDA device is visible; use auto or cpu")
-    here = torch.cuda.device_count() if cuda else max(os.cpu_count() or 1, config.actor.layout.world_size)
-    processes = options.processes or here
-    if cuda and processes > here:
+    here = max(os.cpu_count() or 1, config.actor.layout.world_size)
+    if device == "cuda":
+        here = torch.cuda.device_count()
+    processes = processes or here
+    if device == "cuda" and processes > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
-    device: Literal["cpu", "cuda"] = "cuda" if cuda else "cpu"
-    dtype = options.dtype or ("bfloat16" if cuda else "float32")
-    job = Job(
-        actor=dataclasses.replace(config.actor, device=device),
-        model=dataclasses.replace(config.model, dtype=dtype),
-        objective=objective_of(config.algorithm),
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-        timeout_s=options.deadline_s,
-    )
-    return Plan(
-        job=job,
-        device=device,
-        processes=processes,
-        layouts=options.layouts,
-        responses=options.responses,
-        longest=options.longest or min(config.model.context_length, LONGEST),
-        correction=config.algorithm.importance.mode != "none",
-        constant_length=config.rollout.max_new_tokens,
-        deadline_s=options.deadline_s,
-    )
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
+    return replace(config, actor=actor, model=model), processes
 
 
-def _start_table(text: str) -> None:
-    print(f"{text}\n\n{_line(HEADER)}", flush=True)
-
-
-def _row(result: "Measured", verdict: str) -> str:
+def _row(case: "Case", difference: "Difference", verdict: str) -> str:
     from megatron_dapo.diagnostics.certificate.layouts import label
 
-    case, difference = result.case, result.difference
     micro_batches = str(case.mini_batch.plan.micro_batches_per_rank)
     figures = [f"{value:.1e}" for value in (difference.loss, difference.gradient, difference.worst)]
     return _line(
@@ -175,8 +135,3 @@ def _row(result: "Measured", verdict: str) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
-
-
-def _fail(reason: object, code: ExitCode) -> ExitCode:
-    print(reason, file=sys.stderr)
-    return code

@@ -1,4 +1,7 @@
-"""What a run's exit code means; a job script may rely on it."""
+"""What a run's exit code means; a job script may rely on it.
+
+An error class names its code as a number, `exit_code = 2`, wherever the class stands.
+"""
 
 from enum import IntEnum
 
@@ -25,36 +28,8 @@ class ExitCode(IntEnum):
     """Ended at once by a second signal; `run.resume=true` goes on from the last checkpoint."""
 
 
-OF_ERRORS = {
-    "megatron_dapo.config.base.ConfigError": ExitCode.CONFIG,
-    "megatron_dapo.data.records.DataError": ExitCode.CONFIG,
-    "megatron_dapo.data.tokenizer.TokenizerError": ExitCode.CONFIG,
-    "megatron_dapo.storage.ledger.LedgerError": ExitCode.CONFIG,
-    "megatron_dapo.monitor.writer.MetricsError": ExitCode.CONFIG,
-    "megatron_dapo.storage.run_dir.RunDirError": ExitCode.CONFIG,
-    "megatron_dapo.storage.run_dir.RunDirLost": ExitCode.FAILED,
-    "megatron_dapo.cluster.placement.PlacementError": ExitCode.CONFIG,
-    "megatron_dapo.diagnostics.response_log.EvaluationError": ExitCode.CONFIG,
-    "reward.verdict.VerifierError": ExitCode.CONFIG,
-    "reward.lanes.PoolError": ExitCode.FAILED,
-    "megatron_dapo.coordinator.step_metrics.MismatchStop": ExitCode.DIVERGED,
-    "megatron_dapo.cluster.trainer.Diverged": ExitCode.DIVERGED,
-    "megatron_dapo.cluster.gpu_handover.MemoryNotFree": ExitCode.CONFIG,
-    "megatron_dapo.cluster.waits.Stalled": ExitCode.STALLED,
-    "megatron_dapo.cluster.waits.StopRequested": ExitCode.CONTINUE,
-    "rollout.errors.KeyFileError": ExitCode.CONFIG,
-    "rollout.errors.RolloutError": ExitCode.FLEET,
-    "megatron_dapo.experience.generator.EngineAborted": ExitCode.FLEET,
-    "megatron_dapo.experience.generator.Unjudged": ExitCode.FAILED,
-    "megatron_dapo.cluster.ray_cluster.ClusterError": ExitCode.TRAINER,
-    "megatron_dapo.cluster.trainer.TrainerError": ExitCode.TRAINER,
-    "megatron_dapo.coordinator.sampler.OversamplingLimit": ExitCode.FAILED,
-    "builtins.OSError": ExitCode.FAILED,
-}
-"""Errors that explain themselves. By name: their modules are imported only by what raises them."""
-
-
 def exit_code_of(error: BaseException) -> ExitCode | None:
-    """The code of an error, or of the nearest of its base classes; None: a fault of ours, worth a traceback."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
-    return next((OF_ERRORS[name] for name in names if name in OF_ERRORS), None)
+    """The `exit_code` of the error's class, for errors that explain themselves; None: a fault of ours, worth a
+    traceback."""
+    code = getattr(error, "exit_code", ExitCode.FAILED if isinstance(error, OSError) else None)
+    return None if code is None else ExitCode(code)

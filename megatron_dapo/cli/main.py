@@ -5,18 +5,19 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from megatron_dapo.cli.bisect import bisect
+from megatron_dapo.cli.certify import certify
+from megatron_dapo.cli.command_line import ConfigFile, Overrides
+from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.replay import replay
 from megatron_dapo.config import ConfigError, load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Config file; docs/config.md lists every key.")]
-Precision = Literal["float32", "bfloat16"]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override keys.")]
 
 
 @app.command()
@@ -48,22 +49,7 @@ def ask(
     raise typer.Exit(ask_command(model, prompt, max_new_tokens, temperature))
 
 
-@app.command(name="eval")
-def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Config file, or run directory.")],
-    overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Each new version of a run that goes on, as it comes.")
-    ] = False,
-    every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
-) -> None:
-    """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
-    from megatron_dapo.cli.eval import EvalOptions, eval_command
-
-    options = EvalOptions(model=model, out=out, watch=watch, every=every)
-    raise typer.Exit(eval_command(target, overrides or [], options))
+app.command("eval")(evaluate)
 
 
 @app.command()
@@ -130,65 +116,9 @@ def slurm(
     raise typer.Exit(slurm_command(config, overrides or [], options, out))
 
 
-@app.command()
-def certify(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Most ranks of a layout; else as many as fit.")] = None,
-    layouts: Annotated[int, typer.Option(min=1, help="Layouts to try, the config's own first.")] = 8,
-    responses: Annotated[int, typer.Option(min=8, help="Responses of the mini-batch.")] = 16,
-    longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
-    dtype: Annotated[Precision | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
-    loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,
-    gradient_bound: Annotated[float | None, typer.Option(min=0, help="The same of a parameter's gradient.")] = None,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
-) -> None:
-    """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
-    from megatron_dapo.cli.certify import CertifyOptions, certify_command
-
-    options = CertifyOptions(
-        processes=processes,
-        layouts=layouts,
-        responses=responses,
-        longest=longest,
-        dtype=dtype,
-        loss_bound=loss_bound,
-        gradient_bound=gradient_bound,
-        deadline_s=deadline,
-    )
-    raise typer.Exit(certify_command(config, overrides or [], options))
-
-
-@app.command()
-def bisect(
-    source: Annotated[Path, typer.Argument(help="YAML config, or the directory of a run.")],
-    overrides: Overrides = None,
-    responses: Annotated[int, typer.Option(min=1, help="Prompts to answer, one response each.")] = 8,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Longest response; 256, or what the config allows.")] = None,
-    bound: Annotated[float | None, typer.Option(min=0, help="Largest mean gap; 1e-3 in float32.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="A part to leave out, by its name in the table.")] = None,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each part may take.")] = 1800.0,
-) -> None:
-    """Re-score a few responses by every part from engine to trainer, to see where a gap in log-probs begins."""
-    from megatron_dapo.cli.bisect import BisectOptions, bisect_command
-
-    options = BisectOptions(
-        responses=responses, tokens=tokens, bound=bound, skip=tuple(skip or ()), deadline_s=deadline
-    )
-    raise typer.Exit(bisect_command(source, overrides or [], options))
-
-
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(help="Directory of a run that was made with run.save_batches=true.")],
-    step: Annotated[int, typer.Option(min=1, help="Rollout step.")],
-    tolerance: Annotated[float, typer.Option(min=0, help="Largest relative difference; 0 on the CPU.")] = 0.0,
-    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each pass may take.")] = 1800.0,
-) -> None:
-    """Compute one rollout step of a run again, from its batch and the checkpoint before it, and compare."""
-    from megatron_dapo.cli.replay import replay_command
-
-    raise typer.Exit(replay_command(run, step, tolerance, deadline))
+app.command()(certify)
+app.command()(bisect)
+app.command()(replay)
 
 
 @app.command()
@@ -232,7 +162,7 @@ def plan(
             trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
         )
     from megatron_dapo.cli.plan import plan_command
-    from megatron_dapo.plan.plan import Assumptions
+    from megatron_dapo.plan.scenario import Assumptions
 
     assumed = Assumptions(
         gpu_memory=None if gpu_memory is None else gpu_memory * 1e9,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import Config, ConfigError, load_config
-from megatron_dapo.plan.alternatives import Changes, Split, other_splits, remedies
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.plan import Assumptions, Plan, make_plan
-from megatron_dapo.plan.shapes import ModelShape, model_shape
-from megatron_dapo.plan.state import model_parameters
-from megatron_dapo.plan.step import StepPlan
+from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
+from megatron_dapo.plan.rank_state import model_parameters
+from megatron_dapo.plan.scenario import Assumptions, Changes, Scenario
+from megatron_dapo.plan.step_plan import StepPlan
 
 WIDTH = 120
 GB = 1e9
@@ -36,106 +36,93 @@ def plan_command(
 ) -> ExitCode:
     """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none."""
     try:
-        config = load_config(path, overrides)
-        constants = load_calibration(calibration)
-        shape = model_shape(config.model.path)
-        plan = make_plan(config, shape.hf, constants, assumed)
-        if plan.fits:
-            splits, ways = other_splits(config, shape.hf, constants, plan, assumed), []
-        else:
-            splits, ways = [], remedies(config, shape.hf, constants, plan.gpu_memory)
+        config, constants = load_config(path, overrides), load_calibration(calibration)
+        model = model_dimensions(config.model.path)
+        plan = make_plan(Scenario(config, model.hf, constants, assumed))
+        splits, ways = (other_splits(plan), []) if plan.fits else ([], remedies(plan.case))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
     if as_json:
-        print(json.dumps(plan_tree(config, shape, plan, splits, ways), indent=2))
+        print(json.dumps(plan_tree(model.source, plan, splits, ways), indent=2))
     else:
-        _print(config, shape, plan, assumed, splits, ways)
+        _print(model.source, plan, splits, ways)
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
-def plan_tree(
-    config: Config, shape: ModelShape, plan: Plan, splits: Sequence[Split], ways: Sequence[Changes]
-) -> dict[str, Any]:
+def plan_tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
+    step = None
+    if plan.step is not None:
+        derived = {name: getattr(plan.step, name) for name in ("seconds", "tokens_per_s_per_gpu")}
+        step = dataclasses.asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours}
     return {
-        "model": {"source": shape.source, "parameters": model_parameters(shape.hf)},
+        "model": {"source": source, "parameters": model_parameters(plan.case.hf)},
         "fits": plan.fits,
-        "gpu_memory": plan.gpu_memory,
+        "gpu_memory": plan.case.gpu_memory,
         "trainer": [dataclasses.asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
         "server": None if plan.server is None else dataclasses.asdict(plan.server),
         "host": plan.host,
         "misfits": [dataclasses.asdict(misfit) for misfit in plan.misfits],
         "remedies": [dict(way) for way in ways],
-        "workload": dataclasses.asdict(plan.workload),
-        "step": None if plan.step is None else _step_tree(plan.step, plan.gpu_hours(config.run.rollout_steps)),
+        "workload": dataclasses.asdict(plan.case.workload),
+        "step": step,
         "splits": [
             {
-                "layout": dataclasses.asdict(split.layout),
-                "servers": split.servers,
-                "chosen": split.chosen,
-                "fits": split.plan.fits,
-                "seconds": split.plan.step.seconds if split.plan.step else None,
+                "layout": dataclasses.asdict(split.case.config.actor.layout),
+                "servers": split.case.config.rollout.servers,
+                "chosen": split is plan,
+                "fits": split.fits,
+                "seconds": split.step.seconds if split.step else None,
             }
             for split in splits
         ],
     }
 
 
-def _step_tree(step: StepPlan, gpu_hours: float) -> dict[str, Any]:
-    derived = {"seconds": step.seconds, "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu, "gpu_hours": gpu_hours}
-    return dataclasses.asdict(step) | derived
+def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
+    def say(text: str) -> None:
+        console.print(Text(text))
 
-def _print(
-    config: Config,
-    shape: ModelShape,
-    plan: Plan,
-    assumed: Assumptions,
-    splits: Sequence[Split],
-    ways: Sequence[Changes],
-) -> None:
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
-    console.print(Text(f"Model: {model_parameters(shape.hf) / 1e9:.2f} billion parameters, {shape.source}"))
-    console.print(Text(_gpus(config, plan)))
+    say(f"Model: {model_parameters(plan.case.hf) / 1e9:.2f} billion parameters, {source}")
+    say(_gpus(plan))
     console.print(_memory_table(plan))
     if plan.server is not None:
         server = plan.server
-        console.print(
-            Text(
-                f"Server, each GPU: weights {_gb(server.weights)}, KV cache {_gb(server.kv_cache)} = "
-                f"{server.kv_tokens} tokens a server, outside memory_fraction {_gb(server.rest)}"
-            )
+        say(
+            f"Server, each GPU: weights {_gb(server.weights)}, KV cache {_gb(server.kv_cache)} = {server.kv_tokens} "
+            f"tokens a server, outside memory_fraction {_gb(server.rest)}"
         )
-    console.print(Text("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items())))
+    say("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items()))
     if plan.step is None:
         _print_misfits(console, plan, ways)
         return
-    console.print(Text(f"\nEverything fits {_gb(plan.gpu_memory)} a GPU. A rollout step, modelled:"))
-    console.print(_time_table(plan.step, config.rollout.weight_sync))
-    console.print(Text(_summary(config, plan, plan.step)))
+    say(f"\nEverything fits {_gb(plan.case.gpu_memory)} a GPU. A rollout step, modelled:")
+    console.print(_time_table(plan.step, plan.case.config.rollout.weight_sync))
+    say(_summary(plan, plan.step))
     if len(splits) > 1:
-        console.print(Text("\nThe same GPUs, split otherwise (* as configured):"))
-        console.print(_split_table(config, splits))
-    console.print(Text(_assumptions(config, plan, assumed)))
+        say("\nThe same GPUs, split otherwise (* as configured):")
+        console.print(_split_table(plan, splits))
+    say(_assumptions(plan))
 
 
-def _gpus(config: Config, plan: Plan) -> str:
-    layout = config.actor.layout
+def _gpus(plan: Plan) -> str:
+    config, layout, servers = plan.case.config, plan.case.config.actor.layout, plan.case.servers
     sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
-    if plan.shared:
+    if plan.case.shares_gpus:
         whose = "the servers' while they write" if config.run.mode == "colocated" else "the server's"
         these = f"{layout.world_size} GPUs" if layout.world_size > 1 else "1 GPU"
         return f"{these} that trainer ({sizes}) and servers share ({config.rollout.memory_fraction:g} of each {whose})"
-    servers = f"{plan.servers.count} servers of {plan.servers.tensor_parallel}"
-    return f"{layout.world_size} GPUs train ({sizes}), {plan.servers.gpus} generate ({servers})"
+    each = f"{servers.count} servers of {servers.tensor_parallel}"
+    return f"{layout.world_size} GPUs train ({sizes}), {servers.gpus} generate ({each})"
 
 
 def _memory_table(plan: Plan) -> Table:
     table = _table("a trainer rank, GB", "stage", *PHASES)
     for rank in plan.ranks:
-        names = dict.fromkeys(name for items in rank.items.values() for name in items)
-        for name in names:
+        for name in dict.fromkeys(name for items in rank.items.values() for name in items):
             values = [rank.items[phase].get(name, 0.0) for phase in PHASES]
             table.add_row(name, str(rank.stage), *(f"{value / GB:.2f}" if value else "" for value in values))
         table.add_row("all", str(rank.stage), *(f"{rank.peaks[phase] / GB:.2f}" for phase in PHASES), style="bold")
@@ -144,13 +131,12 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> None:
-    console.print(Text(f"\nDoes not fit {_gb(plan.gpu_memory)} a GPU:", style="bold"))
-    for misfit in plan.misfits:
-        console.print(
-            Text(f"  {misfit.part}, {misfit.what}: needs {_gb(misfit.needed)}, there are {_gb(misfit.there)}")
-        )
+    console.print(Text(f"\nDoes not fit {_gb(plan.case.gpu_memory)} a GPU:", style="bold"))
+    for one in plan.misfits:
+        console.print(Text(f"  {one.part}, {one.what}: needs {_gb(one.needed)}, there are {_gb(one.there)}"))
     if ways:
-        console.print(Text(f"  would fit with: {' '.join(map(_overrides, ways))}"), soft_wrap=True)
+        keys = " ".join(f"{key}={json.dumps(value)}" for way in ways for key, value in way.items())
+        console.print(Text(f"  would fit with: {keys}"), soft_wrap=True)
     parts = {misfit.part for misfit in plan.misfits}
     if len(ways) < len(parts):
         rest = "the other of trainer and server" if ways else " and ".join(sorted(parts, reverse=True))
@@ -158,79 +144,74 @@ def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> Non
 
 
 def _time_table(step: StepPlan, weight_sync: str) -> Table:
-    table = _table("phase", "seconds", "what it is made of")
-    table.add_row(
-        "rollout",
-        f"{step.rollout_s:.0f}",
-        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
-        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many",
-    )
-    overlapped = step.log_prob_total_s - step.log_prob_s
-    table.add_row("log-probs", f"{step.log_prob_s:.0f}", f"{overlapped:.0f} s more during the rollout")
     one = step.update
-    table.add_row(
-        "update",
-        f"{step.update_s:.0f}",
-        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
-        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
+    generated = (
+        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
+        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many"
     )
-    table.add_row("weight sync", f"{step.sync_s:.0f}", _SYNC_WAYS[weight_sync])
+    updates = (
+        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
+        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s"
+    )
+    rows = {
+        "rollout": (step.rollout_s, generated),
+        "log-probs": (step.log_prob_s, f"{step.log_prob_total_s - step.log_prob_s:.0f} s more during the rollout"),
+        "update": (step.update_s, updates),
+        "weight sync": (step.sync_s, _SYNC_WAYS[weight_sync]),
+    }
     if step.handover_s:
-        table.add_row("handover", f"{step.handover_s:.0f}", "weights and optimizer state to host memory and back")
+        rows["handover"] = (step.handover_s, "weights and optimizer state to host memory and back")
+    table = _table("phase", "seconds", "what it is made of")
+    for phase, (seconds, text) in rows.items():
+        table.add_row(phase, f"{seconds:.0f}", text)
     if step.overlaps:
         table.add_row("", "", "rollout (without its end) and log-probs with update at the same time: the longer counts")
     table.add_row("all", f"{step.seconds:.0f}", f"trainer's MFU in log-probs and updates {step.mfu:.0%}", style="bold")
     return table
 
 
-def _summary(config: Config, plan: Plan, step: StepPlan) -> str:
-    hours = step.seconds * config.run.rollout_steps / 3600
+def _summary(plan: Plan, step: StepPlan) -> str:
+    steps = plan.case.config.run.rollout_steps
     return (
         f"{step.tokens_per_s_per_gpu:.0f} trained and {step.generated_tokens / step.seconds / step.gpus:.0f} generated "
-        f"tokens/s a GPU. {config.run.rollout_steps} rollout steps: {hours:.0f} hours on {step.gpus} GPUs, "
-        f"{plan.gpu_hours(config.run.rollout_steps):.0f} GPU-hours."
+        f"tokens/s a GPU. {steps} rollout steps: {step.seconds * steps / 3600:.0f} hours on {step.gpus} GPUs, "
+        f"{plan.gpu_hours:.0f} GPU-hours."
     )
 
 
-def _split_table(config: Config, splits: Sequence[Split]) -> Table:
+def _split_table(plan: Plan, splits: Sequence[Plan]) -> Table:
     table = _table("trainer", "layout", "servers", "rollout s", "update s", "step s", "tokens/s/GPU", "GPU-hours")
     for split in splits:
-        sizes = f"TP {split.layout.tensor} PP {split.layout.pipeline} DP {split.layout.data}"
-        names = (f"{split.layout.world_size} GPUs{' *' if split.chosen else ''}", sizes, str(split.servers))
-        step = split.plan.step
-        if step is None:
-            table.add_row(*names, "does not fit", "", "", "", "")
-            continue
-        figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu)
-        hours = split.plan.gpu_hours(config.run.rollout_steps)
-        table.add_row(*names, *(f"{figure:.0f}" for figure in figures), f"{hours:.0f}")
+        layout, step = split.case.config.actor.layout, split.step
+        sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
+        figures = ["does not fit", *[""] * 4]
+        if step is not None:
+            values = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
+            figures = [f"{value:.0f}" for value in values]
+        gpus = f"{layout.world_size} GPUs{' *' if split is plan else ''}"
+        table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *figures)
     return table
 
 
-def _assumptions(config: Config, plan: Plan, assumed: Assumptions) -> str:
-    work = plan.workload
+def _assumptions(plan: Plan) -> str:
+    work, asked = plan.case.workload, plan.case.assumed.pass_rate
     sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
-    if not config.algorithm.dynamic_sampling.enabled:
+    if not plan.case.config.algorithm.dynamic_sampling.enabled:
         sampling = "every group is trained: dynamic sampling is off"
-    elif assumed.pass_rate is not None and work.pass_rate < assumed.pass_rate:
+    elif asked is not None and work.pass_rate < asked:
         sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
-    lengths = ""
-    if plan.step is not None:
+    step, lengths = plan.step, ""
+    if step is not None:
         lengths = (
-            f" (of those trained: mean {plan.step.mean_length:.0f}, longest {plan.step.longest}, "
-            f"{plan.step.cut_off:.1%} cut off)"
+            f" (of those trained: mean {step.mean_length:.0f}, longest {step.longest}, {step.cut_off:.1%} cut off)"
         )
     return (
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
         f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not "
         "counted: evaluation, checkpoints, the start, failures. Set your own with --mean-length, --sigma, --pass-rate, "
-        "--gpu-memory; constants of the hardware with --calibration FILE. docs/plan.md holds the formulas, "
+        "--gpu-memory; constants of the hardware with --calibration FILE. docs/before_a_run.md holds the formulas, "
         "docs/measurements/plan.md how far the model is from published steps."
     )
-
-
-def _overrides(way: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={json.dumps(value)}" for key, value in way.items())
 
 
 def _gb(value: float) -> str:

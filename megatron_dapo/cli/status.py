@@ -8,23 +8,20 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.monitor.console import duration, step_line
+from megatron_dapo.monitor.console import RECENT, duration, step_line
 from megatron_dapo.monitor.health import check_health
-from megatron_dapo.monitor.run_status import FILE, Heartbeat, liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.run_status import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.writer import MetricsError
-from megatron_dapo.report.alarms import limits_of
+from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run, read_run
 from megatron_dapo.storage.run_dir import RunDirError, newest_step
-
-RECENT = 5
-"""Rollout steps whose mean duration predicts the time left."""
 
 
 def status_command(folder: Path) -> ExitCode:
     """Print it. A dead run is no error of this command; a folder that holds no run, or that cannot be read, is."""
     beat = read_heartbeat(folder)
     try:
-        run = read_run(folder, needs_files=beat is None, needs_fates=False)
+        run = read_run(folder, needs_files=beat is None, needs_ledger=False)
         checkpoint = newest_step(folder)
     except (ReportError, MetricsError, RunDirError) as error:
         print(error, file=sys.stderr)
@@ -45,7 +42,7 @@ def status_command(folder: Path) -> ExitCode:
     _print(screen, "last error", _error(beat))
     for note in run.notes:
         _print(screen, "note", [note])
-    alarms = check_health(run.lines, limits_of(run.setting))
+    alarms = check_health(run.lines, run.health_limits)
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:

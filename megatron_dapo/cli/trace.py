@@ -7,11 +7,9 @@ from pathlib import Path
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace.agreement import RankTrace, covered
-from megatron_dapo.plan.trace.cuda_stub import TraceError
-from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.orchestrate import telling_ranks, trace_ranks
+from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.trace.findings import Findings, RankTrace, covered
+from megatron_dapo.plan.trace.rank_processes import TraceError, telling_ranks, trace_ranks
 
 
 def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: str, jobs: int) -> ExitCode:
@@ -21,19 +19,18 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
         layout = config.actor.layout
         if layers not in ("te", "local"):
             raise ConfigError(f"--layers {layers}: te or local")
-        if config.actor.fp8 != "none":
-            raise ConfigError(
-                f"actor.fp8 = {config.actor.fp8}: FP8 cannot be traced; give actor.fp8=none for the trace"
-            )
+        if (fp8 := config.actor.fp8) != "none":
+            raise ConfigError(f"actor.fp8 = {fp8}: FP8 cannot be traced; give actor.fp8=none for the trace")
         if layers == "te" and layout.context > 1:
             raise ConfigError("actor.layout.context above 1 cannot be traced with --layers te; give --layers local")
+        asked = telling_ranks(layout)
         if ranks == "all":
             asked = list(range(layout.world_size))
-        elif ranks and not all(one.strip().isdecimal() for one in ranks.split(",")):
-            raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
-        else:
-            asked = sorted({int(one) for one in ranks.split(",")}) if ranks else telling_ranks(layout)
-        constants, hf = load_calibration(), model_shape(config.model.path).hf
+        elif ranks:
+            if not all(one.strip().isdecimal() for one in ranks.split(",")):
+                raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
+            asked = sorted({int(one) for one in ranks.split(",")})
+        constants, hf = load_calibration(), model_dimensions(config.model.path).hf
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
         traces = trace_ranks(
             path, overrides, config, asked, layers="te" if layers == "te" else "local", jobs=jobs, told=_tell

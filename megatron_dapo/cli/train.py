@@ -1,4 +1,4 @@
-"""`megatron-dapo train`: one config, one run, one exit code."""
+"""`megatron-dapo train`: one config, one run, one exit code; and what the signals do that ask a run to stop."""
 
 import asyncio
 import logging
@@ -6,14 +6,49 @@ import os
 import resource
 import secrets
 import shlex
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
-from megatron_dapo.cluster.stop_signals import StoppedEarly, stop_at_once
 from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.run_dir import CheckpointDamaged
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""SIGUSR1 is what `sbatch --signal` is usually told to send ahead of the time limit."""
+
+
+class StoppedEarly(BaseException):
+    """A stop signal came before there was anything to save. No Exception: nobody may take it for an error of theirs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Those of STOP_SIGNALS that this process is to heed: `nohup` wants its SIGHUP ignored. SIGINT is ignored in a
+    script's background, where it must stop a run too."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number is not signal.SIGHUP or not ignored]
+
+
+@contextmanager
+def stop_at_once() -> Iterator[None]:
+    """A stop signal raises StoppedEarly in the body, in the main thread, until the body sets handlers of its own: the
+    system's own way would end the process with a code that says nothing of going on."""
+
+    def on_signal(number: int, frame: object) -> None:
+        raise StoppedEarly(number)
+
+    before = {number: signal.signal(number, on_signal) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
@@ -64,10 +99,31 @@ def _run(config: Config, console: Console) -> None:
     inputs = read_inputs(config)
     console.note(f"prompts: {inputs.prompts.summary()}")
     console.note(f"held-out problems: {inputs.heldout.summary()}")
-    from megatron_dapo.coordinator.supervise import run_blocking
+    from megatron_dapo.coordinator.run import run_with_restarts
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    run_blocking(config, inputs, console)
+
+    async def until_stopped() -> None:
+        stop = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(run_with_restarts(config, inputs, console, stop))
+        save_on_signals(stop, task, console)
+        await task
+
+    asyncio.run(until_stopped())
+
+
+def save_on_signals(stop: "asyncio.Future[None]", task: "asyncio.Task[Any]", console: Console) -> None:
+    """From now on the first stop signal asks the run to save and stop; a second one cancels everything."""
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.done():
+            task.cancel()
+            return
+        console.note(f"{number.name}: stopping; what was trained is saved first, a second signal ends at once")
+        stop.set_result(None)
+
+    for number in heeded_signals():
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
 
 def prepare_environment() -> None:

@@ -1,7 +1,7 @@
 """Which servers a run uses: those that it is told of, this machine's, or those that Ray places on a cluster."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,13 +41,12 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
     Raises:
         PlacementError: trainer and servers need more GPUs than there are, or cannot share them.
     """
-    if config.rollout.urls:
-        return [RemoteServer(url) for url in config.rollout.urls]
-    places = _gpu_places(config, gpus) if gpus else [()] * config.rollout.servers
-    return [
-        LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
-        for index, place in enumerate(places)
-    ]
+    return _engines(config, logs, gpus, _places_behind_trainer)
+
+
+def on_gpu_of_rank_0(engines: Sequence[Engine], gpus: Sequence[str]) -> bool:
+    """Whether one of `own_engines` is on the GPU of the trainer's rank 0, the first of `gpus`."""
+    return any(isinstance(engine, LocalServer) and gpus[0] in engine.spec.gpus for engine in engines)
 
 
 def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
@@ -56,15 +55,15 @@ def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Eng
     Raises:
         PlacementError: the servers need more GPUs than there are.
     """
+    return _engines(config, logs, gpus, _first_places)
+
+
+def _engines(
+    config: Config, logs: Path, gpus: Sequence[str], places_on: Callable[[Config, Sequence[str]], list[tuple[str, ...]]]
+) -> list[Engine]:
     if config.rollout.urls:
         return [RemoteServer(url) for url in config.rollout.urls]
-    each, servers = config.rollout.tensor_parallel, config.rollout.servers
-    if gpus and servers * each > len(gpus):
-        raise PlacementError(
-            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; this process sees {len(gpus)} "
-            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
-        )
-    places = [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
+    places = places_on(config, gpus) if gpus else [()] * config.rollout.servers
     return [
         LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
         for index, place in enumerate(places)
@@ -126,18 +125,28 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
     )
 
 
-def _gpu_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
+def _first_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
+    each, servers = config.rollout.tensor_parallel, config.rollout.servers
+    if servers * each > len(gpus):
+        raise PlacementError(
+            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; this process sees {len(gpus)} "
+            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
+        )
+    return [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
+
+
+def _places_behind_trainer(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
     trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
     if config.run.mode == "colocated":
         check_shared_gpus(config)
         if trainer > len(gpus):
             raise PlacementError(f"actor.layout needs {trainer} GPUs; this machine offers {len(gpus)}")
-        return [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
+        return _first_places(config, gpus)
     if len(gpus) == trainer == each == servers == 1:
-        return [(gpus[0],)]  # one GPU for both: rollout.memory_fraction says how much of it the server takes
+        return _first_places(config, gpus)  # one for both: rollout.memory_fraction says how much of it the server takes
     if trainer + servers * each > len(gpus):
         raise PlacementError(
             f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} more; "
             f"this machine offers {len(gpus)}; lower one of them or name running servers in rollout.urls"
         )
-    return [tuple(gpus[trainer + at * each : trainer + (at + 1) * each]) for at in range(servers)]
+    return _first_places(config, gpus[trainer:])

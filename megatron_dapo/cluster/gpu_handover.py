@@ -1,20 +1,22 @@
-"""`run.mode: colocated`: trainer and servers are on the same GPUs, and take turns in their memory.
+"""`run.mode: colocated`: trainer and servers are on the same GPUs and use their memory in turn.
 
     servers write  -> [servers leave] -> trainer: log-probs, update, export -> [servers come back] -> new weights -> ...
+
+    async with handover.trainer():  # the memory is the trainer's in the body, and stays so until the servers want it
 
 At each edge the GPUs' free memory is measured and compared with what the coming side needs, so that the wrong side is
 named instead of an out-of-memory error somewhere in the other. What the trainer leaves on a GPU outside its calls is
 `actor.offload.between_phases`. On the CPU the servers are told the same, and there is nothing to measure.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
-
-T = TypeVar("T")
+from megatron_dapo.monitor.timeline import StepTimer
 
 GIB = 2**30
 LEAST_GIVEN = 0.9
@@ -22,23 +24,25 @@ LEAST_GIVEN = 0.9
 
 
 class MemoryNotFree(RuntimeError):
-    """A GPU's memory was not left to the side whose turn it is. The message names the GPU and who holds what."""
+    """A GPU's memory was not left to the side that needs it. The message names the GPU and who holds what."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceMemory:
+class GpuMemory:
     """A trainer rank's GPU, in bytes."""
 
     rank: int
     free: int
     total: int
-    held: int
+    reserved: int
     """By the rank's own allocator."""
 
     def line(self) -> str:
         return (
             f"rank {self.rank}: {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
-            f"{self.held / GIB:.1f} held by the trainer"
+            f"{self.reserved / GIB:.1f} held by the trainer"
         )
 
 
@@ -50,14 +54,14 @@ class Fleet(Protocol):
     async def resume_memory(self) -> None: ...
 
 
-class Turns:
-    """Whose turn it is. The servers' at the start. Where memory is not shared it is always everybody's."""
+class GpuHandover:
+    """Who has the GPUs' memory. The servers at the start. Where memory is not shared, everybody always has it."""
 
     def __init__(
         self,
         config: RunConfig,
         fleet: Fleet,
-        look: Callable[[], Awaitable[Sequence[DeviceMemory]]],
+        look: Callable[[], Awaitable[Sequence[GpuMemory]]],
         waits: Waits,
         *,
         report: Callable[[str], None],
@@ -69,59 +73,71 @@ class Turns:
         """
         self._fleet, self._look, self._waits, self._report = fleet, look, waits, report
         self._shared, self._deadline_s = config.mode == "colocated", config.step_deadline_s
-        self._trainers = False
-        self._given: dict[int, int] = {}
+        self._trainer_has_it = False
+        self._freed: dict[int, int] = {}
         """Bytes that the servers' leaving freed on each rank's GPU."""
 
-    async def trainer(self) -> None:
-        """Returns when the trainer may use the memory. No request may be in flight.
+    @asynccontextmanager
+    async def trainer(self, timer: StepTimer | None = None) -> AsyncIterator[None]:
+        """The trainer may use the memory in the body. No request may be in flight.
+
+        Args:
+            timer: gets the seconds of the handover.
 
         Raises:
             MemoryNotFree: the servers still hold memory.
         """
-        if not self._shared or self._trainers:
-            return
+        with timer.measure("handover") if timer else nullcontext():
+            if self._shared and not self._trainer_has_it:
+                await self._to_trainer()
+        yield
+
+    @asynccontextmanager
+    async def servers(self, timer: StepTimer | None = None) -> AsyncIterator[None]:
+        """The servers have their memory in the body; as `trainer`.
+
+        Raises:
+            MemoryNotFree: the trainer still holds memory that they had left.
+        """
+        with timer.measure("handover") if timer else nullcontext():
+            if self._trainer_has_it:
+                await self._to_servers()
+        yield
+
+    async def _to_trainer(self) -> None:
         before = await self._look()
-        claims = await self._wait("memory for the trainer", self._fleet.release_memory())
+        release = self._fleet.release_memory()
+        claims = await self._waits.wait_for("memory for the trainer", "rollout servers", self._deadline_s, release)
         after = await self._look()
-        self._trainers = True
-        given = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
+        self._trainer_has_it = True
+        freed = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
         # Servers are on the GPUs of neighbouring ranks, all on as many. One that was down had nothing to leave.
         claimed = {now.rank: claims[now.rank * len(claims) // len(after)] or 0.0 for now in after}
         short = [
             f"{now.line()}, {claimed[now.rank]:.1f} claimed"
             for now in after
-            if given[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB
+            if freed[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB
         ]
         if short:
             raise MemoryNotFree(
                 "less memory became free than rollout servers say that they left:\n  " + "\n  ".join(short)
             )
-        if after and not self._given:
-            least = min(given[rank] for rank in given if claimed[rank] == max(claimed.values())) / GIB
+        if after and not self._freed:
+            least = min(freed[rank] for rank in freed if claimed[rank] == max(claimed.values())) / GIB
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")
-        self._given = given
+        self._freed = freed
 
-    async def servers(self) -> None:
-        """Returns when the servers have their memory back.
-
-        Raises:
-            MemoryNotFree: the trainer still holds memory that they had left.
-        """
-        if not self._trainers:
-            return
+    async def _to_servers(self) -> None:
         short = [
-            f"{now.line()}, {self._given[now.rank] / GIB:.1f} wanted back"
+            f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back"
             for now in await self._look()
-            if now.free < self._given[now.rank]
+            if now.free < self._freed[now.rank]
         ]
         if short:
             raise MemoryNotFree(
                 "rollout servers cannot take back what they left to the trainer; set actor.offload.between_phases to "
                 "all, or lower rollout.memory_fraction:\n  " + "\n  ".join(short)
             )
-        await self._wait("memory for the servers", self._fleet.resume_memory())
-        self._trainers = False
-
-    async def _wait(self, what: str, answer: Awaitable[T]) -> T:
-        return await self._waits.wait_for(what, "rollout servers", self._deadline_s, answer)
+        resume = self._fleet.resume_memory()
+        await self._waits.wait_for("memory for the servers", "rollout servers", self._deadline_s, resume)
+        self._trainer_has_it = False

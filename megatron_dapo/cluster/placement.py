@@ -20,6 +20,8 @@ from megatron_dapo.config import Config
 class PlacementError(RuntimeError):
     """Trainer and servers do not fit on the cluster. The message says what they need and what there is."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
@@ -129,7 +131,7 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
     check_fit(bundles, cluster_nodes())
     group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
-    await waits.wait_for("placement", "Ray", config.run.start_deadline_s, _reference(group.ready()))
+    await waits.wait_for("placement", "Ray", config.run.start_deadline_s, group.ready())
     size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
@@ -198,7 +200,3 @@ def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) ->
 
 def _amounts(cpus: float, gpus: float) -> str:
     return f"{gpus:g} GPUs, {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
-
-
-async def _reference(reference: Any) -> Any:
-    return await reference

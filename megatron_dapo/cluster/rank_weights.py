@@ -13,7 +13,7 @@ import torch
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.sender import GroupKeeper, SendRequest, Sent, WeightSender
+from rollout.weights.sender import GroupCache, SendRequest, Sent, WeightSender
 from rollout.wire.client import ServerInfo
 
 
@@ -22,7 +22,7 @@ class RankWeights:
 
     def __init__(self, actor: MegatronActor, *, bucket_bytes: int) -> None:
         self._actor, self._bucket_bytes = actor, bucket_bytes
-        self._groups = GroupKeeper()
+        self._groups = GroupCache()
 
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
@@ -61,5 +61,5 @@ class _Watched:
         self._checksums.add({name: tensor})
         self._bytes += tensor.nbytes
         if self._bytes > self.AHEAD_BYTES:
-            self._checksums.settle()
+            self._checksums.flush()
             self._bytes = 0

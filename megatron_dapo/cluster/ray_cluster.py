@@ -1,23 +1,31 @@
 """Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
+from pathlib import Path
 from typing import Literal
 
 import grpc
 import psutil
 import ray
 import torch
+from filelock import FileLock
 
 from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.ray_sweeper import RaySweeper
-from megatron_dapo.cluster.ray_temp_dir import RayFolder
 from megatron_dapo.cluster.waits import Stalled, StopRequested
+from megatron_dapo.storage.durable import LOCK_NAME, FolderHeld, lock_folder
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
 
+
+TEMP_PREFIX = "dapo-ray-"
+LONGEST_PARENT = 24
+"""Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
 
 CONNECT_DEADLINE_S = 10.0
 
@@ -30,6 +38,8 @@ GCS = "gcs_server"
 
 class ClusterError(RuntimeError):
     """Ray could not be started or joined. The message says where and what to do."""
+
+    exit_code = 6
 
 
 class Cluster:
@@ -49,10 +59,10 @@ class Cluster:
             ClusterError: with Ray's own words, or why the device cannot be had.
             StopRequested: SIGTERM came meanwhile.
         """
-        self._folder: RayFolder | None = None
+        self._temp_dir: RayTempDir | None = None
         self._sweeper: RaySweeper | None = None
         self._gcs: psutil.Process | None = None
-        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
+        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes everything.
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
@@ -73,7 +83,7 @@ class Cluster:
     @property
     def joined(self) -> bool:
         """Whether the cluster is somebody else's, perhaps of several nodes."""
-        return self._folder is None
+        return self._temp_dir is None
 
     def _connect(self, processes: int, device: Literal["auto", "cpu", "cuda"]) -> bool:
         """Returns `use_gpu`."""
@@ -85,8 +95,8 @@ class Cluster:
         use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
-        self._folder = RayFolder()
-        self._sweeper = RaySweeper(str(self._folder.path))
+        self._temp_dir = RayTempDir()
+        self._sweeper = RaySweeper(str(self._temp_dir.path))
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
@@ -97,7 +107,7 @@ class Cluster:
             logging_level="ERROR",
             # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
             _system_config={"worker_niceness": 0},
-            _temp_dir=str(self._folder.path),
+            _temp_dir=str(self._temp_dir.path),
             _node_ip_address="127.0.0.1",
         )
         mine = (child for child in psutil.Process().children() if child.name() == GCS and _lives(child))
@@ -112,8 +122,8 @@ class Cluster:
         ray.shutdown()
         if self._sweeper is not None:
             self._sweeper.close()
-        if self._folder is not None:
-            self._folder.remove()
+        if self._temp_dir is not None:
+            self._temp_dir.remove()
 
 
 def check_memory(processes: int, total: int) -> None:
@@ -160,3 +170,46 @@ def _check_reachable(address: str) -> None:
             grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
         except grpc.FutureTimeoutError:
             raise ClusterError(f"RAY_ADDRESS = {address}: what listens there is not Ray; {remedy}") from None
+
+
+class RayTempDir:
+    """The folder of a run's own Ray, with its sockets and logs: this process's until `remove`."""
+
+    def __init__(self) -> None:
+        """Makes it, and removes those of runs that are gone.
+
+        Raises:
+            OSError: it cannot be made or locked.
+        """
+        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp")
+        for left in parent.glob(f"{TEMP_PREFIX}*"):
+            remove_if_dead(left)
+        self._lock, self.path = _make_temp_dir(parent)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def remove_if_dead(folder: Path) -> None:
+    """Removes a folder of this user's runs which no process holds; another one stays.
+
+    One without a lock file stays too: its run may be about to take the lock.
+    """
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK_NAME).exists():
+            return
+        lock = lock_folder(folder)
+    except (FolderHeld, OSError):  # somebody's own, or gone meanwhile
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.release()
+
+
+def _make_temp_dir(parent: Path) -> tuple[FileLock, Path]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=parent))
+        try:
+            return lock_folder(folder), folder
+        except (FolderHeld, FileNotFoundError):
+            continue  # another run, starting too, took it for a dead one's between the two

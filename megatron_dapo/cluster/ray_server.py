@@ -179,7 +179,7 @@ class RayServer:
         """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
         try:
             async with asyncio.timeout(deadline_s):
-                return await _reference(reference)
+                return await reference
         except TimeoutError:
             raise ServerStartError(
                 f"server {self._spec.index}: its Ray actor gave no answer within {deadline_s:g} s"
@@ -187,7 +187,3 @@ class RayServer:
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             raise ServerStartError(f"server {self._spec.index}: {cause}") from None
-
-
-async def _reference(reference: Any) -> Any:
-    return await reference

@@ -1,13 +1,9 @@
-"""The Megatron ranks as Ray actors: one process a rank, all called together."""
+"""The Megatron ranks as the coordinator sees them: Ray actors, one process a rank, all called together."""
 
 import asyncio
-import os
-import random
-import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 
@@ -22,17 +18,19 @@ from megatron_dapo.actor.step_data import (
     UpdateMetrics,
 )
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.gpu_handover import DeviceMemory
+from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.rank_timeline import RankTimeline
+from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
-from rollout.server.engine import group_environment
 from rollout.wire.client import ServerInfo
 
 if TYPE_CHECKING:
     from rollout.weights.checksums import Checksums
     from rollout.weights.sender import SendRequest, Sent
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
@@ -44,6 +42,8 @@ DEATH_SHOWS_S = 3.0
 class TrainerError(RuntimeError):
     """A trainer rank failed. The message holds the rank and its own error."""
 
+    exit_code = 6
+
 
 class TrainerLost(TrainerError):
     """The process of a rank is gone; its work can be done again from the last checkpoint."""
@@ -52,107 +52,15 @@ class TrainerLost(TrainerError):
 class Diverged(TrainerError):
     """The loss or the gradient is not a finite number any more."""
 
+    exit_code = 3
 
-class DamageFound(TrainerError):
+
+class CheckpointUnreadable(TrainerError):
     """A file of the checkpoint that the ranks were to load is missing or damaged."""
 
 
 class TrainerStalled(Stalled):
     """The ranks did not answer in time: nor will they to whatever else is asked of them."""
-
-
-class TrainerRank:
-    """Body of one Ray actor. Everything it prints goes to its own log file."""
-
-    def __init__(self, run_dir: Path, threads: int) -> None:
-        self._run_dir = run_dir
-        self._timeline: RankTimeline | None = None
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-
-    def place(self) -> tuple[str, str]:
-        """Ray's name of this process's node, and its GPU there."""
-        return ray.get_runtime_context().get_node_id(), self.gpu()
-
-    def become(self, rank: int) -> None:
-        """Gives this process its number, and its output a file."""
-        self._rank = rank
-        log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(file, stream.fileno())
-        os.close(file)
-
-    def endpoint(self) -> str:
-        """A free port on this process's node, for the ranks to meet."""
-        host = ray.util.get_node_ip_address()
-        # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
-        for port in random.SystemRandom().sample(range(20000, 32768), 100):
-            with socket.socket() as free:
-                if free.connect_ex((host, port)) != 0:
-                    return f"tcp://{host}:{port}"
-        raise TrainerError(f"no free port between 20000 and 32767 on {host} for the trainer's ranks to meet")
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def gpu(self) -> str:
-        """Name of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES knows it; empty on the CPU."""
-        return next(iter(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), "")
-
-    def device_memory(self) -> DeviceMemory | None:
-        """Of this rank's GPU now; None on the CPU."""
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        return DeviceMemory(rank=self._rank, free=free, total=total, held=torch.cuda.memory_reserved())
-
-    def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
-        """Join the other ranks and load the model. Returns MegatronActor.describe()."""
-        os.environ.update(_environment(config) | os.environ)
-        from megatron_dapo.actor.actor import MegatronActor
-
-        self._actor = MegatronActor(
-            config.actor,
-            config.model,
-            rank=self._rank,
-            world_size=config.actor.layout.world_size,
-            rendezvous=rendezvous,
-            steps_per_rollout=config.algorithm.mini_batches_per_step,
-            seed=config.run.seed,
-            timeout_s=config.run.step_deadline_s,
-            keep_reference=config.algorithm.kl.coefficient > 0,
-        )
-        from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
-
-        self._weights = RankWeights(self._actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
-        return self._actor.describe()
-
-    def call(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
-        """A method of the actor; with `recorded_step` its spans are written down as that rollout step's."""
-        return self._recorded(self._actor, method, arguments, recorded_step)
-
-    def weights(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
-        """A method of the rank's side of the weight sync; as `call`."""
-        return self._recorded(self._weights, method, arguments, recorded_step)
-
-    def _recorded(self, part: Any, method: str, arguments: tuple[Any, ...], step: int | None) -> Any:
-        if step is None:
-            return getattr(part, method)(*arguments)
-        if self._timeline is None:
-            self._timeline = RankTimeline(self._run_dir, self._actor)
-        with self._timeline.call(step, method):
-            return getattr(part, method)(*arguments)
-
-
-def _environment(config: Config) -> dict[str, str]:
-    """Of a rank, before it uses NCCL, where nobody has set it."""
-    group = group_environment(config.rollout)
-    # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a rank.
-    return group and group | {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class Trainer:
@@ -198,51 +106,51 @@ class Trainer:
         `reference`: under the weights that the run began with.
         """
         plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
-        method = "reference_log_probs" if reference else "log_probs"
-        return await self._everyone(method, responses, plan, self._config.rollout.temperature)
+        call = TrainerRank.reference_log_probs if reference else TrainerRank.log_probs
+        return await self._everyone(call, responses, plan, self._config.rollout.temperature)
 
     async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
-        return await self._everyone("update", batches, objective, self._config.rollout.temperature)
+        return await self._everyone(TrainerRank.update, batches, objective, self._config.rollout.temperature)
 
     async def gpus(self) -> list[str]:
         """Each rank's GPU on its node; empty names on the CPU."""
         return await self._each("trainer GPUs", [rank.gpu.remote() for rank in self._ranks])
 
-    async def device_memory(self) -> list[DeviceMemory]:
+    async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
         found = await self._each("trainer memory", [rank.device_memory.remote() for rank in self._ranks])
         return [memory for memory in found if memory is not None]
 
     async def export_hf(self, folder: Path) -> None:
         """Write the weights in Hugging Face format."""
-        await self._everyone("export_hf", folder)
+        await self._everyone(TrainerRank.export_hf, folder)
 
     async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
         """Write the weights in Hugging Face format; the checksums that each kind of server must have of them."""
-        return await self._everyone("write", folder, kinds, of="weights")
+        return await self._everyone(TrainerRank.write, folder, kinds)
 
     async def send_weights(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent":
         """Send the weights to servers that are paused, and compute the same checksums."""
-        return await self._everyone("send", request, kinds, of="weights")
+        return await self._everyone(TrainerRank.send, request, kinds)
 
     async def save_checkpoint(self, folder: Path) -> None:
-        await self._everyone("save_checkpoint", folder)
+        await self._everyone(TrainerRank.save_checkpoint, folder)
 
     async def begin_checkpoint(self, folder: Path) -> bool:
         """Returns when everything is copied, whether it is still to be written; `finish_checkpoint` follows."""
-        return await self._everyone("begin_checkpoint", folder)
+        return await self._everyone(TrainerRank.begin_checkpoint, folder)
 
     async def finish_checkpoint(self, *, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole, which is waited for if asked."""
         # Asked again and again while one is written: no part of a timeline.
-        calls = [rank.call.remote("finish_checkpoint", wait) for rank in self._ranks]
+        calls = [rank.perform.remote(TrainerRank.finish_checkpoint, None, wait) for rank in self._ranks]
         return await self._ask("trainer finish_checkpoint", self._config.run.step_deadline_s, calls)
 
     async def load_checkpoint(self, folder: Path) -> None:
         self.weight_changes += 1
-        await self._everyone("load_checkpoint", folder)
+        await self._everyone(TrainerRank.load_checkpoint, folder)
 
     async def close(self) -> None:
         """End every rank. Never raises: it is called on the way out."""
@@ -252,10 +160,11 @@ class Trainer:
             ray.kill(rank)
         self._ranks = []
 
-    async def _everyone(self, method: str, *arguments: Any, of: str = "call") -> Any:
+    async def _everyone(self, call: Callable[[TrainerRank, *Arguments], T | None], *arguments: *Arguments) -> T:
+        """Rank 0's answer to a method of TrainerRank that all ranks are asked to perform."""
         shared = [ray.put(argument) for argument in arguments]
-        calls = [getattr(rank, of).remote(method, *shared, recorded_step=self.recorded_step) for rank in self._ranks]
-        return await self._ask(f"trainer {method}", self._config.run.step_deadline_s, calls)
+        asked = [rank.perform.remote(call, self.recorded_step, *shared) for rank in self._ranks]
+        return await self._ask(f"trainer {call.__name__}", self._config.run.step_deadline_s, asked)
 
     async def _each(self, what: str, calls: list[Any]) -> list[Any]:
         return await self._all_of(what, self._config.run.step_deadline_s, calls)
@@ -267,7 +176,7 @@ class Trainer:
     async def _all_of(self, what: str, deadline_s: float, calls: list[Any]) -> list[Any]:
         """The ranks' answers; the first failure ends the wait, since the others then wait in vain."""
         owner = f"{len(calls)} trainer rank(s)"
-        answers = [asyncio.ensure_future(_reference(call)) for call in calls]
+        answers = [asyncio.ensure_future(call) for call in calls]
         try:
             done, _ = await self._waits.wait_for(
                 what, owner, deadline_s, asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
@@ -298,7 +207,7 @@ class Trainer:
 
     async def _dead_ranks(self, timeout_s: float | None) -> dict[int, BaseException]:
         """Ranks whose process is gone. Returns at the first one, when all have answered, or after `timeout_s`."""
-        answers = [asyncio.ensure_future(_reference(rank.pid.remote())) for rank in self._ranks]
+        answers = [asyncio.ensure_future(rank.pid.remote()) for rank in self._ranks]
         try:
             done, _ = await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
@@ -314,7 +223,7 @@ class Trainer:
         if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()):
             kind = Diverged
         elif any(isinstance(cause, CheckpointDamagedError) for cause in causes.values()):
-            kind = DamageFound
+            kind = CheckpointUnreadable
         elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
@@ -324,7 +233,3 @@ def _in_words(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         return f"its process ended: {' '.join(str(error).split())[:400]}"
     return f"{type(error).__name__}: {error}"
-
-
-async def _reference(reference: Any) -> Any:
-    return await reference

@@ -19,9 +19,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-EXIT_STALLED = 4
-"""`ExitCode.STALLED` of megatron_dapo.cli, for a process that can end no other way."""
-
 LAST_WORD_S = 30.0
 """After the deadline of a blocking wait: then the process ends, for what it called lets no signal through."""
 
@@ -29,9 +26,13 @@ LAST_WORD_S = 30.0
 class Stalled(RuntimeError):
     """A deadline passed. The message says who waited for whom, and since when."""
 
+    exit_code = 4
+
 
 class StopRequested(Exception):
     """Someone asked the run to stop, and nothing would be lost by stopping here."""
+
+    exit_code = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +123,7 @@ class Waits:
             def end() -> None:
                 print(self._stalled(wait), file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
-                os._exit(EXIT_STALLED)
+                os._exit(Stalled.exit_code)
 
             last = threading.Timer(deadline_s + last_word_s, end)
             last.daemon = True

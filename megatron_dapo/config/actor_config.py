@@ -60,11 +60,11 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffloadConfig:
     optimizer_state: bool = False
-    """Keep moments and master weights in host memory: they come to the device for each optimizer step alone."""
+    """Keep moments and master weights in host memory; they are on the device only during optimizer steps."""
 
     between_phases: Literal["none", "optimizer", "all"] = "none"
-    """What leaves the device for host memory while the trainer has nothing to do: `optimizer` gradients, moments and
-    master weights, `all` the weights too. For a GPU that trainer and rollout server share."""
+    """What leaves the device for host memory while the trainer is idle: `optimizer` (gradients, moments, master
+    weights) or `all` (weights too). For a GPU shared with a server."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -83,18 +83,18 @@ class ActorConfig:
     """Activation recompute: `selective` the attention core, `full` every layer."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
-    """FP8 format of the matrix products inside the layers, by TransformerEngine on CUDA; `hybrid`: E4M3 forward, E5M2
-    backward. Weights, gradients, embedding and output layer stay as they are. Refused where it cannot be had."""
+    """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2
+    backward. Weights, gradients, embedding and output layer stay as they are."""
 
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """How TransformerEngine scales FP8 tensors; `blockwise` needs Hopper, `mxfp8` Blackwell."""
 
     logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits are brought to float32 at a time; none: what the CPU's cache keeps, or fills a GPU."""
+    """Tokens whose logits are converted to float32 at a time. None: chosen from the device."""
 
     fused_linear_log_prob: bool = False
-    """Never hold the logits: the output layer's product is taken in blocks of the vocabulary, and again in backward.
-    Saves tokens x vocabulary / TP numbers twice, for one product more."""
+    """Compute log-probs in blocks of the vocabulary without holding the logits. Saves tokens x vocabulary / TP numbers
+    twice; costs one more matrix product."""
 
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""

@@ -97,18 +97,15 @@ class DynamicSamplingConfig:
     """Share of groups expected to be kept before any was measured."""
 
     margin: NonNegativeFloat = 2.0
-    """Standard deviations of the number of kept groups by which the dispatch exceeds what the pass rate asks for on
-    average. 0: every second batch needs a second round of a few prompts; 2: one in fifty. The surplus is carried over
-    to the next step, or with `max_staleness: 0` generated again: then 1 or 0 is better. Not read where `ahead` keeps
-    prompts of the next batches with the servers."""
+    """Extra prompts sent at the beginning of a batch, in standard deviations of the number of kept groups. 0: every
+    second batch needs a second round; 2: one in fifty. The surplus is carried over; with `max_staleness: 0` it is
+    generated again, so 1 or 0 is better. Not used with `ahead` in async mode."""
 
     max_staleness: NonNegativeInt = 1
-    """Weight versions that any token of a group may lie behind when it is trained on; older ones are generated
-    again."""
+    """Largest age in weight versions of any trained token. Older groups are generated again."""
 
     ahead: PositiveFloat = 1.0
-    """With `run.mode: async`: batches whose prompts are with the servers besides those of the batch that is being
-    filled. Below `max_staleness` fewer groups expire."""
+    """With `run.mode: async`: batches that the servers generate ahead. Below `max_staleness` fewer groups expire."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -125,10 +122,10 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"] = (
         "token_mean"
     )
-    """How token losses become one number: over all tokens of the mini-batch (DAPO); per prompt's tokens, then over
-    prompts
-    (the literal eq. 8); per response, then over responses (GRPO); sum over a constant length (Dr. GRPO, the constant is
-    `rollout.max_new_tokens`); or the mean of micro-batch means (verl's legacy worker, for comparison only)."""
+    """How token losses are averaged. `token_mean`: over all tokens of the mini-batch (DAPO). `prompt_token_mean`: per
+    prompt, then over prompts (the literal eq. 8). `sequence_mean`: per response, then over responses (GRPO).
+    `sequence_sum_constant`: sum over a constant length, `rollout.max_new_tokens` (Dr. GRPO). `verl_legacy`: mean of
+    micro-batch means, for comparison only."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of an entropy bonus; 0 in DAPO."""

@@ -19,3 +19,5 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 class ConfigError(ValueError):
     """A config that must not run. The message names the file and line or the key, the rule and the remedy."""
+
+    exit_code = 2

@@ -13,29 +13,28 @@ from megatron_dapo.config.root import Config
 
 HEADER = """# Configuration reference
 
-Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; every key may
-also be
-given on the command line as `section.key=value`. An unknown key, a wrong type or two keys that contradict each other
-stop the run before it starts. Defaults are the paper's where the paper states one.
+Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; on the command
+line a key is `section.key=value`. Unknown keys, wrong types and keys that contradict each other stop the run before it
+starts. In brackets: type and default. Defaults are the paper's where the paper states one.
 """
 
 
 def reference_page() -> str:
-    """Markdown: a table a section (key, type, default, meaning)."""
-    parts = [HEADER]
+    """Markdown: a list a section. A key that an earlier section has too, with the same meaning, is named only."""
+    parts, seen = [HEADER], dict[tuple[str, str], str]()
     for field in dataclasses.fields(Config):
-        parts.append(_section(field.name, field.type))
+        parts.append(_section(field.name, field.type, seen))
     return "\n".join(parts)
 
 
-def _section(name: str, section: Any) -> str:
+def _section(name: str, section: Any, seen: dict[tuple[str, str], str]) -> str:
+    """`seen`: (key, entry) -> the section that has it."""
     summary = (inspect.getmodule(section).__doc__ or "").strip().splitlines()[0] if "." not in name else ""
     lines = [f"{'##' if '.' not in name else '###'} {name}", ""]
     if summary:
         lines += [summary, ""]
-    below = []
     meanings = _attribute_docstrings(section)
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    below, same = [], []
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(field.type):
             below.append((f"{name}.{field.name}", field.type))
@@ -43,14 +42,23 @@ def _section(name: str, section: Any) -> str:
         item = _item(field.type)
         if item is not None:
             below.append((f"{name}.{field.name}.N", item))
-        default = f"`{_default(field.default)}`"
-        if field.default is dataclasses.MISSING:
-            factory: Any = field.default_factory
-            default = "required" if factory is dataclasses.MISSING else f"`{_default(factory())}`"
-        lines.append(f"| `{name}.{field.name}` | {_type(field.type)} | {default} | {meanings[field.name]} |")
-    if len(lines) == 4:  # only sections below this one
-        lines = lines[:2]
-    return "\n".join([*lines, ""]) + "".join("\n" + _section(*child) for child in below)
+        entry = f"({_type(field.type)}, {_default_of(field)}): {meanings[field.name]}"
+        if seen.setdefault((field.name, entry), name) == name:
+            lines.append(f"- `{name}.{field.name}` {entry}")
+        else:
+            same.append(f"`{name}.{field.name}` (`{seen[field.name, entry]}`)")
+    if same:
+        lines.append(f"- As in another section: {', '.join(same)}.")
+    if lines[-1]:
+        lines.append("")
+    return "\n".join(lines) + "".join("\n" + _section(*child, seen) for child in below)
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{_default(field.default)}`"
+    factory: Any = field.default_factory
+    return "required" if factory is dataclasses.MISSING else f"`{_default(factory())}`"
 
 
 def _item(annotation: Any) -> Any:
@@ -74,14 +82,14 @@ def _default(value: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """`int`, `"a" or "b"`, `list of float`, ... without the bounds, which the error messages state."""
+    """`int`, `a`/`b`, `list of float`, ... without the bounds, which the error messages state."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{option}`" for option in arguments)
+        return "/".join(f"`{option}`" for option in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_type(option) for option in arguments)
+        return "/".join(_type(option) for option in arguments)
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
     if origin is dict:
@@ -104,5 +112,5 @@ def _attribute_docstrings(section: Any) -> dict[str, str]:
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
         ):
-            texts[statement.target.id] = " ".join(str(after.value.value).split()).replace("|", "\\|")  # type: ignore[union-attr]
+            texts[statement.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
     return texts

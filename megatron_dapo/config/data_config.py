@@ -20,16 +20,16 @@ class ColumnsConfig:
     """Column of the ground truth. None: the schema's."""
 
     answer_after: Text | None = None
-    """The ground truth is what follows the last such mark in the column, as `####` in GSM8K; a row without the mark is
+    """The ground truth is what follows the last such mark in the column, as `####` in GSM8K. A row without the mark is
     broken. None: the schema's."""
 
     source_key: Text | None = None
-    """Column that names the row's source, which `reward.by_source` reads. None: the schema's, or else the source is the
-    file's name without its ending."""
+    """Column that names the row's source for `reward.by_source`. None: the schema's, or else the file's name without
+    its ending."""
 
     verifier_key: Text | None = None
     """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
-    or one of your own that the config names too: a data file shall not choose code to run. None: no such column."""
+    or one that the config names too. None: no such column."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,8 +38,7 @@ class SourceConfig(ColumnsConfig):
     """Prompt file: JSON lines (.jsonl) or parquet (.parquet)."""
 
     weight: PositiveFloat = 1.0
-    """Share of the prompts drawn from this file, against the other weights. A file is gone through whole, shuffled,
-    before one of its prompts comes again."""
+    """Share of the prompts drawn from this file, against the other weights."""
 
     name: Text | None = None
     """Source of the rows that name none. None: the file's name without its ending."""
@@ -70,11 +69,11 @@ class DataConfig(ColumnsConfig):
     """Longer prompts are handled by `too_long`. Counted after the template."""
 
     too_long: Literal["stop", "drop"] = "stop"
-    """A prompt over `max_prompt_tokens`: `stop` names it and ends; `drop` leaves it out and counts it."""
+    """A prompt over `max_prompt_tokens`: `stop` and name it, or `drop` and count it."""
 
     broken_rows: Literal["stop", "skip"] = "stop"
-    """A row that is no JSON, lacks a key, or has a ground truth that is empty or that its verifier cannot use: `stop`
-    names file and line and ends; `skip` counts it."""
+    """A row that is no JSON, lacks a key, or has an unusable ground truth: `stop` and name file and line, or `skip` and
+    count it."""
 
     deduplicate: bool = True
     """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""

@@ -33,5 +33,5 @@ class EvaluationConfig(ColumnsConfig):
     """Measure greedy accuracy too."""
 
     forbidden_start: Text | None = None
-    """Measure, before training, a baseline whose responses may not begin with this text's first token: what the base
-    can do when it is made to work its answer out."""
+    """Also measure, before training, the base model when responses may not begin with this text's first token (printed
+    as "made to work")."""

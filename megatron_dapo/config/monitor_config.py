@@ -31,16 +31,15 @@ class MonitorConfig:
     wandb: WandbConfig = WandbConfig()
 
     timeline_every: NonNegativeInt = 0
-    """Every so many rollout steps, write to `<run.dir>/timeline` what each process did when: phases, each request at
-    each server, each micro-batch on each rank, peaks of memory. `tools/profile_throughput.py` reads it. 0: never."""
+    """Record phases, requests, micro-batches and memory peaks in `<run.dir>/timeline` every so many rollout steps, for
+    `tools/profile_throughput.py`. 0: never."""
 
     mismatch_warn: PositiveFloat = 0.05
     """Mean |engine - trainer| log-prob of a step above which a warning is printed."""
 
     mismatch_stop: PositiveFloat = 1.0
-    """The same, above which the run stops: the two sides no longer hold the same model. Where older weights wrote all
-    tokens (`run.mode: async`), these are judged."""
+    """The same, above which the run stops. If older weights wrote all tokens (`async`), these are compared."""
 
     sample_responses: NonNegativeInt = 2
-    """Responses of each step that are kept as text in `<run.dir>/samples.jsonl`; and as many again of those
-    without a verdict or on which the rules `exact` and `robust` disagree."""
+    """Responses of each step kept as text in `<run.dir>/samples.jsonl`, and as many of those without a verdict or on
+    which `exact` and `robust` disagree."""

@@ -106,47 +106,33 @@ def mini_batches(
     hidden_size: int,
 ) -> list[MiniBatch]:
     """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
-    algorithm = config.algorithm
+    algorithm, lengths = config.algorithm, arrays.responses.response_lengths
     group_size = algorithm.group_size
     groups = len(arrays.advantages) // group_size
     order = np.random.Generator(np.random.PCG64([config.run.seed, rollout_step])).permutation(groups)
-    per_batch = algorithm.mini_batch_responses // group_size
     members = order[:, None] * group_size + np.arange(group_size)
-    return [
-        _mini_batch(members[at : at + per_batch].reshape(-1), arrays, old, reference, correction, config, hidden_size)
-        for at in range(0, groups, per_batch)
-    ]
+    corrections = None if correction is None else correction.weights.numpy()
 
+    def mini_batch(chosen: np.ndarray) -> MiniBatch:
+        responses, tokens = arrays.responses.select(chosen), arrays.responses.response_token_indices(chosen)
+        plan = plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
+        weights = token_weights(
+            torch.from_numpy(lengths[chosen].astype(np.int64)),
+            torch.from_numpy(np.repeat(np.arange(len(chosen) // group_size), group_size)),
+            algorithm.aggregation,
+            mask=torch.from_numpy(arrays.carries_loss[chosen]),
+            constant_length=config.rollout.max_new_tokens,
+            micro_batch_index=torch.from_numpy(plan.micro_batch_index()),
+        )
+        return MiniBatch(
+            responses=responses,
+            weights=weights.numpy().astype(np.float32),
+            advantages=np.repeat(arrays.advantages[chosen], lengths[chosen]),
+            old_log_probs=old.log_probs[tokens],
+            reference_log_probs=None if reference is None else reference.log_probs[tokens],
+            correction=None if corrections is None else corrections[tokens],
+            plan=plan,
+        )
 
-def _mini_batch(
-    chosen: np.ndarray,
-    arrays: StepArrays,
-    old: LogProbs,
-    reference: LogProbs | None,
-    correction: Correction | None,
-    config: Config,
-    hidden_size: int,
-) -> MiniBatch:
-    algorithm = config.algorithm
-    responses = arrays.responses.select(chosen)
-    lengths = arrays.responses.response_lengths
-    tokens = arrays.responses.response_token_indices(chosen)
-    chosen_lengths = torch.from_numpy(lengths[chosen].astype(np.int64))
-    plan = plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
-    weights = token_weights(
-        chosen_lengths,
-        torch.from_numpy(np.repeat(np.arange(len(chosen) // algorithm.group_size), algorithm.group_size)),
-        algorithm.aggregation,
-        mask=torch.from_numpy(arrays.carries_loss[chosen]),
-        constant_length=config.rollout.max_new_tokens,
-        micro_batch_index=torch.from_numpy(plan.micro_batch_index()),
-    )
-    return MiniBatch(
-        responses=responses,
-        weights=weights.numpy().astype(np.float32),
-        advantages=np.repeat(arrays.advantages[chosen], lengths[chosen]),
-        old_log_probs=old.log_probs[tokens],
-        reference_log_probs=None if reference is None else reference.log_probs[tokens],
-        correction=None if correction is None else correction.weights.numpy()[tokens],
-        plan=plan,
-    )
+    per_batch = algorithm.mini_batch_responses // group_size
+    return [mini_batch(members[at : at + per_batch].reshape(-1)) for at in range(0, groups, per_batch)]

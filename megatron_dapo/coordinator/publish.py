@@ -4,14 +4,15 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_dapo.coordinator.run_context import Parts
+from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.services import Services
 from rollout.config import RolloutConfig
+from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import SendRequest, Sent
 from rollout.weights.transport import Target
-from rollout.weights.weight_update import OnDisk, PublishReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +33,26 @@ class WeightSync:
         return self.bytes / 1e9 / max(self.seconds, 1e-9)
 
 
-async def publish_weights(parts: Parts, version: int) -> WeightSync:
+async def publish_weights(context: RunContext, version: int) -> WeightSync:
     """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor."""
     started = time.monotonic()
-    config, services = parts.config, parts.services
-    fleet = services.fleet
-    folder = parts.run_dir.path / "weights" / f"v{version}"
-    parts.run_dir.check_there()
-    await services.turns.trainer()
-    if config.rollout.weight_sync == "disk":
-        checksums = await services.trainer.write_weights(folder, fleet.kinds)
-        await services.turns.servers()
-        work = fleet.publish(folder, version, checksums)
-    else:
-        stream = TrainerWeights(services, config.rollout, folder)
-        work = fleet.publish_stream(stream, version)
-    report: PublishReport = await services.waits.wait_for(
-        f"weight version {version}", "rollout servers", config.run.step_deadline_s, work
+    config, services = context.config, context.services
+    fleet, handover = services.fleet, services.handover
+    in_time = partial(
+        services.waits.wait_for, f"weight version {version}", "rollout servers", config.run.step_deadline_s
     )
+    folder = context.run_dir.path / "weights" / f"v{version}"
+    context.run_dir.check_there()
+    if config.rollout.weight_sync == "disk":
+        async with handover.trainer():
+            checksums = await services.trainer.write_weights(folder, fleet.kinds)
+        async with handover.servers():
+            report = await in_time(fleet.publish(folder, version, checksums))
+    else:
+        async with handover.trainer():
+            report = await in_time(fleet.publish_stream(TrainerWeights(services, config.rollout, folder), version))
     for url, reason in report.by_disk.items():
-        parts.console.note(f"weight version {version}: {url} read it from disk ({reason})")
+        context.console.note(f"weight version {version}: {url} read it from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
     for older in folder.parent.glob("v*"):
         if older != folder:
@@ -66,7 +67,7 @@ async def publish_weights(parts: Parts, version: int) -> WeightSync:
 
 
 class TrainerWeights:
-    """The weights that the trainer holds when this is made (rollout.weights.weight_update.WeightStream)."""
+    """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
     def __init__(self, services: Services, config: RolloutConfig, folder: Path) -> None:
         """`folder`: where they are written if a server has to read them."""

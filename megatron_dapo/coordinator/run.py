@@ -1,4 +1,4 @@
-"""A whole run: start the parts, measure, train, measure again, export, sum up."""
+"""A whole run: start everything, measure, train, measure again, export, sum up; begun again when a rank is lost."""
 
 import asyncio
 import shlex
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ import psutil
 
 from megatron_dapo.cluster import gc_policy
 from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.loop import evaluate, train
+from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_context import Parts, start_parts
+from megatron_dapo.coordinator.run_context import RunContext, start_run
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import draw_run
-from megatron_dapo.monitor.step_timer import NAMES as PHASES
+from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.durable import sync_tree
-from megatron_dapo.storage.run_dir import RunDir, RunDirError
+from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError, newest_step
 
 STOP_FILE = "stop"
 """File in the run directory whose appearance stops the run, like a signal."""
@@ -36,6 +37,38 @@ STOP_FILE_INTERVAL_S = 1.0
 
 EXAMPLES = 3
 """Held-out problems shown with their answers before and after."""
+
+
+async def run_with_restarts(
+    config: Config, inputs: Inputs, console: Console, stop: "asyncio.Future[None]"
+) -> dict[str, Any]:
+    """`run`, begun again from the newest checkpoint when a trainer rank is lost, and from an older one when that is
+    damaged and `run.on_damaged_checkpoint` says so.
+
+    Raises:
+        CheckpointDamaged: it does not say so, or no older one is intact.
+        TrainerLost: more often than `run.max_restarts` times without a new checkpoint in between.
+    """
+    restarts, step = 0, newest_step(Path(config.run.dir))
+    while True:
+        try:
+            return await run(config, inputs, console, stop)
+        except CheckpointDamaged as error:
+            if config.run.on_damaged_checkpoint == "stop" or error.intact is None:
+                raise
+            console.note(f"{error}\nstarting again from there, as run.on_damaged_checkpoint says")
+            config = replace(config, run=replace(config.run, resume_step=error.intact))
+        except TrainerLost as error:
+            reached = newest_step(Path(config.run.dir))
+            restarts = restarts + 1 if reached == step else 1
+            step = reached
+            if restarts > config.run.max_restarts:
+                raise
+            console.note(
+                f"{error}\nstarting again after rollout step {step} (restart {restarts} of run.max_restarts = "
+                f"{config.run.max_restarts} without a new checkpoint)"
+            )
+            config = replace(config, run=replace(config.run, resume=True, resume_step=None))
 
 
 async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.Future[None]") -> dict[str, Any]:
@@ -63,13 +96,13 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
-        starting = start_parts(config, inputs, run_dir, console, stack, waits)
-        # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
+        starting = start_run(config, inputs, run_dir, console, stack, waits)
+        # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
-        parts = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
+        context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
         gc_policy.begin_training()
-        await publish_weights(parts, parts.progress.weight_version)
-        summary = await _measure_and_train(parts, began)
+        await publish_weights(context, context.progress.weight_version)
+        summary = await _measure_and_train(context, began)
         run_dir.write_json("summary.json", summary)
         draw_run(read_metrics(run_dir.path), summary, run_dir.path / "curves.png")
     console.summary(summary)
@@ -80,35 +113,35 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
     return summary
 
 
-async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
-    seconds = {"start": parts.start_seconds}
-    if parts.progress.rollout_step == 0:
-        parts.console.note("held-out problems before training")
+async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any]:
+    seconds = {"start": context.start_seconds}
+    if context.progress.rollout_step == 0:
+        context.console.note("held-out problems before training")
         clock = time.monotonic()
-        before = _as_json(await evaluate(parts, "before"))
-        baseline = await _made_to_work(parts)
-        parts.run_dir.write_json(BEFORE, {"before": before, "baseline": baseline})
+        before = _as_json(await context.evaluate("before"))
+        baseline = await _baseline(context)
+        context.run_dir.write_json(BEFORE, {"before": before, "baseline": baseline})
         seconds["evaluation_before"] = time.monotonic() - clock
     else:
-        stored = parts.run_dir.read_json(BEFORE)
+        stored = context.run_dir.read_json(BEFORE)
         before, baseline = stored["before"], stored["baseline"]
     clock = time.monotonic()
-    progress = await train(parts, parts.progress)
+    progress = await train(context, context.progress)
     seconds["training"] = time.monotonic() - clock
-    parts.console.note("held-out problems after training")
+    context.console.note("held-out problems after training")
     clock = time.monotonic()
-    after = _as_json(await evaluate(parts, "after"))
+    after = _as_json(await context.evaluate("after"))
     seconds["evaluation_after"] = time.monotonic() - clock
-    if parts.config.run.export_at_end:
-        await export_model(parts)
-    lines = read_metrics(parts.run_dir.path)
+    if context.config.run.export_at_end:
+        await export_model(context)
+    lines = read_metrics(context.run_dir.path)
     for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
         seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
     seconds["total"] = time.monotonic() - began
     return {
         "rollout_steps": progress.rollout_step,
         "optimizer_steps": progress.optimizer_step,
-        "seed": parts.config.run.seed,
+        "seed": context.config.run.seed,
         "heldout": {
             "before": _figures(before),
             "baseline": _figures(baseline) if baseline else None,
@@ -119,25 +152,26 @@ async def _measure_and_train(parts: Parts, began: float) -> dict[str, Any]:
             "trained": sum(line["tokens/trained"] for line in lines),
         },
         "seconds": seconds,
-        "examples": _examples(parts.inputs, before, after),
+        "examples": _examples(context.inputs, before, after),
     }
 
 
-async def export_model(parts: Parts) -> None:
+async def export_model(context: RunContext) -> None:
     """Write the trained model. On disk when this returns: the summary that follows says that the run is finished, and a
     resume then writes nothing again."""
-    await parts.services.turns.trainer()
-    folder = parts.run_dir.path / "model"
-    await parts.services.trainer.export_hf(folder)
+    folder = context.run_dir.path / "model"
+    async with context.services.handover.trainer():
+        await context.services.trainer.export_hf(folder)
     sync_tree(folder)
 
 
-async def _made_to_work(parts: Parts) -> dict[str, Any] | None:
-    start = parts.config.evaluation.forbidden_start
+async def _baseline(context: RunContext) -> dict[str, Any] | None:
+    start = context.config.evaluation.forbidden_start
     if start is None:
         return None
-    token = parts.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
-    return _as_json(await evaluate(parts, "baseline", forbid=token))
+    context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
+    token = context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
+    return _as_json(await context.evaluate("baseline", forbid=token))
 
 
 def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:

@@ -10,29 +10,28 @@ from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.config_diff import flatten
 from megatron_dapo.coordinator.batch import objective_of
-from megatron_dapo.coordinator.checkpoint_recovery import load_counters
+from megatron_dapo.coordinator.checkpoints import Checkpoints
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.manifest import manifest, one_line
-from megatron_dapo.coordinator.progress import Progress
-from megatron_dapo.coordinator.resume import check_resume
-from megatron_dapo.coordinator.run_checkpoint import Checkpoints
+from megatron_dapo.coordinator.progress import Progress, load_counters
+from megatron_dapo.coordinator.resume import check_resume, manifest, one_line
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.coordinator.services import Services, start_services
-from megatron_dapo.experience.evaluation import Evaluator
+from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.responder import Responder
-from megatron_dapo.monitor.at_k import EVALUATIONS
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
+from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
-from megatron_dapo.monitor.writer import MetricsWriter
+from megatron_dapo.monitor.writer import MetricsWriter, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir
 from rollout.generation import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunContext:
     """Everything a run is made of; used only by the loop and the functions it calls."""
 
     config: Config
@@ -42,6 +41,7 @@ class Parts:
     services: Services
     ledger: Ledger
     writer: MetricsWriter
+    health: HealthMonitor
     generator: GroupGenerator
     sampler: DynamicSampler
     evaluator: Evaluator
@@ -52,14 +52,25 @@ class Parts:
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
     start_seconds: float
 
+    async def evaluate(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
+        """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
+        async with self.services.handover.servers():
+            return await self.services.waits.wait_for(
+                "held-out answers",
+                "rollout servers",
+                self.config.run.step_deadline_s,
+                self.evaluator.run(name, forbid=forbid),
+                stoppable=True,
+            )
 
-async def start_parts(
+
+async def start_run(
     config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
-) -> Parts:
+) -> RunContext:
     """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
 
     Raises:
-        Whatever part failed to start, with its own explanation; the others are closed by `stack`.
+        Exception: what failed to start, with its own explanation; the rest is closed by `stack`.
     """
     began = time.monotonic()
     if config.run.resume:
@@ -79,16 +90,17 @@ async def start_parts(
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, inputs, described))
     console.note(one_line(described))
-    for part, choice in described["kernels"].items():
-        console.note(f"  {part}: {choice}")
-    checkpoints = Checkpoints(config.run, run_dir, services.trainer, ledger, waits, console)
+    for kernel, choice in described["kernels"].items():
+        console.note(f"  {kernel}: {choice}")
+    checkpoints = Checkpoints(config.run, run_dir, services, ledger, console)
     await stack.enter_async_context(checkpoints)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
     stack.callback(writer.close)
-    generator = _generator(config, inputs, services)
+    responder = Responder(fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder)
+    generator = _generator(config, inputs, responder)
     sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
     stack.push_async_callback(sampler.close)
-    return Parts(
+    return RunContext(
         config=config,
         inputs=inputs,
         run_dir=run_dir,
@@ -96,15 +108,25 @@ async def start_parts(
         services=services,
         ledger=ledger,
         writer=writer,
+        health=_health(config, run_dir, progress),
         generator=generator,
         sampler=sampler,
         timeline=timeline,
-        evaluator=_evaluator(config, inputs, services, run_dir),
+        evaluator=Evaluator(
+            config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
+        ),
         objective=objective_of(config.algorithm),
         checkpoints=checkpoints,
         progress=progress,
         start_seconds=time.monotonic() - began,
     )
+
+
+def _health(config: Config, run_dir: RunDir, progress: Progress) -> HealthMonitor:
+    """It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now."""
+    limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
+    done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
+    return HealthMonitor(done, limits)
 
 
 def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirror | None:
@@ -113,39 +135,19 @@ def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirr
     return stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
 
 
-def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=inputs.text.stop_token_ids,
-    )
-
-
-def _generator(config: Config, inputs: Inputs, services: Services) -> GroupGenerator:
+def _generator(config: Config, inputs: Inputs, responder: Responder) -> GroupGenerator:
     return GroupGenerator(
-        fleet=services.fleet,
-        pool=services.pool,
-        decoder=inputs.text.decoder,
+        responder=responder,
         prompts=inputs.prompts,
-        sampling=_sampling(config, inputs),
+        sampling=SamplingParams(
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            stop_token_ids=inputs.text.stop_token_ids,
+        ),
         group_size=config.algorithm.group_size,
         overlong=config.algorithm.overlong,
         seed=config.run.seed,
-    )
-
-
-def _evaluator(config: Config, inputs: Inputs, services: Services, run_dir: RunDir) -> Evaluator:
-    prompts = inputs.heldout.prompts[: config.evaluation.limit or None]
-    responder = Responder(
-        fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder, prompts=prompts, seed=config.run.seed
-    )
-    return Evaluator(
-        config=config.evaluation,
-        responder=responder,
-        prompts=prompts,
-        sampling=_sampling(config, inputs),
-        folder=run_dir.path / EVALUATIONS,
     )
 
 

@@ -37,6 +37,8 @@ GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 class OversamplingLimit(RuntimeError):
     """The batch could not be filled within `algorithm.dynamic_sampling.max_oversampling`."""
 
+    exit_code = 1
+
 
 def groups_ahead(config: Config, step: int) -> int:
     """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is
@@ -87,6 +89,14 @@ class DynamicSampler:
         """Finished since the last batch was full."""
         self._failure: asyncio.Future[ScoredGroup] | None = None
         """Gets the first failure of any group."""
+
+    def record_trained(self, groups: Sequence[ScoredGroup], rollout_step: int, weight_version: int) -> None:
+        """Write down, durably, what `rollout_step` trained on: the step that began with `weight_version`."""
+        for group in groups:
+            self._record(
+                Event.TRAINED, group, rollout_step, weight_version=weight_version, generated_by=group.weight_version
+            )
+        self._ledger.commit()
 
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
@@ -248,15 +258,9 @@ class DynamicSampler:
             batch.filtered.append(group)
             self._record(Event.FILTERED, group, batch.rollout_step)
 
-    def _record(self, event: Event, group: ScoredGroup, rollout_step: int) -> None:
-        self._ledger.record(
-            event,
-            prompt=group.position,
-            rollout_step=rollout_step,
-            weight_version=group.weight_version,
-            correct=group.correct,
-            tokens=group.tokens,
-        )
+    def _record(self, event: Event, group: ScoredGroup, rollout_step: int, **details: int) -> None:
+        about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens} | details
+        self._ledger.record(event, prompt=group.position, rollout_step=rollout_step, **about)
 
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:

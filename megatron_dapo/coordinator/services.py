@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.cluster.engines import api_key, key_file, own_engines, placed_engines, visible_gpus
-from megatron_dapo.cluster.gpu_handover import Turns
+from megatron_dapo.cluster.engines import api_key, key_file, on_gpu_of_rank_0, own_engines, placed_engines, visible_gpus
+from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster
-from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, DamageFound, Trainer, TrainerError, TrainerLost
+from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.checkpoint_recovery import damaged
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.progress import Progress
+from megatron_dapo.coordinator.progress import Progress, damaged_checkpoint
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.run_timeline import Timeline
+from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
-from rollout.server.engine import LocalServer
 
 RAY_STOP_DEADLINE_S = 120.0
 
@@ -37,7 +35,7 @@ class Services:
     fleet: RolloutFleet
     pool: RewardPool
     waits: Waits
-    turns: Turns
+    handover: GpuHandover
     key_file: Path | None
     """With the API key of the servers."""
     shared_gpu: bool
@@ -90,9 +88,9 @@ async def start_services(
         fleet=fleet,
         pool=pool,
         waits=waits,
-        turns=Turns(config.run, fleet, trainer.device_memory, waits, report=console.note),
+        handover=GpuHandover(config.run, fleet, trainer.device_memory, waits, report=console.note),
         key_file=key_file(config, run_dir.path),
-        shared_gpu=any(isinstance(engine, LocalServer) and engine.spec.gpus == gpus[:1] != () for engine in engines),
+        shared_gpu=bool(gpus) and on_gpu_of_rank_0(engines, gpus),
     )
     return services, described
 
@@ -120,8 +118,8 @@ async def _start_trainer(trainer: Trainer, placement: Placement, progress: Progr
         return described
     except TrainerLost:
         raise
-    except DamageFound as error:
-        raise await damaged(run_dir, latest, str(error)) from None
+    except CheckpointUnreadable as error:
+        raise await damaged_checkpoint(run_dir, latest, str(error)) from None
     except TrainerError as error:
         raise RunDirError(str(error)) from None
 

@@ -1,44 +1,25 @@
 """One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
-from megatron_dapo.algorithm.importance import Correction, Mismatch, mismatch
+from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
-from megatron_dapo.config.monitor_config import MonitorConfig
-from megatron_dapo.coordinator.batch import StepArrays
+from megatron_dapo.coordinator.old_log_probs import FilledBatch, Gap
 from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import WeightSync
+from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
-from megatron_dapo.experience.groups import Admission, ScoredGroup
-from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.reflection import wording_metrics
-from megatron_dapo.storage.durable import drop_torn_line
-from megatron_dapo.storage.os_errors import naming
-
-
-class MismatchStop(RuntimeError):
-    """Engine and trainer disagree so much that they cannot hold the same model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """Engine against trainer on the same tokens."""
-
-    current: Mismatch
-    """Tokens written by the weights that the trainer holds: only kernels differ."""
-    stale: Mismatch
-    """Tokens written by older weights."""
-    stale_share: float
-    """Share of the tokens that are stale."""
+from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
+from megatron_dapo.monitor.reflection import reflection_metrics
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +27,7 @@ class StepRecord:
     """All that is known of one finished rollout step."""
 
     progress: Progress
-    admission: Admission
-    arrays: StepArrays
-    old: LogProbs
-    gap: Gap
+    batch: FilledBatch
     correction: Correction | None
     """None where `algorithm.importance.mode` is `none`."""
     updates: tuple[UpdateMetrics, ...]
@@ -57,68 +35,38 @@ class StepRecord:
     seconds: Mapping[str, float]
     sync: WeightSync
 
-    def summary(self) -> dict[str, float]:
-        """The few figures of the console's line."""
-        responses = _responses(self.admission.generated or self.admission.kept)
-        return {
-            "accuracy": float(np.mean([response.accuracy for response in responses])),
-            "length": float(np.mean([len(response.generation.token_ids) for response in responses])),
-            "truncated": float(np.mean([response.truncated for response in responses])),
-            "entropy": float(self.old.entropy.mean()),
-            "tokens_per_second": sum(group.tokens for group in self.admission.generated) / self.seconds["step"],
-            "seconds": self.seconds["step"],
-        }
 
-
-def check_mismatch(
-    old: LogProbs, arrays: StepArrays, weight_version: int, limits: MonitorConfig, console: Console
-) -> Gap:
-    """The gap between engine and trainer, apart for tokens of the current weights and of older ones.
-
-    Where all tokens are older (`async` with fast servers), their gap is judged by the upper limit: it has the update in
-    it, which is far below that.
-
-    Raises:
-        MismatchStop: it is above `monitor.mismatch_stop` on tokens of the current weights, or of older ones if there
-            are no others.
-    """
-    trainer, engine = torch.tensor(old.log_probs), torch.tensor(arrays.rollout_log_probs)
-    current = torch.from_numpy(arrays.weight_versions == weight_version)
-    gap = Gap(
-        current=mismatch(trainer[current], engine[current]),
-        stale=mismatch(trainer[~current], engine[~current]),
-        stale_share=float((~current).double().mean()),
-    )
-    judged, of = (gap.current, "") if gap.stale_share < 1 else (gap.stale, " of tokens that older weights wrote")
-    mean_abs = judged.mean_abs
-    if not mean_abs <= limits.mismatch_stop:  # also when it is not a number
-        raise MismatchStop(
-            f"mean |engine - trainer| log-prob{of} is {mean_abs:.3g}, above monitor.mismatch_stop = "
-            f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
-        )
-    if judged is gap.current and mean_abs > limits.mismatch_warn:
-        console.note(f"warning: mean |engine - trainer| log-prob is {mean_abs:.3g} (monitor.mismatch_warn)")
-    return gap
+def summary(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The few figures of the console's line."""
+    return {
+        "accuracy": metrics["accuracy/mean"],
+        "length": metrics["response_length/mean"],
+        "truncated": metrics["truncated_fraction"],
+        "entropy": metrics["entropy"],
+        "tokens_per_second": metrics["tokens/generated"] / metrics["timing/step"],
+        "seconds": metrics["timing/step"],
+    }
 
 
 def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     """Values of the catalog's metrics for this step."""
-    progress, admission, seconds = record.progress, record.admission, record.seconds
+    progress, admission, seconds = record.progress, record.batch.admission, record.seconds
     generated = admission.generated or admission.kept
     tokens = sum(group.tokens for group in admission.generated)
-    trained = int(record.arrays.responses.num_response_tokens)
+    trained = int(record.batch.arrays.responses.num_response_tokens)
     writing = seconds["step"] if config.run.mode == "async" else seconds["rollout"] + seconds["reward"]
+    log_probs = np.concatenate([response.generation.log_probs for response in _responses(generated)])
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
         "optimizer_step": progress.optimizer_step,
         "weight_version": progress.weight_version,
-        "entropy": float(record.old.entropy.mean()),
-        "mean_prob": float(np.exp(_concatenate_log_probs(generated)).mean()),
-        **_mismatch_metrics(record.gap),
-        "staleness/share": record.gap.stale_share,
-        "staleness/kl": record.gap.stale.kl,
-        "staleness/mean": float((progress.weight_version - 1 - record.arrays.weight_versions).mean()),
-        "staleness/max": int(progress.weight_version - 1 - record.arrays.weight_versions.min()),
+        "entropy": float(record.batch.old.entropy.mean()),
+        "mean_prob": float(np.exp(log_probs).mean()),
+        **_mismatch_metrics(record.batch.gap),
+        "staleness/share": record.batch.gap.stale_share,
+        "staleness/kl": record.batch.gap.stale.kl,
+        "staleness/mean": float((progress.weight_version - 1 - record.batch.arrays.weight_versions).mean()),
+        "staleness/max": int(progress.weight_version - 1 - record.batch.arrays.weight_versions.min()),
         "tokens/generated": tokens,
         "tokens/trained": trained,
         "tokens_per_second/rollout": tokens / max(writing, 1e-9),
@@ -144,11 +92,21 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     return metrics
 
 
+def write_records(context: RunContext, record: StepRecord) -> dict[str, float | int]:
+    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses. Returns the metrics."""
+    metrics = step_metrics(record, context.config)
+    for alarm in context.health.add(context.writer.write(metrics)):
+        context.console.note(f"alarm: {alarm}")
+    samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
+    write_samples(record, context.inputs.prompts.prompts, samples, count)
+    return metrics
+
+
 def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
     """Append, for a person and for tools/audit_rewards.py to read: the first responses of the step's first groups, and
     as many of the others as `count` allows again that have no verdict or on which the rules for mathematics disagree.
     """
-    groups = record.admission.generated or record.admission.kept
+    groups = record.batch.admission.generated or record.batch.admission.kept
     first = [(group, group.responses[0]) for group in groups[:count]]
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
@@ -186,19 +144,19 @@ def _mismatch_metrics(gap: Gap) -> dict[str, float]:
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     responses = _responses(groups)
-    lengths = np.array([len(response.generation.token_ids) for response in responses])
+    lengths = np.array([_length(response) for response in responses])
     errors = sum(response.verdict.error is not None for response in responses)
     return {
-        "accuracy/mean": float(np.mean([response.accuracy for response in responses])),
-        "reward/mean": float(np.mean([response.reward_raw for response in responses])),
-        "reward_shaped/mean": float(np.mean([response.reward_shaped for response in responses])),
+        "accuracy/mean": _mean(groups, _accuracy),
+        "reward/mean": _mean(groups, lambda response: response.reward_raw),
+        "reward_shaped/mean": _mean(groups, lambda response: response.reward_shaped),
         "response_length/mean": float(lengths.mean()),
         "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": float(lengths.max()),
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
-        "truncated_fraction": float(np.mean([response.truncated for response in responses])),
-    } | wording_metrics([response.text for response in responses], [response.accuracy for response in responses])
+        "truncated_fraction": _mean(groups, lambda response: response.truncated),
+    } | reflection_metrics([response.text for response in responses], [response.accuracy for response in responses])
 
 
 def _disagreement(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -223,10 +181,10 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
         **_tokens_by_fate(admission),
-        "bias/accepted_length": _mean_length(admission.kept),
-        "bias/generated_length": _mean_length(generated),
-        "bias/accepted_accuracy": _mean_accuracy(admission.kept),
-        "bias/generated_accuracy": _mean_accuracy(generated),
+        "bias/accepted_length": _mean(admission.kept, _length),
+        "bias/generated_length": _mean(generated, _length),
+        "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
+        "bias/generated_accuracy": _mean(generated, _accuracy),
     }
 
 
@@ -262,17 +220,17 @@ def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     return metrics
 
 
-def _responses(groups: Sequence[ScoredGroup]) -> list:
+def _responses(groups: Sequence[ScoredGroup]) -> list[ScoredResponse]:
     return [response for group in groups for response in group.responses]
 
 
-def _concatenate_log_probs(groups: Sequence[ScoredGroup]) -> np.ndarray:
-    return np.concatenate([response.generation.log_probs for response in _responses(groups)])
+def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float]) -> float:
+    return float(np.mean([value(response) for response in _responses(groups)]))
 
 
-def _mean_length(groups: Sequence[ScoredGroup]) -> float:
-    return float(np.mean([len(response.generation.token_ids) for response in _responses(groups)]))
+def _length(response: ScoredResponse) -> int:
+    return len(response.generation.token_ids)
 
 
-def _mean_accuracy(groups: Sequence[ScoredGroup]) -> float:
-    return float(np.mean([response.accuracy for response in _responses(groups)]))
+def _accuracy(response: ScoredResponse) -> bool:
+    return response.accuracy

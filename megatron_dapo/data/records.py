@@ -18,6 +18,8 @@ Chat = list[dict[str, str]]
 class DataError(ValueError):
     """A prompt file that cannot be used. The message names the file, the line and the remedy."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

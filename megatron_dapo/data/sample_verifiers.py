@@ -40,7 +40,7 @@ class VerifierChoice:
 
     def check(self, row: Row, verifier: str, place: str) -> None:
         """Whether the verifier can use the row's ground truth. Raises DataError."""
-        if row.structured and verifier in VERIFIERS and find(verifier).cheap:
+        if row.structured and verifier in VERIFIERS and find(verifier).fast:
             raise DataError(f"{place}: the ground truth is an object or a list; verifier {verifier!r} wants a text")
         try:
             check_ground_truth(verifier, row.answer)

@@ -12,9 +12,15 @@ from megatron_dapo.data.detokenizer import Decoder, decoder_of
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
 
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template")
+"""Keys of tokenizer_config.json that change nothing of what tokenizer.json says of text and ids."""
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be used. The message names the folder and the fix."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +56,7 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
         raise TokenizerError(f"model.path = {folder}: no config.json there; give a folder in Hugging Face format")
     if "vocab_size" not in _read_json(folder / "config.json"):
         raise TokenizerError(f"{folder / 'config.json'}: names no vocab_size; give a folder in Hugging Face format")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of a damaged file it and the tokenizer's own code raise anything, bare Exception too
-        raise TokenizerError(
-            f"model.path = {folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); get its "
-            "tokenizer files and config.json anew"
-        ) from None
-    _check_class(folder, tokenizer)
+    tokenizer = _load_tokenizer(folder)
     stops = _stop_ids(folder, tokenizer, stop_token_ids)
     if not stops:
         raise TokenizerError(
@@ -75,6 +72,82 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}"
         )
     return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
+
+
+class FileTokenizer:
+    """`tokenizer.json` by the tokenizers library alone: importing transformers costs seconds of every start."""
+
+    clean_up_tokenization_spaces = False
+
+    def __init__(self, folder: Path, eos_token: str | None) -> None:
+        from tokenizers import Tokenizer
+
+        self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+        self.eos_token_id = None if eos_token is None else self.backend_tokenizer.token_to_id(eos_token)
+        self._folder = folder
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of `text`."""
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`."""
+        return self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _full(self) -> Any:
+        """transformers' own tokenizer, for what is in chat templates."""
+        return _load_by_transformers(self._folder)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of the model, if it has one."""
+        return self._full.chat_template
+
+    def apply_chat_template(self, *arguments: Any, **named: Any) -> Any:
+        """As transformers does it."""
+        return self._full.apply_chat_template(*arguments, **named)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """A `FileTokenizer` where transformers would read tokenizer.json as it is too, else transformers' tokenizer."""
+    file = folder / "tokenizer_config.json"
+    settings = _read_json(file) if file.is_file() else {}
+    named = [settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None]
+    if (
+        settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        and not settings.get("clean_up_tokenization_spaces")
+        and set(settings) <= {*_PLAIN_SETTINGS, *_NAMED_TOKENS}
+        and all(isinstance(token, str) for token in named)
+    ):
+        try:
+            light = FileTokenizer(folder, settings.get("eos_token"))
+        except Exception as error:  # the library raises bare Exception
+            raise _unreadable(folder, error) from None
+        added = light.backend_tokenizer.get_added_tokens_decoder().values()
+        if set(named) <= {token.content for token in added if token.special}:
+            return light
+    return _load_by_transformers(folder)
+
+
+def _load_by_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # of a damaged file it and the tokenizer's own code raise anything, bare Exception too
+        raise _unreadable(folder, error) from None
+    _check_class(folder, tokenizer)
+    return tokenizer
+
+
+def _unreadable(folder: Path, error: Exception) -> TokenizerError:
+    return TokenizerError(
+        f"model.path = {folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); get its "
+        "tokenizer files and config.json anew"
+    )
 
 
 def _check_class(folder: Path, tokenizer: Any) -> None:

@@ -1,80 +1,70 @@
-"""Servers of an evaluation's own, or somebody's running ones, and held-out problems answered by them: resumable."""
+"""Evaluations with servers of their own, or with somebody's running ones; each can be stopped and resumed.
+
+`Watch` evaluates each new version of a run's weights beside the training. The run writes a version, gives it to its
+servers and removes the one before; of a version that is to be evaluated a snapshot is taken as soon as it appears. Only
+the newest snapshot waits: where training is faster than evaluation, versions in between are left out, and said to be.
+"""
 
 import asyncio
+import json
+import shutil
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import torch
-
-from megatron_dapo.cluster.engines import api_key, lone_engines, visible_gpus
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import PromptSet
 from megatron_dapo.data.tokenizer import TextTools
-from megatron_dapo.diagnostics.response_log import EvaluationError, ResponseLog
-from megatron_dapo.diagnostics.weight_snapshot import fingerprint
-from megatron_dapo.experience.generator import all_or_none
-from megatron_dapo.experience.problem_results import Results, gathered, problem_id, write_results
-from megatron_dapo.experience.responder import Responder, Way, ways_of
-from reward.pool import RewardPool
+from megatron_dapo.diagnostics.local_jobs import local_fleet
+from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog
+from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
+from megatron_dapo.experience.evaluation import AnswerKey, Evaluator
+from megatron_dapo.experience.problem_results import RESULT, Answer, write_results
+from megatron_dapo.experience.responder import Responder
+from megatron_dapo.monitor.run_status import read_heartbeat
+from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.report.liveness import liveness, lock_holder
+from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import SamplingParams
+from rollout.server.api_key import read_key
 from rollout.wire.client import SglangClient
 
 PROGRESS_INTERVAL_S = 10.0
+POLL_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problems:
-    """What is asked, and with which tokenizer."""
+@asynccontextmanager
+async def evaluation_session(
+    config: Config, text: TextTools, heldout: PromptSet, folder: Path, waits: Waits, report: Callable[[str], None]
+) -> AsyncIterator["EvaluationSession"]:
+    """A fleet and a reward pool for evaluations alone.
 
-    text: TextTools
-    heldout: PromptSet
-
-
-class EvalSession:
-    """A fleet and a reward pool for evaluations alone. Use as a context: it ends what it started.
-
-    The servers of `rollout.urls` are asked as they are and never given weights; servers of its own get those of a
-    folder, verified by checksum.
+    Args:
+        config: `model.path` names what the servers start with.
+        folder: gets the servers' logs and key.
     """
+    with closing(RewardPool(config.reward)) as pool:
+        async with local_fleet(config, folder, waits, vocab_size=text.vocab_size, report=report) as fleet:
+            responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder)
+            evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=folder)
+            yield EvaluationSession(config, evaluator, fleet, waits, report)
 
-    def __init__(
-        self, config: Config, problems: Problems, folder: Path, waits: Waits, report: Callable[[str], None]
-    ) -> None:
-        """`config`: `model.path` names what the servers start with. `folder`: gets the servers' logs and key."""
-        self._config, self._problems, self._folder = config, problems, folder
-        self._waits, self._report = waits, report
-        self._prompts = problems.heldout.prompts[: config.evaluation.limit or None]
-        self._stack = AsyncExitStack()
-        self._version = 0
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            config, text = self._config, self._problems.text
-            self._pool = RewardPool(config.reward)
-            stack.callback(self._pool.close)
-            on_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
-            gpus = visible_gpus(torch.cuda.device_count()) if on_gpu else ()
-            engines = lone_engines(config, self._folder / "logs", gpus=gpus)
-            self._key = api_key(config, self._folder)
-            self._fleet = RolloutFleet(
-                config.rollout, engines, vocab_size=text.vocab_size, report=self._report, api_key=self._key
-            )
-            stack.push_async_callback(self._fleet.close)
-            deadline = config.run.start_deadline_s
-            starting = self._fleet.start(deadline)
-            await self._waits.wait_for("server start", "SGLang servers", deadline + 30, starting, stoppable=True)
-            self._stack = stack.pop_all()
-        return self
+@dataclass
+class EvaluationSession:
+    """The servers of `rollout.urls` are asked as they are and never given weights; servers of its own get those of a
+    folder, verified by checksum."""
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+    config: Config
+    evaluator: Evaluator
+    fleet: RolloutFleet
+    waits: Waits
+    report: Callable[[str], None]
+    weight_version: int = 0
 
     async def evaluate(self, out: Path, *, weights: Path | None, rollout_step: int | None = None) -> dict[str, Any]:
         """Every problem answered, those responses that `out` has already not asked for again.
@@ -91,115 +81,156 @@ class EvalSession:
             EvaluationError: `out` belongs to another evaluation, or the servers' weights changed meanwhile.
             Stalled, StopRequested: as `Waits.wait_for`.
         """
-        held = await self._labels() if weights is None else {"fingerprint": fingerprint(weights)}
-        log = ResponseLog(out, self._settings(held))
-        try:
-            if self._missing(log) and weights is not None:
-                await self._publish(weights)
-            results = await self._answer(log)
-            if weights is None and (now := await self._labels()) != held:
+        described = await self._labels() if weights is None else {"fingerprint": fingerprint(weights)}
+        with ResponseLog(out, self._settings(described)) as log:
+            missing = sum(key not in log.known for key in self.evaluator.keys)
+            deadline = self.config.run.step_deadline_s
+            if missing and weights is not None:
+                self.weight_version += 1
+                publishing = self.fleet.publish(weights, self.weight_version)
+                await self.waits.wait_for("weights of the evaluation", "rollout servers", deadline, publishing)
+            answering = self.evaluator.answer("eval", known=log.known, record=self._recorder(log, missing))
+            answers = await self.waits.wait_for(
+                "held-out answers", "rollout servers", deadline, answering, stoppable=True
+            )
+            if weights is None and (now := await self._labels()) != described:
                 aside = log.set_aside("mixed")
-                raise EvaluationError(f"the servers held {held} and now {now}: {aside} mixes them and is of no use")
-            about = {"weights": held | ({"folder": str(weights)} if weights else {}), "rollout_step": rollout_step}
-            return write_results(out, results, about | {"problems_from": self._config.evaluation.path})
-        finally:
-            log.close()
-
-    @property
-    def _ways(self) -> list[Way]:
-        rollout, text = self._config.rollout, self._problems.text
-        shared = SamplingParams(max_new_tokens=rollout.max_new_tokens, stop_token_ids=text.stop_token_ids)
-        return ways_of(self._config.evaluation, shared)
+                raise EvaluationError(
+                    f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
+                )
+            about = {
+                "weights": described | ({"folder": str(weights)} if weights else {}),
+                "rollout_step": rollout_step,
+                "problems_from": self.config.evaluation.path,
+            }
+            return write_results(out, self.evaluator.prompts, answers, about)
 
     def _settings(self, weights: dict[str, Any]) -> dict[str, Any]:
-        config = self._config
+        config = self.config
         return {
             "weights": weights,
             "temperature": config.evaluation.temperature,
             "top_p": config.evaluation.top_p,
             "max_new_tokens": config.rollout.max_new_tokens,
-            "stop_token_ids": list(self._problems.text.stop_token_ids),
+            "stop_token_ids": list(self.evaluator.stop_token_ids),
             "seed": config.run.seed if config.rollout.deterministic else None,
-            "verifiers": sorted({prompt.verifier for prompt in self._prompts}),
+            "verifiers": sorted({prompt.verifier for prompt in self.evaluator.prompts}),
         }
 
-    def _missing(self, log: ResponseLog) -> list[tuple[Way, int, int]]:
-        """(way, problem, sample) of each response that is still to be asked for."""
-        return [
-            (way, at, sample)
-            for way in self._ways
-            for at, prompt in enumerate(self._prompts)
-            for sample in range(way.samples)
-            if (way.name, problem_id(prompt), sample) not in log.known
-        ]
+    def _recorder(self, log: ResponseLog, missing: int) -> Callable[[AnswerKey, Answer], None]:
+        """Adds an answer to the log, and reports every 10 s how many there are."""
+        total = len(self.evaluator.keys)
+        if missing < total:
+            self.report(f"{total - missing} of {total} responses are there already")
+        began = reported = time.monotonic()
 
-    async def _answer(self, log: ResponseLog) -> Results:
-        missing = self._missing(log)
-        whole = len(self._prompts) * sum(way.samples for way in self._ways)
-        if len(missing) < whole:
-            self._report(f"{whole - len(missing)} of {whole} responses are there already")
-        decoder, seed = self._problems.text.decoder, self._config.run.seed
-        responder = Responder(fleet=self._fleet, pool=self._pool, decoder=decoder, prompts=self._prompts, seed=seed)
-        began, said = time.monotonic(), time.monotonic()
-        left = len(missing)
+        def record(key: AnswerKey, answer: Answer) -> None:
+            nonlocal missing, reported
+            log.add(key, answer)
+            missing -= 1
+            if time.monotonic() - reported > PROGRESS_INTERVAL_S:
+                reported = time.monotonic()
+                self.report(f"{total - missing} of {total} responses after {reported - began:.0f} s")
 
-        async def one(way: Way, at: int, sample: int) -> None:
-            nonlocal left, said
-            answer = await responder.answer(f"eval-{way.name}", at, sample, way.sampling)
-            log.add((way.name, problem_id(self._prompts[at]), sample), answer)
-            left -= 1
-            if time.monotonic() - said > PROGRESS_INTERVAL_S:
-                said = time.monotonic()
-                self._report(f"{whole - left} of {whole} responses after {said - began:.0f} s")
-
-        deadline = self._config.run.step_deadline_s
-        asking = all_or_none(one(*each) for each in missing)
-        await self._waits.wait_for("held-out answers", "rollout servers", deadline, asking, stoppable=True)
-        return Results(
-            {
-                way.name: [
-                    gathered(prompt, [log.known[way.name, problem_id(prompt), sample] for sample in range(way.samples)])
-                    for prompt in self._prompts
-                ]
-                for way in self._ways
-            }
-        )
-
-    async def _publish(self, weights: Path) -> None:
-        self._version += 1
-        deadline = self._config.run.step_deadline_s
-        await self._waits.wait_for(
-            "weights of the evaluation", "rollout servers", deadline, self._fleet.publish(weights, self._version)
-        )
+        return record
 
     async def _labels(self) -> dict[str, Any]:
-        """The servers' own names of their weights."""
-        labels = {}
-        for url in self._config.rollout.urls:
-            async with SglangClient(url, request_deadline_s=30.0, api_key=self._key) as client:
+        """What the servers of `rollout.urls` call their weights."""
+        labels, key_file = {}, self.config.rollout.api_key_file
+        key = read_key(Path(key_file)) if key_file else None
+        for url in self.config.rollout.urls:
+            async with SglangClient(url, request_deadline_s=30.0, api_key=key) as client:
                 labels[url] = await client.weight_label()
         if len(set(labels.values())) > 1:
             raise EvaluationError(f"the servers hold different weights: {labels}; give them the same ones first")
         return {"label": next(iter(labels.values())), "urls": sorted(labels)}
 
 
-def with_own_servers(config: Config, model: Path) -> Config:
-    """The same config, its servers started here with `model`, on free ports."""
-    rollout = replace(config.rollout, urls=(), api_key_file=None, port=0, weight_sync="disk")
-    run = replace(config.run, mode="sync")  # nobody trains beside them
-    return replace(config, run=run, rollout=rollout, model=replace(config.model, path=str(model)))
+class Watch:
+    """The versions of one run."""
 
+    def __init__(self, run: Path, *, every: int, report: Callable[[str], None]) -> None:
+        """`every`: versions whose number is no multiple of it are left alone."""
+        self._run, self._every, self._report = run, every, report
+        self._snapshots = run / EVALUATIONS / ".snapshots"
+        self._waiting: int | None = None
+        self._seen: dict[int, int] = {}
+        """Version -> when its folder was made: a run that was resumed makes some versions again, with other weights."""
+        self._ended = False
 
-async def evaluate_once(
-    config: Config,
-    problems: Problems,
-    out: Path,
-    *,
-    weights: Path | None,
-    rollout_step: int | None,
-    stop: "asyncio.Future[None]",
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    """One evaluation; as `EvalSession.evaluate`."""
-    async with EvalSession(config, problems, out, Waits(stop), report) as session:
-        return await session.evaluate(out, weights=weights, rollout_step=rollout_step)
+    async def first(self) -> Path | None:
+        """A snapshot of the first version there is to evaluate; None if the run ended without one."""
+        while self._look() is None and not self._ended:
+            await asyncio.sleep(POLL_S)
+        return None if self._waiting is None else self._snapshot(self._waiting)
+
+    async def evaluate(self, session: EvaluationSession, done: Callable[[int, dict[str, Any]], None]) -> None:
+        """Until the run has ended and nothing waits. `done` gets a version and what its result.json holds."""
+        task: asyncio.Task[None] | None = None
+        try:
+            while self._look() is not None or task is not None or not self._ended:
+                if task is None and self._waiting is not None:
+                    task = asyncio.create_task(self._evaluate_one(session, self._waiting, done))
+                    self._waiting = None
+                if task is None:
+                    await asyncio.sleep(POLL_S)
+                    continue
+                await asyncio.wait([task], timeout=POLL_S)
+                if task.done():
+                    task.result()
+                    task = None
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def close(self) -> None:
+        """Remove the snapshots."""
+        shutil.rmtree(self._snapshots, ignore_errors=True)
+
+    async def _evaluate_one(
+        self, session: EvaluationSession, version: int, done: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        self._report(f"version {version}: evaluating")
+        weights = self._snapshot(version)
+        done(version, await session.evaluate(self._out(version), weights=weights, rollout_step=version))
+        shutil.rmtree(weights)
+
+    def _look(self) -> int | None:
+        """Take snapshots of what is new. Returns the version that waits to be evaluated."""
+        finished = (self._run / "summary.json").exists()
+        # Asked before the look: a version that came last must not be missed.
+        ended = not liveness(read_heartbeat(self._run), lock_holder(self._run), finished=finished).alive
+        for version in versions(self._run / "weights"):
+            source = self._run / "weights" / f"v{version}"
+            made = source.stat().st_mtime_ns if source.exists() else None
+            if version % self._every or made in (None, self._seen.get(version)):
+                continue
+            if not snapshot(source, self._snapshot(version)):
+                self._report(f"version {version}: the run removed it before it could be copied; left out")
+                continue
+            self._seen[version] = made
+            if self._is_done(version):
+                shutil.rmtree(self._snapshot(version))
+                continue
+            if self._waiting not in (None, version):
+                self._report(f"version {self._waiting}: left out, {version} is there and comes first")
+                shutil.rmtree(self._snapshot(self._waiting))
+            self._waiting = version
+        self._ended = ended
+        return self._waiting
+
+    def _is_done(self, version: int) -> bool:
+        """Whether these weights have a result. One of other weights of that number is kept under another name."""
+        out = self._out(version)
+        settings = json.loads((out / SETTINGS).read_text()) if (out / SETTINGS).exists() else None
+        if settings and settings["weights"] != {"fingerprint": fingerprint(self._snapshot(version))}:
+            older = len(list(out.parent.glob(f"{out.name}.superseded*"))) + 1
+            out.rename(out.with_name(f"{out.name}.superseded{older}"))
+        return (out / RESULT).exists()
+
+    def _snapshot(self, version: int) -> Path:
+        return self._snapshots / f"v{version}"
+
+    def _out(self, version: int) -> Path:
+        return self._run / EVALUATIONS / f"v{version}"

@@ -1,32 +1,31 @@
-"""Where a gap between engine and trainer begins: a few responses re-scored by every part on the way from one to the
+"""Where a gap between engine and trainer begins: a few responses re-scored by every stage on the way from one to the
 other. One server and a few rank processes; no Ray.
 
     engine decode -> engine prefill -> Hugging Face, float32 -> Megatron, one process -> Megatron, the config's layout
 
-Each part scores the tokens that the engine drew, at temperature 1. Neighbours share all but one thing: decode and
+Each stage scores the tokens that the engine drew, at temperature 1. Neighbours share all but one thing: decode and
 prefill the kernels of one token and of many, prefill and Hugging Face the implementation (and the type), Hugging Face
 and Megatron the mapping of the weights, one process and many the parallel layout.
 """
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.actor.ranks import RankPlace, RankPool
-from megatron_dapo.actor.step_data import LogProbs, Responses
+from megatron_dapo.actor.step_data import Responses
+from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
-from rollout.fleet.fleet import RolloutFleet
+from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, packing, with_own_servers
+from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
-from rollout.server.engine import LocalServer
-from rollout.server.server_command import ServerSpec
 
 DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
     "engine decode",
@@ -35,12 +34,12 @@ DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
     "Megatron TP=1",
     "Megatron, the config's layout",
 )
-CHAIN = (DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT)
+STAGES = (DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """Two neighbours of the chain on the same tokens."""
+class StageGap:
+    """Two neighbouring stages on the same tokens."""
 
     before: str
     after: str
@@ -53,7 +52,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class BisectRequest:
     """What is to be bisected."""
 
     config: Config
@@ -61,78 +60,68 @@ class Question:
     """int32 [P] each; one response to each is drawn."""
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int
-    device: Literal["cpu", "cuda"]
-    gpus: tuple[str, ...]
-    """Of this machine, as CUDA_VISIBLE_DEVICES names them. The server has ended before a rank starts."""
-    logs: Path
     deadline_s: float
-    """For the start of the server, and for each part's scores."""
+    """For the start of the server, and for each stage's scores."""
     skip: frozenset[str] = frozenset()
-    """Parts of CHAIN to leave out, for example one whose model fits on no single GPU."""
+    """Stages to leave out, for example one whose model fits on no single GPU."""
     weights: Mapping[str, Path] = field(default_factory=dict)
-    """By part, a folder in Hugging Face format that it loads instead of `model.path`."""
+    """By stage, a folder in Hugging Face format that it loads instead of `model.path`."""
 
-    def folder(self, part: str) -> Path:
-        return self.weights.get(part, Path(self.config.model.path))
+    def folder(self, stage: str) -> Path:
+        return self.weights.get(stage, Path(self.config.model.path))
 
 
-def bisect(question: Question, say: Callable[[str], None]) -> list[Link]:
-    """The links of the chain, in order. `say` gets a line before each part.
+def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageGap]:
+    """The gaps between neighbouring stages, in order. `say` gets a line before each stage.
 
     Raises:
         RolloutError: the server did not start or answer.
+        Stalled: it did not answer in time.
         RankError: a Megatron rank failed.
     """
     say(f"{DECODE}, {PREFILL}: starting a server")
-    responses, scores = asyncio.run(_by_engine(question))
-    if REFERENCE not in question.skip:
+    responses, scores = asyncio.run(_by_engine(request))
+    if REFERENCE not in request.skip:
         say(REFERENCE)
-        scores[REFERENCE] = _by_reference(question.folder(REFERENCE), responses)
-    layout = question.config.actor.layout
-    with RankPool(question.device) as pool:
-        for part, its_layout in ((ONE_RANK, LayoutConfig()), (LAYOUT, layout)):
-            if part in question.skip or (part == LAYOUT and layout == LayoutConfig() and ONE_RANK in scores):
+        scores[REFERENCE] = _by_reference(request.folder(REFERENCE), responses)
+    layout = request.config.actor.layout
+    with RankPool(local_device(request.config)) as ranks:
+        for stage, its_layout in ((ONE_RANK, LayoutConfig()), (LAYOUT, layout)):
+            if stage in request.skip or (stage == LAYOUT and layout == LayoutConfig() and ONE_RANK in scores):
                 continue
-            say(part)
-            scores[part] = _by_megatron(pool, question, part, its_layout, responses)
-    known = [part for part in CHAIN if part in scores and part not in question.skip]
-    return [_link(before, after, scores, responses) for before, after in itertools.pairwise(known)]
+            say(stage)
+            scores[stage] = _by_megatron(ranks, request, stage, its_layout, responses)
+    known = [stage for stage in STAGES if stage in scores and stage not in request.skip]
+    return [_gap(before, after, scores, responses) for before, after in itertools.pairwise(known)]
 
 
-def first_gap(links: Sequence[Link], bound: float) -> Link | None:
-    """The first link whose mean difference is above `bound`, or is no number."""
-    return next((link for link in links if not link.mean_abs <= bound), None)
+def first_gap(gaps: Sequence[StageGap], bound: float) -> StageGap | None:
+    """The first whose mean difference is above `bound`, or is no number."""
+    return next((gap for gap in gaps if not gap.mean_abs <= bound), None)
 
 
-async def _by_engine(question: Question) -> tuple[Responses, dict[str, np.ndarray]]:
-    """The responses, drawn, and the engine's two opinions of them."""
-    config = replace(question.config.rollout, servers=1, urls=(), deterministic=False)
-    spec = ServerSpec(
-        model_path=question.folder(DECODE).resolve(),
-        device=question.device,
-        dtype=question.config.model.dtype,
-        context_length=question.config.model.context_length,
-        seed=question.config.run.seed,
-        log_path=question.logs / "server.log",
-        gpus=question.gpus[: config.tensor_parallel],
+async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.ndarray]]:
+    """The responses, drawn, and the engine's log-probs [N] of them, as it drew them and by prefill."""
+    deadline, waits = request.deadline_s, Waits()
+    config = with_own_servers(request.config, request.folder(DECODE))
+    config = replace(
+        config,
+        run=replace(config.run, start_deadline_s=deadline),
+        rollout=replace(config.rollout, servers=1, deterministic=False),
     )
-    vocabulary = HFModelConfig.load(spec.model_path).vocab_size
-    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=vocabulary, report=print)
-    try:
-        await fleet.start(question.deadline_s)
-        sampling = SamplingParams(max_new_tokens=question.max_new_tokens, stop_token_ids=question.stop_token_ids)
-        asked = [
-            GenerationRequest(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
-            for at, ids in enumerate(question.prompts)
-        ]
-        drawn = await asyncio.wait_for(asyncio.gather(*map(fleet.generate, asked)), question.deadline_s)
-        scoring = [
-            fleet.score(ids, generation.token_ids) for ids, generation in zip(question.prompts, drawn, strict=True)
-        ]
-        scored = await asyncio.wait_for(asyncio.gather(*scoring), question.deadline_s)
-    finally:
-        await fleet.close()
-    pairs = [(ids, generation.token_ids) for ids, generation in zip(question.prompts, drawn, strict=True)]
+    vocabulary = HFModelConfig.load(Path(config.model.path)).vocab_size
+    sampling = SamplingParams(max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
+    asked = [
+        GenerationRequest(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
+        for at, ids in enumerate(request.prompts)
+    ]
+    with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
+        async with local_fleet(config, Path(folder), waits, vocab_size=vocabulary, report=print) as fleet:
+            drawing = asyncio.gather(*map(fleet.generate, asked))
+            drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
+            pairs = [(ids, generation.token_ids) for ids, generation in zip(request.prompts, drawn, strict=True)]
+            scoring = asyncio.gather(*itertools.starmap(fleet.score, pairs))
+            scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
     responses = Responses(
         token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
         sequence_lengths=np.array([ids.size + answer.size for ids, answer in pairs], np.int32),
@@ -159,46 +148,24 @@ def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
 
 
 def _by_megatron(
-    pool: RankPool, question: Question, part: str, layout: LayoutConfig, responses: Responses
+    ranks: RankPool, request: BisectRequest, stage: str, layout: LayoutConfig, responses: Responses
 ) -> np.ndarray:
     config = replace(
-        question.config,
-        actor=replace(question.config.actor, layout=layout, device=question.device),
-        model=replace(question.config.model, path=str(question.folder(part))),
+        request.config,
+        actor=replace(request.config.actor, layout=layout, device=local_device(request.config)),
+        model=replace(request.config.model, path=str(request.folder(stage))),
     )
-    hidden_size = HFModelConfig.load(Path(config.model.path)).hidden_size
-    plan = plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
-    results = pool.run(
-        layout.world_size, _score, config, responses, plan, question.deadline_s, timeout_s=question.deadline_s
-    )
-    found: LogProbs = results[0]
-    return found.log_probs
+    job = ActorJob(ranks=ranks, config=config, deadline_s=request.deadline_s)
+    log_probs: np.ndarray = job.run(MegatronActor.log_probs, responses, packing(config, responses), 1.0).log_probs
+    return log_probs
 
 
-def _score(
-    place: RankPlace, config: Config, responses: Responses, plan: MicroBatchPlan, timeout_s: float
-) -> LogProbs | None:
-    from megatron_dapo.actor.actor import MegatronActor
-
-    actor = MegatronActor(
-        config.actor,
-        config.model,
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
-        steps_per_rollout=1,
-        seed=config.run.seed,
-        timeout_s=timeout_s,
-    )
-    return actor.log_probs(responses, plan, 1.0)
-
-
-def _link(before: str, after: str, scores: Mapping[str, np.ndarray], responses: Responses) -> Link:
+def _gap(before: str, after: str, scores: Mapping[str, np.ndarray], responses: Responses) -> StageGap:
     gap = np.abs(scores[before].astype(np.float64) - scores[after])
     worst = int(gap.argmax())  # a NaN counts as the largest
     starts = np.concatenate([[0], np.cumsum(responses.response_lengths)])
     response = int(np.searchsorted(starts, worst, side="right")) - 1
-    return Link(
+    return StageGap(
         before=before,
         after=after,
         mean_abs=float(gap.mean()),

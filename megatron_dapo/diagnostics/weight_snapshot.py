@@ -1,4 +1,5 @@
-"""A version of a run's weights, kept as it is while the run goes on and removes its own."""
+"""The weights of a run: which are its newest, a snapshot of a version that outlives the run's own copy, a fingerprint
+that tells versions apart."""
 
 import hashlib
 import os
@@ -11,12 +12,30 @@ _PIECE = 1 << 20
 """Bytes read at both ends of a file for the fingerprint."""
 
 
-def freeze(source: Path, target: Path) -> bool:
+def versions(folder: Path) -> list[int]:
+    """N of each vN in a folder of weights, oldest first."""
+    names = [each.name for each in folder.glob("v*")]
+    return sorted(int(name[1:]) for name in names if name[1:].isdigit())
+
+
+def newest_weights(run: Path) -> tuple[Path, int | None] | None:
+    """The exported model of a run that has ended, else the newest version that its servers read from disk, with its
+    number. None: there are neither."""
+    if (run / "summary.json").exists() and (run / "model" / "config.json").is_file():
+        return run / "model", None
+    for version in reversed(versions(run / "weights")):
+        folder = run / "weights" / f"v{version}"
+        if (folder / "config.json").is_file():
+            return folder, version
+    return None
+
+
+def snapshot(source: Path, target: Path) -> bool:
     """Make `target` hold the files of `source`, which may be removed at any moment: as hard links, which cost nothing,
     or as copies where the file system has none. False if `source` was removed meanwhile; there is no target then."""
-    shutil.rmtree(target, ignore_errors=True)
     aside = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    for old in (target, aside):
+        shutil.rmtree(old, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         for file in sorted(source.iterdir()):
@@ -38,12 +57,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
-
-
-def versions(folder: Path) -> list[int]:
-    """N of each vN in a folder of weights, oldest first."""
-    names = [each.name for each in folder.glob("v*")]
-    return sorted(int(name[1:]) for name in names if name[1:].isdigit())
 
 
 def fingerprint(folder: Path) -> str:

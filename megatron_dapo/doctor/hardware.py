@@ -6,21 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.node import ASK_DEADLINE_S, Ask, Node
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
-from megatron_dapo.plan.plan import share_gpus
+from megatron_dapo.doctor.probing import ASK_DEADLINE_S, Finding, Node, failed, passed, warning
+from megatron_dapo.plan.scenario import share_gpus
 
 _BUSY_SHARE = 0.1
 _FIELDS = (
-    "name",
-    "memory.total",
-    "memory.used",
-    "driver_version",
-    "compute_mode",
-    "mig.mode.current",
-    "ecc.errors.uncorrected.volatile.total",
+    "name,memory.total,memory.used,driver_version,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 )
-_QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+_QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 
 
 def needed_gpus(config: Config) -> int:
@@ -29,7 +22,7 @@ def needed_gpus(config: Config) -> int:
     return config.actor.layout.world_size + (0 if share_gpus(config) else servers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One that nvidia-smi lists; memory in MiB."""
 
@@ -40,7 +33,7 @@ class Gpu:
     compute_mode: str
     """Default, Exclusive_Process or Prohibited."""
     mig: bool
-    uncorrected: int
+    uncorrected: float
     """Memory errors since the driver was loaded that ECC could not correct."""
 
 
@@ -56,12 +49,9 @@ def probe_gpus(node: Node) -> tuple[list[Gpu], Finding | None]:
     if "No devices were found" in said:  # as on a login node
         return [], warning("GPUs", "nvidia-smi is here but finds no device", "run this on the node that has the GPUs")
     last = (said.strip().splitlines() or ["no output"])[-1]
+    found = f"ends with {answer.code}: {last}" if answer.code else f"lists no GPU that can be read: {last}"
     if answer.code is None:
         found = answer.error.replace("no end", "gives no answer")
-    elif answer.code:
-        found = f"ends with {answer.code}: {last}"
-    else:
-        found = f"lists no GPU that can be read: {last}"
     fix = "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
     return [], failed("GPUs", f"nvidia-smi is here but {found}", fix)
 
@@ -69,18 +59,10 @@ def probe_gpus(node: Node) -> tuple[list[Gpu], Finding | None]:
 def gpus_of(text: str) -> list[Gpu]:
     """Those of nvidia-smi's rows that are whole."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    whole = [row for row in rows if len(row) == len(_FIELDS.split(","))]
     return [
-        Gpu(
-            name=row[0],
-            memory=_number(row[1]),
-            used=_number(row[2]),
-            driver=row[3],
-            compute_mode=row[4],
-            mig=row[5] == "Enabled",
-            uncorrected=int(_number(row[6])),
-        )
-        for row in rows
-        if len(row) == len(_FIELDS)
+        Gpu(name, _number(memory), _number(used), driver, mode, mig == "Enabled", _number(errors))
+        for name, memory, used, driver, mode, mig, errors in whole
     ]
 
 
@@ -89,7 +71,7 @@ def _number(text: str) -> float:
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
 
 
-def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, cores: int) -> Iterator[Finding]:
+def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, cores: int) -> list[Finding]:
     """How many there are, whether they suffice, whether others use them.
 
     Args:
@@ -97,45 +79,40 @@ def check_gpus(gpus: Sequence[Gpu], config: Config | None, *, on_cluster: bool, 
         cores: of this machine's CPUs.
     """
     if not gpus:
-        yield _without_gpus(config, on_cluster=on_cluster, cores=cores)
-        return
-    kinds = sorted({gpu.name for gpu in gpus})
-    shown = f"{len(gpus)} x {', '.join(kinds)}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
-    busy = [str(at) for at, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]
-    short = config is not None and not on_cluster and needed_gpus(config) > len(gpus)
-    if config is not None and short:
+        return [_without_gpus(config, on_cluster=on_cluster, cores=cores)]
+    kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
+    shown = f"{len(gpus)} x {kinds}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
+    needed = 0 if config is None or on_cluster else needed_gpus(config)
+    found = []
+    if needed > len(gpus):
         fix = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
-        yield failed("GPUs", f"{shown}; trainer and servers need {needed_gpus(config)}", fix)
-    if len(kinds) > 1:
-        yield warning("GPUs", f"several kinds: {', '.join(kinds)}", "use equal ones: the slowest sets the pace")
-    if busy:
-        yield warning(
-            "GPUs",
-            f"{shown}; memory of number {', '.join(busy)} is in use",
-            "end what uses it: nvidia-smi lists the processes",
-        )
-    states = list(_states(gpus, config))
-    yield from states
-    if not (short or busy or states or len(kinds) > 1):
-        yield passed("GPUs", shown)
+        found.append(failed("GPUs", f"{shown}; trainer and servers need {needed}", fix))
+    if "," in kinds:
+        found.append(warning("GPUs", f"several kinds: {kinds}", "use equal ones: the slowest sets the pace"))
+    if busy := _numbers([gpu.used > _BUSY_SHARE * gpu.memory for gpu in gpus]):
+        fix = "end what uses it: nvidia-smi lists the processes"
+        found.append(warning("GPUs", f"{shown}; memory of number {busy} is in use", fix))
+    return [*found, *_states(gpus, config)] or [passed("GPUs", shown)]
 
 
 def _states(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
     """What an administrator has set, or a broken memory, in the way of a run."""
-    shared = config is not None and share_gpus(config)
-    numbered = [(str(at), gpu) for at, gpu in enumerate(gpus)]
-    if away := [at for at, gpu in numbered if gpu.compute_mode == "Prohibited"]:
-        yield failed("GPUs", f"compute mode of {', '.join(away)} is Prohibited", "nvidia-smi -c 0 (as root)")
-    if alone := [at for at, gpu in numbered if gpu.compute_mode == "Exclusive_Process"]:
-        found = f"compute mode of {', '.join(alone)} is Exclusive_Process: one process a GPU"
-        make = failed if shared else warning
+    if away := _numbers([gpu.compute_mode == "Prohibited" for gpu in gpus]):
+        yield failed("GPUs", f"compute mode of {away} is Prohibited", "nvidia-smi -c 0 (as root)")
+    if alone := _numbers([gpu.compute_mode == "Exclusive_Process" for gpu in gpus]):
+        found = f"compute mode of {alone} is Exclusive_Process: one process a GPU"
+        make = failed if config is not None and share_gpus(config) else warning
         yield make("GPUs", found, "nvidia-smi -c 0 (as root); run.mode: colocated has two processes a GPU")
-    if parted := [at for at, gpu in numbered if gpu.mig]:
-        found = f"MIG is on for {', '.join(parted)}: NCCL joins no two of its instances"
+    if parted := _numbers([gpu.mig for gpu in gpus]):
+        found = f"MIG is on for {parted}: NCCL joins no two of its instances"
         yield warning("GPUs", found, "nvidia-smi -mig 0 (as root), or ask for whole GPUs")
-    if broken := [at for at, gpu in numbered if gpu.uncorrected]:
-        found = f"uncorrected memory errors on {', '.join(broken)}"
-        yield warning("GPUs", found, "take the node out of use, reset the GPU (nvidia-smi -q -d ECC)")
+    if broken := _numbers([gpu.uncorrected > 0 for gpu in gpus]):
+        fix = "take the node out of use, reset the GPU (nvidia-smi -q -d ECC)"
+        yield warning("GPUs", f"uncorrected memory errors on {broken}", fix)
+
+
+def _numbers(wrong: Sequence[bool]) -> str:
+    return ", ".join(str(number) for number, one in enumerate(wrong) if one)
 
 
 def _without_gpus(config: Config | None, *, on_cluster: bool, cores: int) -> Finding:
@@ -143,32 +120,23 @@ def _without_gpus(config: Config | None, *, on_cluster: bool, cores: int) -> Fin
         return passed("GPUs", "none on this machine")
     if config.actor.device == "cuda":
         return failed("GPUs", "none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
-    processes = needed_gpus(config)
-    if processes > 2 * cores:
-        return failed(
-            "GPUs",
-            f"none, and {processes} processes of trainer and servers are too many for {cores} cores",
-            "run it where the GPUs are: megatron-dapo slurm writes the job; or lower actor.layout and rollout.servers",
-        )
+    if (processes := needed_gpus(config)) > 2 * cores:
+        found = f"none, and {processes} processes of trainer and servers are too many for {cores} cores"
+        fix = "run it where the GPUs are: megatron-dapo slurm writes the job; or lower actor.layout and rollout.servers"
+        return failed("GPUs", found, fix)
     return passed("GPUs", "none: the run takes the CPU")
 
 
-def check_interconnect(ask: Ask) -> Iterator[Finding]:
-    """NVLink between the GPUs of this node."""
-    topology = ask(("nvidia-smi", "topo", "-m"))
-    links = [re.split(r"\s+", line)[1:] for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
+def check_interconnect(topology: str) -> Iterator[Finding]:
+    """NVLink between the GPUs of this node; `topology`: what `nvidia-smi topo -m` prints."""
+    links = [re.split(r"\s+", line)[1:] for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
     count = len(links)
-    if count < 2:
-        return
     between = {links[row][column] for row in range(count) for column in range(count) if row != column}
-    slow = sorted(link for link in between if not re.fullmatch(r"NV\d+", link))
+    slow = ", ".join(sorted(link for link in between if not re.fullmatch(r"NV\d+", link)))
     if slow:
-        yield warning(
-            "interconnect",
-            f"{count} GPUs, some linked by {', '.join(slow)} only",
-            "keep actor.layout.tensor within GPUs that NVLink joins (nvidia-smi topo -m)",
-        )
-    else:
+        fix = "keep actor.layout.tensor within GPUs that NVLink joins (nvidia-smi topo -m)"
+        yield warning("interconnect", f"{count} GPUs, some linked by {slow} only", fix)
+    elif between:
         yield passed("interconnect", f"{count} GPUs, all joined by NVLink ({', '.join(sorted(between))})")
 
 

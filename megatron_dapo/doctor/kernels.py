@@ -1,5 +1,6 @@
 """What a run on GPUs imports and compiles: torch with driver and NCCL, kernels of trainer and servers, compilers."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -15,8 +16,7 @@ from packaging.version import Version
 
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.hardware import Gpu
-from megatron_dapo.doctor.node import Answer, Node
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.doctor.probing import Answer, Finding, Node, failed, passed, warning
 
 INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
 IMPORT_DEADLINE_S = 180.0
@@ -50,11 +50,6 @@ with warnings.catch_warnings():
             error = str(raised)
 print("\\x1e" + json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, nccl=nccl, error=error)))
 """
-_PACKAGES = """
-import importlib.metadata, json
-found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions() if one.metadata["Name"]}
-print("\\x1e" + json.dumps([found, importlib.metadata.requires("sglang") or [] if "sglang" in found else []]))
-"""
 _TRY = """
 import importlib, sys
 try:
@@ -84,7 +79,7 @@ class Torch:
         return int((self.cuda or "0").partition(".")[0])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Something that a run imports."""
 
@@ -97,22 +92,22 @@ class Part:
 
 
 TRAINER = (
-    Part(module="megatron.core", lost=""),
+    Part("megatron.core", ""),
     Part(
-        module="transformer_engine.pytorch",
-        lost="the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8",
+        "transformer_engine.pytorch",
+        "the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8",
         fix=f"{INSTALL}; it is built after torch: pip install --no-build-isolation transformer-engine[pytorch]",
     ),
 )
 SERVER = (
-    Part(module="sgl_kernel", lost=""),
-    Part(module="flashinfer", lost="servers sample by PyTorch's kernels, which is slower"),
+    Part("sgl_kernel", ""),
+    Part("flashinfer", "servers sample by PyTorch's kernels, which is slower"),
     Part(
-        module="torch_memory_saver.utils",
-        lost="no run.mode: colocated, whose servers give their memory back by it",
+        "torch_memory_saver.utils",
+        "no run.mode: colocated, whose servers give their memory back by it",
         then="part.get_binary_path_from_package('torch_memory_saver_hook_mode_preload')",
     ),
-    Part(module="sglang.srt.entrypoints.http_server", lost=""),
+    Part("sglang.srt.entrypoints.http_server", ""),
 )
 
 
@@ -123,13 +118,6 @@ def probe_torch(node: Node) -> Torch | str:
         return _cause(answer)
     found = json.loads(answer.output.rpartition(_MARK)[2])
     return Torch(**(found | {"nccl": tuple(found["nccl"]), "error": _first_line(found["error"])}))
-
-
-def probe_packages(node: Node) -> tuple[dict[str, str], list[str]]:
-    """Version of every installed package by normalised name, and what sglang's metadata requires."""
-    answer = node.run([*node.python, "-c", _PACKAGES])
-    found, requires = json.loads(answer.output.rpartition(_MARK)[2]) if answer.code == 0 else ({}, [])
-    return {canonicalize_name(name): version for name, version in found.items()}, requires
 
 
 def check_torch(torch: Torch | str, gpus: Sequence[Gpu], installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -143,32 +131,26 @@ def check_torch(torch: Torch | str, gpus: Sequence[Gpu], installed: Mapping[str,
     driver, least = gpus[0].driver if gpus else "", _DRIVERS.get(torch.cuda_major, 0)
     major = re.match(r"\d+", driver)  # none in "[N/A]"
     if major and not torch.devices and int(major[0]) < least:
-        yield failed(
-            "driver",
-            f"{driver} is too old for CUDA {torch.cuda}, which torch {torch.version} is built for",
-            f"install driver {least} or newer (or NVIDIA's cuda-compat libraries for CUDA {torch.cuda})",
-        )
+        found = f"{driver} is too old for CUDA {torch.cuda}, which torch {torch.version} is built for"
+        fix = f"install driver {least} or newer (or NVIDIA's cuda-compat libraries for CUDA {torch.cuda})"
+        yield failed("driver", found, fix)
     elif gpus and not torch.devices:
-        yield failed(
-            "torch",
-            f"{torch.version} sees no GPU, nvidia-smi does{torch.error and ': ' + torch.error}",
-            "look at CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ",
+        found = f"{torch.version} sees no GPU, nvidia-smi does{torch.error and ': ' + torch.error}"
+        fix = (
+            "look at CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ"
         )
+        yield failed("torch", found, fix)
     elif torch.devices < len(gpus):
         found = f"sees {torch.devices} of {len(gpus)} GPUs"
         yield warning("torch", found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
     elif gpus:
         yield passed("driver", f"{driver}; torch {torch.version} is built for CUDA {torch.cuda}")
-    yield _nccl(torch, installed)
-
-
-def _nccl(torch: Torch, installed: Mapping[str, str]) -> Finding:
     loaded = ".".join(map(str, torch.nccl[:3]))
-    wheel = installed.get(f"nvidia-nccl-cu{torch.cuda_major}", loaded)
-    if wheel != loaded:
+    if (wheel := installed.get(f"nvidia-nccl-cu{torch.cuda_major}", loaded)) != loaded:
         found = f"NCCL {loaded} is loaded, {wheel} is installed"
-        return warning("collectives", found, "take the other libnccl.so.2 out of LD_LIBRARY_PATH and LD_PRELOAD")
-    return passed("collectives", f"NCCL {loaded}")
+        yield warning("collectives", found, "take the other libnccl.so.2 out of LD_LIBRARY_PATH and LD_PRELOAD")
+    else:
+        yield passed("collectives", f"NCCL {loaded}")
 
 
 def check_imports(node: Node, parts: Sequence[Part], needed: Mapping[str, str]) -> Iterator[Finding]:
@@ -177,11 +159,14 @@ def check_imports(node: Node, parts: Sequence[Part], needed: Mapping[str, str]) 
     Args:
         needed: {module: key of the config that cannot do without it}, for parts that others can do without.
     """
+
+    def imported(part: Part) -> Answer:
+        return node.run([*node.python, "-c", _TRY, part.module, part.then], IMPORT_DEADLINE_S)
+
     with ThreadPoolExecutor(len(parts)) as threads:
-        commands = [[*node.python, "-c", _TRY, part.module, part.then] for part in parts]
-        answers = list(threads.map(lambda command: node.run(command, IMPORT_DEADLINE_S), commands))
-    for part, answer in zip(parts, answers, strict=True):
-        absent = answer.code == 1 and answer.output.rpartition(_MARK)[2].strip() == "" and _MARK in answer.output
+        answers = dict(zip(parts, threads.map(imported, parts), strict=True))
+    for part, answer in answers.items():
+        absent = answer.code == 1 and _MARK in answer.output and not answer.output.rpartition(_MARK)[2].strip()
         asks = needed.get(part.module)
         if absent and part.lost and asks is None:
             yield warning("imports", f"no {part.module}: {part.lost}", part.fix)
@@ -189,8 +174,7 @@ def check_imports(node: Node, parts: Sequence[Part], needed: Mapping[str, str]) 
             yield failed("imports", f"no {part.module}, which {asks or 'every run on GPUs'} needs", part.fix)
         elif answer.code != 0:
             yield failed("imports", f"{part.module} is there and broken: {_cause(answer)}", part.fix)
-    good = [part.module for part, answer in zip(parts, answers, strict=True) if answer.code == 0]
-    if good:
+    if good := [part.module for part, answer in answers.items() if answer.code == 0]:
         yield passed("imports", ", ".join(good))
 
 
@@ -209,16 +193,13 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:300]
 
 
-def check_pins(requires: Sequence[str], installed: Mapping[str, str]) -> Iterator[Finding]:
+def check_pins(node: Node, installed: Mapping[str, str]) -> list[Finding]:
     """The compiled packages beside what SGLang's metadata asks for.
 
     A server does not start without sglang-kernel or with an older one; its kernels are built for one torch.
-
-    Args:
-        requires: of sglang, as importlib.metadata has them.
     """
-    shown, wrong = [], False
-    for one in map(Requirement, requires):
+    shown, wrong = [], []
+    for one in map(Requirement, required_by_sglang(node)):
         name = canonicalize_name(one.name)
         if name not in _PINNED or (one.marker is not None and not one.marker.evaluate({"extra": ""})):
             continue
@@ -226,13 +207,17 @@ def check_pins(requires: Sequence[str], installed: Mapping[str, str]) -> Iterato
         if version is not None and one.specifier.contains(version, prereleases=True):
             shown.append(f"{name} {version}")
             continue
-        wrong = True
         refused = version is None or any(Version(version) < Version(bound.version) for bound in one.specifier)
         make = failed if refused and name == "sglang-kernel" else warning
         there = f"{version} is installed" if version else "is not installed"
-        yield make("SGLang's pins", f"{name} {there}; sglang asks for {one.specifier}", INSTALL)
-    if shown and not wrong:
-        yield passed("SGLang's pins", ", ".join(shown))
+        wrong.append(make("SGLang's pins", f"{name} {there}; sglang asks for {one.specifier}", INSTALL))
+    return wrong or ([passed("SGLang's pins", ", ".join(shown))] if shown else [])
+
+
+def required_by_sglang(node: Node) -> list[str]:
+    """Its requirements, as its metadata has them; none without SGLang."""
+    found = importlib.metadata.distributions(name="sglang", path=list(node.packages))
+    return next((one.requires or [] for one in found), [])
 
 
 def check_compilers(node: Node, torch: Torch | str, *, servers: bool) -> Iterator[Finding]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
-from megatron_dapo.storage.run_dir import OWN_NAMES
+from megatron_dapo.doctor.probing import Finding, failed, passed, warning, warning_if
+from megatron_dapo.storage.run_dir import OWN_NAMES, RunDirError, has_run
 
 SHARED_MEMORY_BYTES = 2e9
 SHARED_MEMORY_GPU_BYTES = 10e9
@@ -40,11 +40,8 @@ def check_disk(run_dir: Path, needed: float, weights: float) -> Iterator[Finding
     free = shutil.disk_usage(folder).free
     room = f"{free / GB:.0f} GB free in {folder}"
     if free < needed:
-        yield failed(
-            "disk",
-            f"{room}; weights and checkpoints need {needed / GB:.0f} GB",
-            "set run.dir to a larger disk, or lower run.keep_checkpoints",
-        )
+        found = f"{room}; weights and checkpoints need {needed / GB:.0f} GB"
+        yield failed("disk", found, "set run.dir to a larger disk, or lower run.keep_checkpoints")
         return
     yield passed("disk space", f"{room}, needed {needed / GB:.1f} GB")
     try:
@@ -60,24 +57,17 @@ def check_speed(speed: float, weights: float) -> Finding:
     """`speed`: bytes/s written to the run's disk."""
     seconds = weights / speed
     shown = f"{speed / 1e6:.0f} MB/s written; a weight version of {weights / GB:.2f} GB takes {seconds:.0f} s"
-    if seconds > _SLOW_SYNC_S:
-        return warning(
-            "disk speed", shown, "set run.dir to a faster file system: weights pass it at every rollout step"
-        )
-    return passed("disk speed", shown)
+    fix = "set run.dir to a faster file system: weights pass it at every rollout step"
+    return warning_if(seconds > _SLOW_SYNC_S, "disk speed", shown, fix)
 
 
 def check_clock(skew: float, folder: Path) -> Finding:
     """`skew`: seconds by which the file system's clock is ahead of this machine's."""
     if abs(skew) > _CLOCK_SKEW_S:
-        return warning(
-            "clock",
-            f"the file system of {folder} is {skew:+.1f} s from this machine",
-            "let both follow the same time server (chronyc tracking); times in logs and locks would mislead",
-        )
-    return passed(
-        "clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; the run's file system agrees within {abs(skew):.1f} s"
-    )
+        fix = "let both follow the same time server (chronyc tracking); times in logs and locks would mislead"
+        return warning("clock", f"the file system of {folder} is {skew:+.1f} s from this machine", fix)
+    now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return passed("clock", f"{now}; the run's file system agrees within {abs(skew):.1f} s")
 
 
 def _probe(folder: Path) -> tuple[float, float]:
@@ -96,8 +86,10 @@ def _probe(folder: Path) -> tuple[float, float]:
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> Finding:
     """`train` refuses a directory that holds a run, unless it is to go on."""
-    ledger = run_dir / "ledger.jsonl"
-    holds = ledger.is_file() and ledger.stat().st_size > 0
+    try:
+        holds = has_run(run_dir)
+    except RunDirError as error:
+        return failed("run directory", str(error), "set run.dir to a folder of yours, or fix its rights")
     taken = [name for name in OWN_NAMES if (run_dir / name).exists()]
     if taken and not holds and not resume:
         return failed("run directory", f"{run_dir} holds {', '.join(taken)} but no run", "set run.dir to an empty one")
@@ -112,36 +104,32 @@ def check_shared_memory(path: Path, wanted: float = SHARED_MEMORY_BYTES) -> Find
     if not path.is_dir():
         return warning("shared memory", f"no {path}", fix)
     free = shutil.disk_usage(path).free
-    shown = f"{free / GB:.1f} GB free in {path}"
-    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, fix)
+    return warning_if(free < wanted, "shared memory", f"{free / GB:.1f} GB free in {path}", fix)
 
 
 def check_open_files(limit: int | None = None) -> Finding:
     """Ray, the servers and the HTTP client each hold many descriptors."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        return warning("open files", f"at most {soft} a process", f"ulimit -n {_OPEN_FILES} before the run")
-    return passed("open files", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft} a process")
+    if soft == resource.RLIM_INFINITY:
+        return passed("open files", "no limit")
+    fix = f"ulimit -n {_OPEN_FILES} before the run"
+    return warning_if(soft < _OPEN_FILES, "open files", f"at most {soft} a process", fix)
 
 
-def check_ports(config: Config | None) -> Iterator[Finding]:
+def check_ports(config: Config | None) -> Finding:
     """The servers' ports are free, or servers that someone else runs can be reached."""
     rollout = None if config is None else config.rollout
     if rollout is not None and rollout.urls:
-        away = [url for url in rollout.urls if not _reachable(url)]
-        if away:
-            yield failed("ports", f"no answer from {', '.join(away)}", "start these servers, or correct rollout.urls")
-        else:
-            yield passed("ports", f"{len(rollout.urls)} servers of rollout.urls can be reached")
-        return
+        if away := [url for url in rollout.urls if not _reachable(url)]:
+            return failed("ports", f"no answer from {', '.join(away)}", "start these servers, or correct rollout.urls")
+        return passed("ports", f"{len(rollout.urls)} servers of rollout.urls can be reached")
     wanted = [0] if rollout is None or not rollout.port else range(rollout.port, rollout.port + rollout.servers)
     host = "127.0.0.1" if rollout is None else rollout.host
     taken = [(port, error) for port in wanted if (error := _bind_error(host, port)) is not None]
     if taken:
         what = ", ".join(f"{host}:{port} ({error})" for port, error in taken)
-        yield failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
-    else:
-        yield passed("ports", f"{host} can be listened on")
+        return failed("ports", f"cannot listen on {what}", "set rollout.port=0 for free ones, or fix rollout.host")
+    return passed("ports", f"{host} can be listened on")
 
 
 def existing_parent(path: Path) -> Path:

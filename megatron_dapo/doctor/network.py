@@ -2,10 +2,10 @@
 
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.node import Node
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning
 
 PORTS = range(20000, 32768)
 """From which servers and trainer ranks take theirs (rollout.server.engine, cluster.trainer)."""
@@ -31,15 +31,12 @@ def check_host(node: Node, *, several: bool) -> Finding:
     Args:
         several: the run is on several nodes.
     """
-    try:
+    address = outside = ""
+    with suppress(OSError):
         address = node.resolve(node.host)
-    except OSError:
-        address = ""
-    try:
+    with suppress(OSError):
         outside = node.outgoing()
-    except OSError:
-        outside = ""
-    if not _loopback(address):
+    if address and address != "::1" and not address.startswith("127."):
         return passed("host name", f"{node.host} is {address}")
     found = f"{node.host} resolves to {address or 'nothing'}{'' if outside else ', and there is no default route'}"
     fix = f"give {node.host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
@@ -47,10 +44,6 @@ def check_host(node: Node, *, several: bool) -> Finding:
     if several and not helped:
         return failed("host name", f"{found}: other nodes cannot meet this one", fix)
     return warning("host name", f"{found}: a run on several nodes would not meet", fix)
-
-
-def _loopback(address: str) -> bool:
-    return not address or address == "::1" or address.startswith("127.")
 
 
 def check_interfaces(node: Node) -> Iterator[Finding]:
@@ -81,10 +74,8 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
     """Adapters of this node, whether a port of one is up, whether NCCL may use it."""
     adapters = node.names(_INFINIBAND)
     if not adapters:
-        found = "no InfiniBand or RoCE adapter: several nodes talk over TCP, which is slow"
-        yield warning(
-            "network", found, "load the adapter's driver (lspci lists the hardware), or keep a run on one node"
-        )
+        fix = "load the adapter's driver (lspci lists the hardware), or keep a run on one node"
+        yield warning("network", "no InfiniBand or RoCE adapter: several nodes talk over TCP, which is slow", fix)
         return
     states = {
         f"{adapter}:{port}": node.text(f"{_INFINIBAND}/{adapter}/ports/{port}/state")
@@ -96,9 +87,8 @@ def check_infiniband(node: Node) -> Iterator[Finding]:
     used = [port for port in active if chosen == "^" or _selects(chosen, port.partition(":")[0], exact=False)]
     if not active:
         shown = ", ".join(f"{port} {state}" for port, state in states.items())
-        yield warning(
-            "network", f"no port of an adapter is up: {shown}", "check cable, switch and subnet manager (ibstat)"
-        )
+        fix = "check cable, switch and subnet manager (ibstat)"
+        yield warning("network", f"no port of an adapter is up: {shown}", fix)
     elif not used:
         found = f"NCCL_IB_HCA = {chosen} selects none of {', '.join(active)}"
         yield warning("network", found, "correct it or unset it, else nodes talk over TCP")
@@ -139,11 +129,9 @@ def check_port_range(node: Node) -> Iterator[Finding]:
     span = node.text("proc/sys/net/ipv4/ip_local_port_range").split()
     shown = f"{PORTS.start}-{PORTS.stop - 1}"
     if len(span) == 2 and int(span[0]) < PORTS.stop and int(span[1]) >= PORTS.start:
-        yield warning(
-            "port range",
-            f"servers and ranks listen on {shown}; the kernel gives {'-'.join(span)} to outgoing connections",
-            f"sysctl net.ipv4.ip_local_port_range='{PORTS.stop} 60999', or ip_local_reserved_ports={shown}",
-        )
+        found = f"servers and ranks listen on {shown}; the kernel gives {'-'.join(span)} to outgoing connections"
+        fix = f"sysctl net.ipv4.ip_local_port_range='{PORTS.stop} 60999', or ip_local_reserved_ports={shown}"
+        yield warning("port range", found, fix)
     rows = [line.split() for name in ("tcp", "tcp6") for line in node.text(f"proc/net/{name}").splitlines()[1:]]
     listening = {int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == _LISTENING}
     taken = len(listening.intersection(PORTS))

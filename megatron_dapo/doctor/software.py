@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_dapo.doctor.result import Finding, failed, passed, warning
+from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning
 
 PACKAGE = "megatron-dapo"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -26,13 +26,10 @@ _SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
 _SHOWN_DIFFERENCES = 4
 
 
-def installed_versions() -> dict[str, str]:
-    """Version of every package that this Python finds, by normalised name."""
-    return {
-        canonicalize_name(name): found.version
-        for found in importlib.metadata.distributions()
-        if (name := found.metadata["Name"]) is not None
-    }
+def installed_versions(node: Node) -> dict[str, str]:
+    """Version of every package that the node's Python finds, by normalised name."""
+    found = importlib.metadata.distributions(path=list(node.packages))
+    return {canonicalize_name(name): one.version for one in found if (name := one.metadata["Name"]) is not None}
 
 
 def declared(project: Path = PROJECT) -> list[str]:
@@ -55,33 +52,30 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     return failed("python", f"{version[0]}.{version[1]}", "use Python 3.11 or 3.12: PYTHON=python3.12 make install")
 
 
-def check_versions(requirements: Sequence[str], installed: Mapping[str, str]) -> Iterator[Finding]:
+def check_versions(requirements: Sequence[str], installed: Mapping[str, str]) -> list[Finding]:
     """Every requirement that is not there or lies outside its bounds, or one line that all is well."""
     if not requirements:
-        yield warning("versions", f"{PACKAGE} declares none", "install it whole: make install, or pip install -e .")
-        return
-    wrong = False
-    for requirement in map(Requirement, requirements):
-        version = installed.get(canonicalize_name(requirement.name))
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            continue
-        wrong = True
-        found = "is not installed" if version is None else f"{version} is installed"
-        yield failed(
-            "versions",
-            f"{requirement.name} {found}; needed: {requirement.specifier or 'any version'}",
-            f'make install, or pip install --no-deps "{requirement.name}{requirement.specifier}"',
-        )
-    if not wrong:
-        shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
-        yield passed("versions", f"{len(requirements)} packages inside their bounds: {shown}")
+        return [warning("versions", f"{PACKAGE} declares none", "install it whole: make install, or pip install -e .")]
+    wrong = []
+    for one in map(Requirement, requirements):
+        version = installed.get(canonicalize_name(one.name))
+        if version is None or not one.specifier.contains(version, prereleases=True):
+            there = "is not installed" if version is None else f"{version} is installed"
+            found = f"{one.name} {there}; needed: {one.specifier or 'any version'}"
+            fix = f'make install, or pip install --no-deps "{one.name}{one.specifier}"'
+            wrong.append(failed("versions", found, fix))
+    shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
+    return wrong or [passed("versions", f"{len(requirements)} packages inside their bounds: {shown}")]
 
 
 def check_lock(lock: Path, installed: Mapping[str, str]) -> Finding:
     """Whether the packages are those that were run together; others may work."""
     if not lock.is_file():
         return passed("lock", f"no {lock.name} beside this package: not compared")
-    pins = dict(_pins(lock))
+    lines = [line.partition("#")[0].strip() for line in lock.read_text().splitlines()]
+    pins = {
+        canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines) if version
+    }
     other = [
         f"{name} {installed[name]} (locked {version})"
         for name, version in pins.items()
@@ -91,11 +85,8 @@ def check_lock(lock: Path, installed: Mapping[str, str]) -> Finding:
         return passed("lock", f"as in {lock.name}")
     target = "install-gpu" if lock.name.startswith("gpu") else "install"
     more = f" and {len(other) - _SHOWN_DIFFERENCES} more" if len(other) > _SHOWN_DIFFERENCES else ""
-    return warning(
-        "lock",
-        f"not the versions that were run together: {', '.join(other[:_SHOWN_DIFFERENCES])}{more}",
-        f"if something fails, make clean-venv {target} takes {lock.name} as it is",
-    )
+    found = f"not the versions that were run together: {', '.join(other[:_SHOWN_DIFFERENCES])}{more}"
+    return warning("lock", found, f"if something fails, make clean-venv {target} takes {lock.name} as it is")
 
 
 def lock_of(installed: Mapping[str, str]) -> Path:
@@ -104,10 +95,10 @@ def lock_of(installed: Mapping[str, str]) -> Path:
     return LOCKS / f"{kind}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
 
 
-def software() -> Iterator[Finding]:
-    """All checks of this environment."""
+def check_software(node: Node) -> Iterator[Finding]:
+    """All checks of the node's environment."""
     yield check_python()
-    installed = installed_versions()
+    installed = installed_versions(node)
     try:
         requirements = declared()
     except importlib.metadata.PackageNotFoundError:
@@ -115,10 +106,3 @@ def software() -> Iterator[Finding]:
     else:
         yield from check_versions(requirements, installed)
     yield check_lock(lock_of(installed), installed)
-
-
-def _pins(lock: Path) -> Iterator[tuple[str, str]]:
-    for line in lock.read_text().splitlines():
-        name, separator, version = line.partition("#")[0].strip().partition("==")
-        if separator:
-            yield canonicalize_name(name), version

@@ -1,24 +1,40 @@
-"""Held-out problems answered by a run's servers: sampled (avg@k), greedy, and the baseline made to work its answer
-out."""
+"""Held-out problems answered by servers, for a run and for `megatron-dapo eval`: sampled (avg@k), greedy, and the
+baseline that may not begin with a given token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from megatron_dapo.config.evaluation_config import EvaluationConfig
-from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.generator import all_or_none
-from megatron_dapo.experience.problem_results import Results, gathered, write_results
-from megatron_dapo.experience.responder import Responder, Way, ways_of
+from megatron_dapo.config import Config
+from megatron_dapo.data.prompts import Prompt, PromptSet
+from megatron_dapo.data.tokenizer import TextTools
+from megatron_dapo.experience.problem_results import Answer, ProblemAnswers, problem_id, write_results
+from megatron_dapo.experience.responder import Responder, gather_or_cancel, response_seed
 from megatron_dapo.monitor.statistics import Accuracy, clustered_accuracy
-from rollout.generation import SamplingParams
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
+
+FORBIDDEN = -1e9
+"""Logit added to a token that may not be drawn."""
+
+AnswerKey = tuple[str, str, int]
+"""(decoding mode, problem, number of the sample)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingMode:
+    """How all problems are answered. DecodingMode(name="sampled", sampling=SamplingParams(...), samples=32)."""
+
+    name: str
+    sampling: SamplingParams
+    samples: int
+    """Responses to each problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """One way of answering all problems."""
+    """All problems in one decoding mode."""
 
     accuracy: Accuracy
     texts: tuple[str, ...]
@@ -33,46 +49,125 @@ class Evaluator:
     """Answers the held-out problems with whatever weights the fleet holds."""
 
     def __init__(
-        self,
-        *,
-        config: EvaluationConfig,
-        responder: Responder,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        folder: Path,
+        self, config: Config, *, text: TextTools, heldout: PromptSet, responder: Responder, folder: Path
     ) -> None:
-        """`sampling`: length and stop tokens. `folder`: gets a folder of results for each evaluation, by its name."""
-        self._config, self._responder = config, responder
-        self._prompts, self._sampling, self._folder = prompts, sampling, folder
+        """`folder`: gets a folder of results for each `run`, by its name."""
+        self.prompts: Sequence[Prompt] = heldout.prompts[: config.evaluation.limit or None]
+        self._responder, self._folder, self._seed = responder, folder, config.run.seed
+        self.stop_token_ids = text.stop_token_ids
+        common = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=text.stop_token_ids)
+        wanted = config.evaluation
+        sampled = replace(common, temperature=wanted.temperature, top_p=wanted.top_p)
+        self.modes = [DecodingMode(name="sampled", sampling=sampled, samples=wanted.samples)]
+        if wanted.greedy:
+            greedy = replace(common, temperature=0.0, top_p=1.0)
+            self.modes.append(DecodingMode(name="greedy", sampling=greedy, samples=1))
+
+    @property
+    def keys(self) -> list[AnswerKey]:
+        """Of every answer there is to be."""
+        names = [problem_id(prompt) for prompt in self.prompts]
+        return [(mode.name, name, n) for mode in self.modes for name in names for n in range(mode.samples)]
 
     async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
-        """`sampled` and (if configured) `greedy` answers, whose results are then in files too.
+        """An evaluation of a run, by decoding mode; its results are then in files too.
 
         Args:
             name: distinguishes the requests of this evaluation from others, and names its folder of results.
             forbid: token id that no response may begin with.
         """
-        answers, results = {}, Results()
-        for way in ways_of(self._config, self._sampling):
-            answers[way.name] = await self._answer(name, way, forbid, results)
-        write_results(self._folder / name, results)
-        return answers
+        modes = await self.answer(name, forbid=forbid)
+        write_results(self._folder / name, self.prompts, modes)
+        return {mode: _summary(problems) for mode, problems in modes.items()}
 
-    async def _answer(self, name: str, way: Way, forbid: int | None, results: Results) -> Answers:
-        given = await all_or_none(
-            self._responder.answer(f"{name}-{way.name}", at, sample, way.sampling, forbid=forbid)
-            for at in range(len(self._prompts))
-            for sample in range(way.samples)
+    async def answer(
+        self,
+        name: str,
+        *,
+        forbid: int | None = None,
+        known: Mapping[AnswerKey, Answer] | None = None,
+        record: Callable[[AnswerKey, Answer], None] | None = None,
+    ) -> dict[str, ProblemAnswers]:
+        """Every problem in every decoding mode.
+
+        Args:
+            name, forbid: as in `run`.
+            known: answers of an earlier start; only the others are asked for.
+            record: gets each new answer as soon as it is judged.
+
+        Raises:
+            Unjudged: there is no verdict, by no fault of the response.
+        """
+
+        async def one(mode: DecodingMode, at: int, sample: int) -> Answer:
+            key = mode.name, problem_id(self.prompts[at]), sample
+            if known is not None and key in known:
+                return known[key]
+            name_of_request = f"{name}-{mode.name}-{at}-{sample}."
+            answer = await self._answer(name_of_request, at, sample, mode.sampling, forbid)
+            if record is not None:
+                record(key, answer)
+            return answer
+
+        given = iter(
+            await gather_or_cancel(
+                one(mode, at, sample)
+                for mode in self.modes
+                for at in range(len(self.prompts))
+                for sample in range(mode.samples)
+            )
         )
-        every = range(0, len(given), way.samples)
-        results[way.name] = [
-            gathered(prompt, given[start : start + way.samples])
-            for prompt, start in zip(self._prompts, every, strict=True)
-        ]
-        correct = [answer.correct for answer in given]
-        return Answers(
-            accuracy=clustered_accuracy(np.array(correct).reshape(len(self._prompts), way.samples)),
-            texts=tuple(answer.text for answer in given[:: way.samples]),
-            correct=tuple(correct[:: way.samples]),
-            versions=(min(answer.versions[0] for answer in given), max(answer.versions[1] for answer in given)),
+        return {mode.name: [[next(given) for _ in range(mode.samples)] for _ in self.prompts] for mode in self.modes}
+
+    async def _answer(self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None) -> Answer:
+        """Response number `sample` to problem number `at`, judged."""
+        prompt = self.prompts[at]
+        request = GenerationRequest(
+            request_id=name,
+            group_id=name.rsplit("-", 1)[0],
+            prompt_ids=prompt.ids,
+            sampling=sampling,
+            seed=response_seed(self._seed, -1 - at, sample),
         )
+        parts = await self._generate(prompt, request, forbid)
+        ids = np.concatenate([part.token_ids for part in parts])
+        versions = np.concatenate([part.weight_versions for part in parts])
+        (judged,), (verdict,) = await self._responder.judge(prompt, [ids])
+        return Answer(
+            text=judged.response,
+            tokens=int(ids.size),
+            truncated=parts[-1].finish_reason is FinishReason.LENGTH,
+            correct=verdict.accuracy,
+            extracted=verdict.extracted,
+            error=verdict.error,
+            versions=(int(versions.min()), int(versions.max())),
+        )
+
+    async def _generate(self, prompt: Prompt, request: GenerationRequest, forbid: int | None) -> list[Generation]:
+        """One response. A forbidden first token takes two requests: the first token alone, then the rest."""
+        sampling = request.sampling
+        if forbid is None:
+            return [await self._responder.generate(prompt, request)]
+        alone = replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN})
+        first = await self._responder.generate(prompt, replace(request, sampling=alone))
+        # Both conditions: what is cut off after its only token can still have ended with it.
+        stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
+        if stopped or sampling.max_new_tokens <= 1:
+            return [first]
+        rest = replace(
+            request,
+            request_id=f"{request.request_id}rest.",
+            prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
+            sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1),
+        )
+        return [first, await self._responder.generate(prompt, rest)]
+
+
+def _summary(problems: ProblemAnswers) -> Answers:
+    everyone = [answer for answers in problems for answer in answers]
+    return Answers(
+        accuracy=clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
+        texts=tuple(answers[0].text for answers in problems),
+        correct=tuple(answers[0].correct for answers in problems),
+        versions=(min(answer.versions[0] for answer in everyone), max(answer.versions[1] for answer in everyone)),
+    )

@@ -1,69 +1,21 @@
 """One prompt -> G responses from the fleet -> verdicts -> shaped rewards: a ScoredGroup."""
 
-import asyncio
-import hashlib
 import time
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import OverlongConfig
-from megatron_dapo.data.detokenizer import Decoder
 from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.experience.responder import Responder, gather_or_cancel, response_seed
 from reward.disagreement import other_accuracy
-from reward.verdict import Verdict, VerificationRequest
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
-
-T = TypeVar("T")
-
-
-class Fleet(Protocol):
-    """What is used of rollout.fleet.fleet.RolloutFleet."""
-
-    async def generate(self, request: GenerationRequest) -> Generation: ...
-
-
-class Pool(Protocol):
-    """What is used of reward.pool.RewardPool."""
-
-    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
-
-
-class EngineAborted(RuntimeError):
-    """A server ended a response without finishing it, again and again."""
-
-
-class Unjudged(RuntimeError):
-    """A response could not be judged, by no fault of its own. Counted as wrong it would teach the actor noise."""
-
-
-def verification_request(prompt: Prompt, text: str) -> VerificationRequest:
-    """What the pool is asked of one response."""
-    return VerificationRequest(response=text, ground_truth=prompt.answer, prompt=prompt.text, verifier=prompt.verifier)
-
-
-async def judged(pool: Pool, requests: Sequence[VerificationRequest], place: str) -> list[Verdict]:
-    """The verdicts, in order. One that is missing for a reason within the response (a time-out, say) counts as wrong.
-
-    Raises:
-        Unjudged: one is missing for a reason that lies elsewhere.
-    """
-    verdicts = await pool.verify(requests)
-    for request, verdict in zip(requests, verdicts, strict=True):
-        if verdict.unjudged:
-            raise Unjudged(f"{place}: no verdict by {request.verifier!r}: {verdict.error}")
-    return verdicts
-
-
-def response_seed(seed: int, position: int, sample: int) -> int:
-    """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the
-    group."""
-    digest = hashlib.blake2b(f"{seed}:{position}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+from rollout.generation import Generation, GenerationRequest, SamplingParams
 
 
 class GroupGenerator:
@@ -72,16 +24,14 @@ class GroupGenerator:
     def __init__(
         self,
         *,
-        fleet: Fleet,
-        pool: Pool,
-        decoder: Decoder,
+        responder: Responder,
         prompts: PromptSet,
         sampling: SamplingParams,
         group_size: int,
         overlong: OverlongConfig,
         seed: int,
     ) -> None:
-        self._fleet, self._pool, self._decoder = fleet, pool, decoder
+        self._responder = responder
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
         self._sampling, self._group_size = sampling, group_size
         self._overlong, self._seed = overlong, seed
@@ -91,17 +41,12 @@ class GroupGenerator:
         """The responses to the prompt at `position` of the shuffled order, judged."""
         index = self._order.index_at(position)
         prompt = self._prompts[index]
-        with self._clock.writing():
-            generations = await all_or_none(
-                self._fleet.generate(self._request(prompt, position, weight_version, sample))
+        with self._clock.measure("writing"):
+            generations = await gather_or_cancel(
+                self._responder.generate(prompt, self._request(prompt, position, weight_version, sample))
                 for sample in range(self._group_size)
             )
-        for generation in generations:
-            if generation.finish_reason is FinishReason.ABORT or len(generation.token_ids) == 0:
-                raise EngineAborted(
-                    f"prompt {position} ({prompt.place}): a server gave up on response {generation.request_id}"
-                )
-        with self._clock.judging():
+        with self._clock.measure("judging"):
             responses = await self._judge(prompt, generations)
         versions = [int(generation.weight_versions.min()) for generation in generations]
         return ScoredGroup(
@@ -127,10 +72,7 @@ class GroupGenerator:
         )
 
     async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
-        texts = [self._decoder.decode(g.token_ids, skip_special_tokens=True) for g in generations]
-        requests = [verification_request(prompt, text) for text in texts]
-        verdicts = await judged(self._pool, requests, prompt.place)
-        others = [other_accuracy(request) for request in requests]
+        requests, verdicts = await self._responder.judge(prompt, [generation.token_ids for generation in generations])
         accuracy = torch.tensor([verdict.accuracy for verdict in verdicts])
         raw = raw_reward(accuracy, dtype=torch.float64).tolist()
         shaped = shaped_rewards(
@@ -145,14 +87,14 @@ class GroupGenerator:
         return tuple(
             ScoredResponse(
                 generation=generation,
-                text=text,
+                text=request.response,
                 verdict=verdict,
                 accuracy=verdict.accuracy,
                 reward_raw=raw[at],
                 reward_shaped=shaped[at],
-                other_accuracy=others[at],
+                other_accuracy=other_accuracy(request),
             )
-            for at, (generation, text, verdict) in enumerate(zip(generations, texts, verdicts, strict=True))
+            for at, (generation, request, verdict) in enumerate(zip(generations, requests, verdicts, strict=True))
         )
 
 
@@ -160,49 +102,28 @@ class RewardClock:
     """Adds up the time in which only verdicts are awaited."""
 
     def __init__(self) -> None:
-        self._writing = 0
-        self._judging = 0
+        self._under_way: Counter[str] = Counter()
         self._since = time.monotonic()
         self._seconds = 0.0
 
-    def writing(self) -> "_Span":
-        return _Span(self, writing=1, judging=0)
-
-    def judging(self) -> "_Span":
-        return _Span(self, writing=0, judging=1)
+    @contextmanager
+    def measure(self, what: Literal["writing", "judging"]) -> Iterator[None]:
+        self._add()
+        self._under_way[what] += 1
+        try:
+            yield
+        finally:
+            self._add()
+            self._under_way[what] -= 1
 
     def take(self) -> float:
-        self.change(0, 0)
+        """Seconds since the last call."""
+        self._add()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def change(self, writing: int, judging: int) -> None:
+    def _add(self) -> None:
         now = time.monotonic()
-        if self._judging and not self._writing:
+        if self._under_way["judging"] and not self._under_way["writing"]:
             self._seconds += now - self._since
         self._since = now
-        self._writing += writing
-        self._judging += judging
-
-
-class _Span:
-    def __init__(self, clock: RewardClock, *, writing: int, judging: int) -> None:
-        self._clock, self._writing, self._judging = clock, writing, judging
-
-    def __enter__(self) -> None:
-        self._clock.change(self._writing, self._judging)
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.change(-self._writing, -self._judging)
-
-
-async def all_or_none(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order; when one call fails the others are cancelled and awaited, so that none is left behind."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -1,114 +1,104 @@
-"""One response to a held-out problem, judged: what evaluation inside a run and `megatron-dapo eval` share."""
+"""What training and evaluation share: a request becomes a response of the fleet, and its text gets a verdict."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megatron_dapo.config.evaluation_config import EvaluationConfig
+from megatron_dapo.data.detokenizer import Decoder
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.generator import Decoder, Fleet, Pool, judged, response_seed, verification_request
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
+from reward.verdict import Verdict, VerificationRequest
+from rollout.generation import FinishReason, Generation, GenerationRequest
 
-FORBIDDEN = -1e9
-"""Logit added to a token that may not be drawn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One way of answering all problems. Way(name="sampled", sampling=SamplingParams(...), samples=32)."""
-
-    name: str
-    sampling: SamplingParams
-    samples: int
-    """Responses to each problem."""
+T = TypeVar("T")
 
 
-def ways_of(config: EvaluationConfig, sampling: SamplingParams) -> list[Way]:
-    """`sampled` and (if configured) `greedy`; `sampling` says what both share: length and stop tokens."""
-    drawn = replace(sampling, temperature=config.temperature, top_p=config.top_p)
-    ways = [Way(name="sampled", sampling=drawn, samples=config.samples)]
-    if config.greedy:
-        ways.append(Way(name="greedy", sampling=replace(sampling, temperature=0.0, top_p=1.0), samples=1))
-    return ways
+class Fleet(Protocol):
+    """What is used of rollout.fleet.fleet.RolloutFleet."""
+
+    async def generate(self, request: GenerationRequest) -> Generation: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """One response. Answer(text="... Answer: 42", tokens=812, truncated=False, correct=True, extracted="42", ...)."""
+class Pool(Protocol):
+    """What is used of reward.pool.RewardPool."""
 
-    text: str
-    tokens: int
-    truncated: bool
-    correct: bool
-    extracted: str | None
-    error: str | None
-    """Why there is no verdict, if there is none; it then counts as wrong."""
-    versions: tuple[int, int]
-    """Oldest and newest version of the weights that wrote a token of it."""
+    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
+
+
+class EngineAborted(RuntimeError):
+    """A server ended a response without finishing it, again and again."""
+
+    exit_code = 5
+
+
+class Unjudged(RuntimeError):
+    """A response could not be judged, by no fault of its own. Counted as wrong it would teach the actor noise."""
+
+    exit_code = 1
+
+
+def response_seed(seed: int, position: int, sample: int) -> int:
+    """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the
+    group."""
+    digest = hashlib.blake2b(f"{seed}:{position}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
 class Responder:
-    """Asks the fleet for responses to `prompts` and the pool for verdicts."""
+    """Fleet, detokenizer and reward pool of one run or evaluation."""
 
-    def __init__(self, *, fleet: Fleet, pool: Pool, decoder: Decoder, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, *, fleet: Fleet, pool: Pool, decoder: Decoder) -> None:
         self._fleet, self._pool, self._decoder = fleet, pool, decoder
-        self._prompts, self._seed = prompts, seed
 
-    async def answer(
-        self, name: str, at: int, sample: int, sampling: SamplingParams, *, forbid: int | None = None
-    ) -> Answer:
-        """Response number `sample` to problem number `at`.
-
-        Args:
-            name: distinguishes the requests of this evaluation from others.
-            forbid: token id that the response may not begin with.
+    async def generate(self, prompt: Prompt, request: GenerationRequest) -> Generation:
+        """A finished response to `prompt`.
 
         Raises:
-            Unjudged: there is no verdict, by no fault of the response.
+            EngineAborted: there is none.
         """
-        parts = await self._parts(f"{name}-{at}-{sample}.", at, sample, sampling, forbid)
-        ids = np.concatenate([part.token_ids for part in parts])
-        versions = np.concatenate([part.weight_versions for part in parts])
-        text = self._decoder.decode(ids, skip_special_tokens=True)
-        prompt = self._prompts[at]
-        (verdict,) = await judged(self._pool, [verification_request(prompt, text)], f"held-out {prompt.place}")
-        return Answer(
-            text=text,
-            tokens=int(ids.size),
-            truncated=parts[-1].finish_reason is FinishReason.LENGTH,
-            correct=verdict.accuracy,
-            extracted=verdict.extracted,
-            error=verdict.error,
-            versions=(int(versions.min()), int(versions.max())),
-        )
+        generation = await self._fleet.generate(request)
+        if generation.finish_reason is FinishReason.ABORT or len(generation.token_ids) == 0:
+            raise EngineAborted(f"{prompt.place}: a server gave up on response {generation.request_id}")
+        return generation
 
-    async def _parts(
-        self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None
-    ) -> list[Generation]:
-        """One response. A forbidden first token takes two requests: the first token alone, then the rest."""
-        request = GenerationRequest(
-            request_id=name,
-            group_id=name.rsplit("-", 1)[0],
-            prompt_ids=self._prompts[at].ids,
-            sampling=sampling,
-            seed=response_seed(self._seed, -1 - at, sample),
-        )
-        if forbid is None:
-            return [await self._fleet.generate(request)]
-        first = await self._fleet.generate(
-            replace(request, sampling=replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN}))
-        )
-        # Both words: what is cut off after its only token can still have ended with it.
-        stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
-        if stopped or sampling.max_new_tokens <= 1:
-            return [first]
-        rest = await self._fleet.generate(
-            replace(
-                request,
-                request_id=f"{name}rest.",
-                prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
-                sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1),
+    async def judge(
+        self, prompt: Prompt, responses: Sequence[np.ndarray]
+    ) -> tuple[list[VerificationRequest], list[Verdict]]:
+        """The texts of responses to one prompt, as requests to the pool, and their verdicts, in order.
+
+        A verdict that is missing for a reason within the response (a time-out, say) counts as wrong.
+
+        Args:
+            responses: token ids, int32 [T] each.
+
+        Raises:
+            Unjudged: a verdict is missing for a reason that lies elsewhere.
+        """
+        requests = [
+            VerificationRequest(
+                response=self._decoder.decode(ids, skip_special_tokens=True),
+                ground_truth=prompt.answer,
+                prompt=prompt.text,
+                verifier=prompt.verifier,
             )
-        )
-        return [first, rest]
+            for ids in responses
+        ]
+        verdicts = await self._pool.verify(requests)
+        for verdict in verdicts:
+            if verdict.unjudged:
+                raise Unjudged(f"{prompt.place}: no verdict by {prompt.verifier!r}: {verdict.error}")
+        return requests, verdicts
+
+
+async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Results in order; when one call fails the others are cancelled and awaited, so that none is left behind."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,20 +1,22 @@
-"""Alarms over the history of a run: what goes wrong in DAPO training, how it shows, and which key to turn.
+"""Alarms of a run: what goes wrong in DAPO training, how it shows, and which config key to turn first.
 
-Pure functions over the lines of metrics.jsonl (`writer.read_metrics`), newest last. "Recent" is the mean over the last
-`window` rollout steps, "early" over the first; a rule is silent until the steps it compares exist. Thresholds are
-judgements, not laws: an alarm says look here. Only `mismatch` and `non_finite` ask for a stop.
+`HealthMonitor` is fed one line of metrics.jsonl a rollout step. "Recent" is the mean over the last `window` rollout
+steps, "early" over the first; a rule is silent until the steps it compares exist. Thresholds are judgements, not laws:
+an alarm says look here. Only `mismatch_stop` and `non_finite` ask for a stop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-History = Sequence[Mapping[str, Any]]
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
-    """One thing that looks wrong at the newest step of a history."""
+    """One thing that looks wrong at the newest rollout step."""
 
     name: str
     message: str
@@ -63,203 +65,240 @@ class HealthLimits:
     """Nats; `monitor.mismatch_stop`."""
 
 
-def check_health(history: History, limits: HealthLimits | None = None) -> list[Alarm]:
+class HealthMonitor:
+    """The part of a run's history that the rules look at, and the alarms that hold at its newest step.
+
+    A mean that is not known is NaN: no comparison with it holds, so a rule that needs it finds nothing.
+    """
+
+    def __init__(self, history: Iterable[Line] = (), limits: HealthLimits | None = None) -> None:
+        """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already."""
+        self.limits = limits or HealthLimits()
+        self.steps = 0
+        self.newest: Line = {}
+        self.best: Line | None = None
+        """The step of the best held-out accuracy, the first of equal ones."""
+        self._early: list[Line] = []
+        self._late: deque[Line] = deque(maxlen=2 * self.limits.window)
+        for line in history:
+            self._take(line)
+        self.alarms = self._check()
+        """All that hold at the newest step."""
+
+    def add(self, line: Line) -> list[Alarm]:
+        """Take the next rollout step. Returns the alarms that hold now and did not hold one step before."""
+        before = {alarm.name for alarm in self.alarms}
+        self._take(line)
+        self.alarms = self._check()
+        return [alarm for alarm in self.alarms if alarm.name not in before]
+
+    def now(self, name: str) -> float:
+        """Value at the newest step."""
+        return _mean([self.newest], name)
+
+    def early(self, name: str) -> float:
+        """Mean over the first window."""
+        return _mean(self._early, name)
+
+    def recent(self, name: str) -> float:
+        """Mean over the newest window, once it is whole."""
+        return _mean(self.recent_lines(), name)
+
+    def recent_lines(self) -> list[Line]:
+        """The newest window; empty until it is whole."""
+        window = self.limits.window
+        return list(self._late)[-window:] if self.steps >= window else []
+
+    def before(self, name: str) -> float:
+        """Mean over the window before the newest one, once both are whole."""
+        window = self.limits.window
+        return _mean(list(self._late)[:window], name) if self.steps >= 2 * window else math.nan
+
+    def gain(self, name: str) -> float:
+        """How much the newest window's mean is above that of the window before."""
+        return self.recent(name) - self.before(name)
+
+    def _take(self, line: Line) -> None:
+        self.steps += 1
+        self.newest = line
+        self._late.append(line)
+        if len(self._early) < self.limits.window:
+            self._early.append(line)
+        held_out = line.get("evaluation/sampled")
+        if held_out is not None and (self.best is None or held_out > self.best["evaluation/sampled"]):
+            self.best = line
+
+    def _check(self) -> list[Alarm]:
+        alarms: dict[str, Alarm] = {}
+        for rule in RULES if self.steps else ():
+            if message := rule.look(self):
+                alarms.setdefault(rule.name, rule.alarm(message))
+        return list(alarms.values())
+
+
+def check_health(history: Iterable[Line], limits: HealthLimits | None = None) -> list[Alarm]:
     """All alarms that hold at the newest step of `history`."""
-    bounds = limits or HealthLimits()
-    found = (rule(history, bounds) for rule in RULES) if history else ()
-    return [alarm for alarm in found if alarm is not None]
+    return HealthMonitor(history, limits).alarms
 
 
-def new_alarms(history: History, limits: HealthLimits | None = None) -> list[Alarm]:
-    """The alarms that hold now and did not hold one step before: each is reported once, when it begins."""
-    before = {alarm.name for alarm in check_health(history[:-1], limits)}
-    return [alarm for alarm in check_health(history, limits) if alarm.name not in before]
+Look = Callable[[HealthMonitor], str | None]
+"""What is wrong at the newest step, with numbers; None where nothing is."""
 
 
-def non_finite(history: History, limits: HealthLimits) -> Alarm | None:
-    """NaN or infinity in what is optimised."""
-    broken = [name for name in history[-1].get("non_finite", ()) if name in ("loss", "grad_norm")]
-    if not broken:
-        return None
-    return Alarm(
-        name="non_finite",
-        message=f"{' and '.join(broken)} not finite at rollout step {history[-1]['rollout_step']}",
-        reason="The weights are lost from here on; resume from the last checkpoint.",
-        key="actor.optimizer.lr",
-        stop=True,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One alarm. Of two rules with one name the first that finds something speaks."""
+
+    name: str
+    look: Look
+    reason: str
+    key: str
+    stop: bool
+
+    def alarm(self, message: str) -> Alarm:
+        return Alarm(name=self.name, message=message, reason=self.reason, key=self.key, stop=self.stop)
 
 
-def mismatch(history: History, limits: HealthLimits) -> Alarm | None:
-    """Engine and trainer give different probabilities to the same tokens."""
-    gap = history[-1].get("mismatch/mean_abs")
-    if gap is None or gap <= limits.mismatch_warn:
-        return None
-    stop = gap > limits.mismatch_stop
-    return Alarm(
-        name="mismatch_stop" if stop else "mismatch",
-        message=f"mean |engine - trainer| log-prob is {gap:.3g} nats",
-        reason="The two no longer hold the same model, and eq. 8's ratios are wrong."
-        if stop
-        else "Rollouts come from another distribution than eq. 8 assumes.",
-        key="monitor.mismatch_stop" if stop else "algorithm.importance.mode",
-        stop=stop,
-    )
+RULES: list[Rule] = []
 
 
-def entropy_collapse(history: History, limits: HealthLimits) -> Alarm | None:
-    """Entropy is gone and accuracy stands still. Low entropy while accuracy rises is only certainty."""
-    early, recent = _early(history, "entropy", limits), _recent(history, "entropy", limits)
-    gain, accuracy = _gain(history, "accuracy/mean", limits), _recent(history, "accuracy/mean", limits)
-    if early is None or recent is None or gain is None or accuracy is None:
-        return None
-    if recent > limits.entropy_share * early or gain > limits.standstill or accuracy >= limits.solved:
-        return None
-    return Alarm(
-        name="entropy_collapse",
-        message=f"entropy {recent:.3g} after {early:.3g} at the start, accuracy stands at {accuracy:.1%}",
-        reason="Responses of a group become alike and nothing new is tried (section 3.1, figure 2b).",
-        key="algorithm.clip.high",
-    )
+def _rule(reason: str, key: str, *, name: str = "", stop: bool = False) -> Callable[[Look], Look]:
+    """Make a function a rule, named as the function is unless `name` is given."""
+
+    def register(look: Look) -> Look:
+        RULES.append(Rule(name=name or look.__name__, look=look, reason=reason, key=key, stop=stop))
+        return look
+
+    return register
 
 
-def length_explosion(history: History, limits: HealthLimits) -> Alarm | None:
-    """Responses grow and accuracy does not."""
-    before, recent = _before(history, "response_length/mean", limits), _recent(history, "response_length/mean", limits)
-    gain = _gain(history, "accuracy/mean", limits)
-    if before is None or recent is None or gain is None:
-        return None
-    if recent < limits.length_growth * before or gain > limits.standstill:
-        return None
-    return Alarm(
-        name="length_explosion",
-        message=f"mean length {recent:.0f} tokens after {before:.0f}, accuracy {_points(gain)}",
-        reason="Long responses of low quality are not punished enough (section 3.3, figure 4).",
-        key="algorithm.aggregation",
-    )
+@_rule("The weights are lost from here on; resume from the last checkpoint.", "actor.optimizer.lr", stop=True)
+def non_finite(run: HealthMonitor) -> str | None:
+    broken = [name for name in run.newest.get("non_finite", ()) if name in ("loss", "grad_norm")]
+    return f"{' and '.join(broken)} not finite at rollout step {run.newest['rollout_step']}" if broken else None
 
 
-def length_collapse(history: History, limits: HealthLimits) -> Alarm | None:
-    """Responses shrink and accuracy falls: the length penalty is being optimised instead of the answer."""
-    early, recent = (f(history, "response_length/mean", limits) for f in (_early, _recent))
-    was, now = (f(history, "accuracy/mean", limits) for f in (_early, _recent))
-    if early is None or recent is None or was is None or now is None or len(history) < 2 * limits.window:
-        return None
-    if recent > limits.length_loss * early or now > was - limits.standstill:
-        return None
-    return Alarm(
-        name="length_collapse",
-        message=f"mean length {recent:.0f} tokens after {early:.0f} at the start, accuracy {now:.1%} after {was:.1%}",
-        reason="All-wrong groups get a spread from the length penalty (eq. 13), which rewards giving up early; dynamic "
-        "sampling drops such groups.",
-        key="algorithm.dynamic_sampling.enabled",
-    )
+@_rule("The two no longer hold the same model, and eq. 8's ratios are wrong.", "monitor.mismatch_stop", stop=True)
+def mismatch_stop(run: HealthMonitor) -> str | None:
+    gap = run.now("mismatch/mean_abs")
+    above = gap > max(run.limits.mismatch_warn, run.limits.mismatch_stop)
+    return f"mean |engine - trainer| log-prob is {gap:.3g} nats" if above else None
 
 
-def truncation(history: History, limits: HealthLimits) -> Alarm | None:
-    """Many responses are cut off at the limit."""
-    share = _recent(history, "truncated_fraction", limits)
-    if share is None or share < limits.truncated:
-        return None
-    return Alarm(
-        name="truncation",
-        message=f"{share:.0%} of the responses are cut off",
-        reason="A cut-off response is marked wrong however sound it was: reward noise (section 3.4).",
-        key="rollout.max_new_tokens or algorithm.overlong.filter",
-    )
+@_rule("Rollouts come from another distribution than eq. 8 assumes.", "algorithm.importance.mode")
+def mismatch(run: HealthMonitor) -> str | None:
+    gap = run.now("mismatch/mean_abs")
+    above = run.limits.mismatch_warn < gap <= run.limits.mismatch_stop
+    return f"mean |engine - trainer| log-prob is {gap:.3g} nats" if above else None
 
 
-def verdict_errors(history: History, limits: HealthLimits) -> Alarm | None:
-    """Many responses are counted as wrong because their verdict timed out or failed."""
-    share = history[-1].get("verdict_error_fraction")
-    if share is None or share < limits.verdict_errors_now:
-        share = _recent(history, "verdict_error_fraction", limits)
-    if share is None or share < limits.verdict_errors:
-        return None
-    return Alarm(
-        name="verdict_errors",
-        message=f"{share:.1%} of the responses have no verdict; `error` in samples.jsonl says why",
-        reason="They count as wrong however sound they are: reward noise, which eq. 9 takes for mistakes.",
-        key="reward.timeout_s or reward.memory_mb",
-    )
-
-
-def reward_without_accuracy(history: History, limits: HealthLimits) -> Alarm | None:
-    """The shaped reward rises while accuracy falls."""
-    reward, accuracy = (_gain(history, name, limits) for name in ("reward_shaped/mean", "accuracy/mean"))
-    if reward is None or accuracy is None or reward < limits.reward_gain or accuracy > -limits.standstill:
-        return None
-    return Alarm(
-        name="reward_without_accuracy",
-        message=f"shaped reward {reward:+.2f} while accuracy {_points(accuracy)}",
-        reason="The length penalty is learnt instead of the task (eq. 13 outweighs eq. 7).",
-        key="algorithm.overlong.factor",
-    )
-
-
-def overfitting(history: History, limits: HealthLimits) -> Alarm | None:
-    """Held-out accuracy falls from its best while training accuracy has risen since."""
-    measured = [line for line in history if line.get("evaluation/sampled") is not None]
-    if len(measured) < 2 or measured[-1] is not history[-1]:
-        return None
-    best = max(measured, key=lambda line: line["evaluation/sampled"])
-    heldout = measured[-1]["evaluation/sampled"] - best["evaluation/sampled"]
-    training = measured[-1]["accuracy/mean"] - best["accuracy/mean"]
-    if heldout > -limits.heldout_loss or training <= 0:
-        return None
-    return Alarm(
-        name="overfitting",
-        message=f"since rollout step {best['rollout_step']} held-out accuracy {_points(heldout)}, "
-        f"training accuracy {_points(training)}",
-        reason="Reward on the training prompts says little about held-out accuracy (section 4.3).",
-        key="data.path or run.rollout_steps",
-    )
-
-
-def all_correct(history: History, limits: HealthLimits) -> Alarm | None:
-    """Most prompts have become too easy."""
-    share = _recent_share(history, "sampling/all_correct", limits)
-    accuracy = _recent(history, "accuracy/mean", limits)
-    if share is None or share < limits.all_correct or (accuracy is not None and accuracy >= limits.solved):
-        return None
-    return Alarm(
-        name="all_correct",
-        message=f"{share:.0%} of the groups are all right and filtered",
-        reason="They are generated and teach nothing (section 3.2, figure 3b: up to 60% in the paper).",
-        key="data.path",
-    )
-
-
-def no_signal(history: History, limits: HealthLimits) -> Alarm | None:
-    """Hardly any group, or none of the gradient, is left to learn from."""
-    norm, rate = history[-1].get("grad_norm"), _recent(history, "sampling/pass_rate", limits)
-    if norm is not None and norm < limits.gradient:
-        seen, key = f"the gradient norm is {norm:.2g}", "algorithm.dynamic_sampling.enabled"
-    elif rate is not None and rate < limits.pass_rate:
-        seen, key = f"only {rate:.1%} of the groups have both right and wrong answers", "data.path"
-    else:
-        return None
-    return Alarm(
-        name="no_signal",
-        message=seen,
-        reason="Groups without spread have advantage 0 (eq. 9, section 3.2).",
-        key=key,
-    )
-
-
-RULES: tuple[Callable[[History, HealthLimits], Alarm | None], ...] = (
-    non_finite,
-    mismatch,
-    entropy_collapse,
-    length_explosion,
-    length_collapse,
-    truncation,
-    verdict_errors,
-    reward_without_accuracy,
-    overfitting,
-    all_correct,
-    no_signal,
+@_rule(
+    "Responses of a group become alike and nothing new is tried (section 3.1, figure 2b).",
+    "algorithm.clip.high",
 )
+def entropy_collapse(run: HealthMonitor) -> str | None:
+    """Low entropy while accuracy rises is only certainty."""
+    early, recent, accuracy = run.early("entropy"), run.recent("entropy"), run.recent("accuracy/mean")
+    still = run.gain("accuracy/mean") <= run.limits.standstill and accuracy < run.limits.solved
+    if still and recent <= run.limits.entropy_share * early:
+        return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy stands at {accuracy:.1%}"
+    return None
+
+
+@_rule("Long responses of low quality are not punished enough (section 3.3, figure 4).", "algorithm.aggregation")
+def length_explosion(run: HealthMonitor) -> str | None:
+    before, recent = run.before("response_length/mean"), run.recent("response_length/mean")
+    gain = run.gain("accuracy/mean")
+    if recent >= run.limits.length_growth * before and gain <= run.limits.standstill:
+        return f"mean length {recent:.0f} tokens after {before:.0f}, accuracy {_points(gain)}"
+    return None
+
+
+@_rule(
+    "All-wrong groups get a spread from the length penalty (eq. 13), which rewards giving up early; dynamic "
+    "sampling drops such groups.",
+    "algorithm.dynamic_sampling.enabled",
+)
+def length_collapse(run: HealthMonitor) -> str | None:
+    """Responses shrink and accuracy falls: the length penalty is optimised instead of the answer."""
+    early, recent = run.early("response_length/mean"), run.recent("response_length/mean")
+    was, now = run.early("accuracy/mean"), run.recent("accuracy/mean")
+    falls = run.steps >= 2 * run.limits.window and now <= was - run.limits.standstill
+    if falls and recent <= run.limits.length_loss * early:
+        return f"mean length {recent:.0f} tokens after {early:.0f} at the start, accuracy {now:.1%} after {was:.1%}"
+    return None
+
+
+@_rule(
+    "A cut-off response is marked wrong however sound it was: reward noise (section 3.4).",
+    "rollout.max_new_tokens or algorithm.overlong.filter",
+)
+def truncation(run: HealthMonitor) -> str | None:
+    share = run.recent("truncated_fraction")
+    return f"{share:.0%} of the responses are cut off" if share >= run.limits.truncated else None
+
+
+@_rule(
+    "They count as wrong however sound they are: reward noise, which eq. 9 takes for mistakes.",
+    "reward.timeout_s or reward.memory_mb",
+)
+def verdict_errors(run: HealthMonitor) -> str | None:
+    share = run.now("verdict_error_fraction")
+    if not share >= run.limits.verdict_errors_now:
+        share = run.recent("verdict_error_fraction")
+    if share >= run.limits.verdict_errors:
+        return f"{share:.1%} of the responses have no verdict; `error` in samples.jsonl says why"
+    return None
+
+
+@_rule("The length penalty is learnt instead of the task (eq. 13 outweighs eq. 7).", "algorithm.overlong.factor")
+def reward_without_accuracy(run: HealthMonitor) -> str | None:
+    reward, accuracy = run.gain("reward_shaped/mean"), run.gain("accuracy/mean")
+    if reward >= run.limits.reward_gain and accuracy <= -run.limits.standstill:
+        return f"shaped reward {reward:+.2f} while accuracy {_points(accuracy)}"
+    return None
+
+
+@_rule(
+    "Reward on the training prompts says little about held-out accuracy (section 4.3).",
+    "data.path or run.rollout_steps",
+)
+def overfitting(run: HealthMonitor) -> str | None:
+    """Held-out accuracy falls from its best while training accuracy has risen since."""
+    if run.best is None:
+        return None
+    heldout, training = (run.now(name) - _mean([run.best], name) for name in ("evaluation/sampled", "accuracy/mean"))
+    if heldout <= -run.limits.heldout_loss and training > 0:
+        since = f"since rollout step {run.best['rollout_step']}"
+        return f"{since} held-out accuracy {_points(heldout)}, training accuracy {_points(training)}"
+    return None
+
+
+@_rule("They are generated and teach nothing (section 3.2, figure 3b: up to 60% in the paper).", "data.path")
+def all_correct(run: HealthMonitor) -> str | None:
+    lines = run.recent_lines()
+    right, kept, wrong = (
+        sum(line.get(f"sampling/{fate}") or 0 for line in lines) for fate in ("all_correct", "kept", "all_wrong")
+    )
+    share = right / (right + kept + wrong) if right else 0.0
+    if share >= run.limits.all_correct and not run.recent("accuracy/mean") >= run.limits.solved:
+        return f"{share:.0%} of the groups are all right and filtered"
+    return None
+
+
+_NO_SPREAD = "Groups without spread have advantage 0 (eq. 9, section 3.2)."
+
+
+@_rule(_NO_SPREAD, "algorithm.dynamic_sampling.enabled", name="no_signal")
+def no_gradient(run: HealthMonitor) -> str | None:
+    norm = run.now("grad_norm")
+    return f"the gradient norm is {norm:.2g}" if norm < run.limits.gradient else None
+
+
+@_rule(_NO_SPREAD, "data.path", name="no_signal")
+def no_useful_group(run: HealthMonitor) -> str | None:
+    rate = run.recent("sampling/pass_rate")
+    return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < run.limits.pass_rate else None
 
 
 def _points(change: float) -> str:
@@ -267,39 +306,6 @@ def _points(change: float) -> str:
     return f"{100 * change:+.1f} points"
 
 
-def _mean(lines: History, name: str) -> float | None:
+def _mean(lines: list[Line], name: str) -> float:
     values = [line[name] for line in lines if line.get(name) is not None]
-    return sum(values) / len(values) if values else None
-
-
-def _early(history: History, name: str, limits: HealthLimits) -> float | None:
-    return _mean(history[: limits.window], name)
-
-
-def _recent(history: History, name: str, limits: HealthLimits) -> float | None:
-    """Mean over the newest window; None until it is whole."""
-    if len(history) < limits.window:
-        return None
-    return _mean(history[-limits.window :], name)
-
-
-def _before(history: History, name: str, limits: HealthLimits) -> float | None:
-    """Mean over the window before the recent one; None until both are whole."""
-    if len(history) < 2 * limits.window:
-        return None
-    return _mean(history[-2 * limits.window : -limits.window], name)
-
-
-def _gain(history: History, name: str, limits: HealthLimits) -> float | None:
-    before, recent = _before(history, name, limits), _recent(history, name, limits)
-    return None if before is None or recent is None else recent - before
-
-
-def _recent_share(history: History, name: str, limits: HealthLimits) -> float | None:
-    """Share of the groups decided in the recent window that `name` counts: sums, not a mean of shares."""
-    if len(history) < limits.window:
-        return None
-    lines = history[-limits.window :]
-    counts = ("sampling/kept", "sampling/all_correct", "sampling/all_wrong")
-    decided = sum(line.get(count) or 0 for line in lines for count in counts)
-    return sum(line.get(name) or 0 for line in lines) / decided if decided else None
+    return sum(values) / len(values) if values else math.nan

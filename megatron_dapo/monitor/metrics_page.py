@@ -10,19 +10,20 @@ step; TensorBoard has the same values under `<run.dir>/tensorboard`, over rollou
 - A value that was not measured in a step is absent or null. A value that was not finite is null, and its name stands in
   the line's `non_finite`.
 - After a resume, lines of steps beyond the checkpoint are superseded by later lines.
-- "In a step" says how the values inside a rollout step become one; a mean is always sum / count over the whole step.
+- After the unit stands how the values inside a rollout step become one; a mean is always sum / count over the whole
+  step.
 - Figures are those of arXiv 2503.14476.
 """
 
 
 def metrics_page() -> str:
-    """Markdown: a table a group of metrics (name, unit, reduction, meaning, figure)."""
+    """Markdown: a list a group of metrics, `name` (unit, reduction): meaning, figure."""
     parts = [HEADER]
     for title, metrics in GROUPS.items():
-        lines = [f"## {title}", "", "| name | unit | in a step | meaning | figure |", "|---|---|---|---|---|"]
-        parts.append("\n".join([*lines, *map(_row, metrics), ""]))
+        parts.append("\n".join([f"## {title}", "", *map(_entry, metrics), ""]))
     return "\n".join(parts)
 
 
-def _row(metric: Metric) -> str:
-    return f"| `{metric.name}` | {metric.unit} | {metric.reduce} | {metric.help} | {metric.figure} |"
+def _entry(metric: Metric) -> str:
+    figure = f" Fig. {metric.figure}." if metric.figure else ""
+    return f"- `{metric.name}` ({metric.unit}, {metric.reduce}): {metric.help}{figure}"

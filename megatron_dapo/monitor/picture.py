@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_dapo.monitor.writer import series
@@ -19,8 +16,20 @@ Summary = Mapping[str, Any]
 # Okabe and Ito's colours: told apart with any colour vision, and by lightness in print.
 BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 INK, FAINT, PALE = "#333333", "#8A8A8A", "#E9E9E9"
-WAYS = {"greedy": (GREEN, "s"), "sampled": (VERMILLION, "o")}
+ANSWERS = {"greedy": (GREEN, "s"), "sampled": (VERMILLION, "o")}
 """Ways of answering held-out problems: colour and marker."""
+GROUPS = {"all_wrong": VERMILLION, "kept": PALE, "all_correct": GREEN}
+_LEGEND: dict[str, Any] = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "labelcolor": INK}
+
+
+def plain_axes(panel: Axes, *, text: str, line: str, grid: str) -> None:
+    """Horizontal grid lines, a line at the bottom, whole numbers below it; the arguments are colours."""
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    panel.grid(axis="y", color=grid, linewidth=0.9)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=text, length=0, pad=5)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.spines["bottom"].set_color(line)
 
 
 def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
@@ -33,39 +42,35 @@ def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
             `seconds`.
         out_png: file to write; it is replaced.
     """
-    figure = Figure(
-        figsize=(11, 5.4), dpi=180, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.06)
+    figure = Figure(figsize=(11, 5.4), dpi=180, facecolor="white", layout="constrained")
+    panels = figure.subplot_mosaic(
+        [
+            ["Accuracy", "Response length, tokens", "Cut off at the limit"],
+            ["Accuracy", "Entropy, nats a token", "Groups sampled"],
+        ],
+        width_ratios=(1.55, 1, 1),
     )
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 3, width_ratios=(1.55, 1, 1))
     last = max((line["rollout_step"] for line in metrics), default=summary["rollout_steps"])
-    panels = [figure.add_subplot(place) for place in (grid[:, 0], grid[0, 1], grid[0, 2], grid[1, 1], grid[1, 2])]
-    for panel in panels:
-        _style(panel, last)
-    _draw_accuracy(panels[0], metrics, summary["heldout"], last)
-    _draw_length(panels[1], metrics)
-    _draw_share(panels[2], metrics, "truncated_fraction", "Cut off at the limit", VERMILLION)
-    _draw_entropy(panels[3], metrics)
-    _draw_sampling(panels[4], metrics)
-    for panel in (panels[0], panels[3], panels[4]):
+    for title, panel in panels.items():
+        plain_axes(panel, text=INK, line=FAINT, grid=PALE)
+        panel.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
+        panel.set_xlim(-0.03 * max(last, 1), 1.03 * max(last, 1))
+    accuracy, length, cut_off, entropy, groups = panels.values()
+    _draw_accuracy(accuracy, metrics, summary["heldout"], last)
+    _curve(length, metrics, "response_length/p95", color=SKY, linewidth=1.3, linestyle="--", label="95th percentile")
+    _curve(length, metrics, "response_length/mean", label="mean")
+    length.legend(fontsize=8.5, **_LEGEND)
+    _curve(cut_off, metrics, "truncated_fraction", color=VERMILLION)
+    _curve(entropy, metrics, "entropy")
+    _draw_groups(groups, metrics)
+    for panel in (length, cut_off, entropy):
+        panel.set_ylim(0, None if panel is not cut_off else max(0.05, panel.get_ylim()[1]))
+    for panel in (accuracy, cut_off, groups):
+        panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    for panel in (accuracy, entropy, groups):
         panel.set_xlabel("rollout step", color=INK)
     figure.suptitle(_caption(summary), x=0.008, ha="left", fontsize=10, color=FAINT)
     figure.savefig(out_png)
-
-
-def _style(panel: Axes, last: int) -> None:
-    panel.set_xlim(-0.03 * max(last, 1), 1.03 * max(last, 1))
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    panel.grid(axis="y", color=PALE, linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=INK, length=0, labelsize=9)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color(FAINT)
-
-
-def _title(panel: Axes, text: str) -> None:
-    panel.set_title(text, loc="left", fontsize=11, color=INK, fontweight="bold")
 
 
 def _curve(panel: Axes, metrics: Lines, name: str, *, color: str = BLUE, linewidth: float = 2, **style: Any) -> None:
@@ -75,110 +80,55 @@ def _curve(panel: Axes, metrics: Lines, name: str, *, color: str = BLUE, linewid
 
 
 def _draw_accuracy(panel: Axes, metrics: Lines, heldout: Mapping[str, Any], last: int) -> None:
-    _title(panel, "Accuracy")
     panel.set_xlim(-0.22 * max(last, 1), 1.22 * max(last, 1))  # room for the numbers beside the first and last marks
-    _curve(panel, metrics, "accuracy/mean", label="training prompts, sampled")
-    for way, (colour, marker) in WAYS.items():
-        during = {step: value for step, value in zip(*series(metrics, f"evaluation/{way}"), strict=True)}
-        points = {0: heldout["before"].get(way), last: heldout["after"].get(way)}
-        points = {step: point for step, point in points.items() if point}
-        path = sorted({**during, **{step: point["accuracy"] for step, point in points.items()}}.items())
-        if path:
-            panel.plot(*zip(*path, strict=True), color=colour, linewidth=1, linestyle=(0, (1, 2)))
-        for number, (step, point) in enumerate(points.items()):
-            _mark(panel, step, point, colour, marker, f"held-out, {way}" if number == 0 else None)
-        if during:
-            panel.plot(list(during), list(during.values()), marker, color=colour, markersize=4, clip_on=False)
-        baseline = (heldout.get("baseline") or {}).get(way)
-        if baseline:
+    for way, (colour, marker) in ANSWERS.items():
+        measured = dict(zip(*series(metrics, f"evaluation/{way}"), strict=True))
+        ends = {step: heldout[when].get(way) for step, when in ((0, "before"), (last, "after"))}
+        marks = {step: point for step, point in ends.items() if point}
+        path = sorted({**measured, **{step: point["accuracy"] for step, point in marks.items()}}.items())
+        steps, values = [step for step, _ in path], [value for _, value in path]
+        panel.plot(steps, values, color=colour, linestyle=":", linewidth=1)
+        panel.plot(list(measured), list(measured.values()), marker, color=colour, markersize=4)
+        for step, point in marks.items():
+            _mark(panel, step, point, colour, marker, label=f"held-out, {way}" if step == 0 else "")
+        if baseline := (heldout.get("baseline") or {}).get(way):
             panel.axhspan(baseline["low"], baseline["high"], color=colour, alpha=0.10, linewidth=0)
-            panel.axhline(
-                baseline["accuracy"], color=colour, linewidth=1.2, linestyle="--", label=f"base made to work, {way}"
-            )
+            label = f"base made to work, {way}"
+            panel.axhline(baseline["accuracy"], color=colour, linewidth=1.2, linestyle="--", label=label)
+    _curve(panel, metrics, "accuracy/mean", label="training prompts, sampled")
     panel.set_ylim(0, 1)
-    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    handles, labels = panel.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda at: ("held-out" not in labels[at], "training" not in labels[at]))
-    panel.legend(
-        [handles[at] for at in order],
-        [labels[at] for at in order],
-        loc="lower right",
-        fontsize=9,
-        frameon=True,
-        framealpha=0.9,
-        edgecolor="none",
-        labelcolor=INK,
-    )
+    panel.legend(loc="lower right", fontsize=9, **_LEGEND)
 
 
-def _mark(panel: Axes, step: int, point: Mapping[str, float], colour: str, marker: str, label: str | None) -> None:
-    below, above = point["accuracy"] - point["low"], point["high"] - point["accuracy"]
-    panel.errorbar(
-        [step],
-        [point["accuracy"]],
-        yerr=[[max(0.0, below)], [max(0.0, above)]],
-        color=colour,
-        marker=marker,
-        markersize=7,
-        capsize=3,
-        linewidth=1.5,
-        label=label,
-        linestyle="none",
-        clip_on=False,
-        zorder=5,
-    )
-    first = label is not None
+def _mark(panel: Axes, step: int, point: Mapping[str, float], colour: str, marker: str, *, label: str) -> None:
+    """A measurement with its interval, and its number beside it; the first one has the label."""
+    value, first = point["accuracy"], bool(label)
+    spread = [[max(0.0, value - point["low"])], [max(0.0, point["high"] - value)]]
+    style = {"color": colour, "marker": marker, "markersize": 7, "capsize": 3, "linestyle": "none"}
+    panel.errorbar([step], [value], yerr=spread, label=label, **style)
     panel.annotate(
-        f"{point['accuracy']:.1%}",
-        (step, point["accuracy"]),
+        f"{value:.1%}",
+        (step, value),
         xytext=(-8 if first else 8, 0),
         textcoords="offset points",
         ha="right" if first else "left",
         va="center",
-        fontsize=9.5,
         fontweight="bold",
         color=colour,
-        path_effects=[withStroke(linewidth=3, foreground="white")],
-        zorder=6,
     )
 
 
-def _draw_length(panel: Axes, metrics: Lines) -> None:
-    _title(panel, "Response length, tokens")
-    _curve(panel, metrics, "response_length/p95", color=SKY, linewidth=1.3, linestyle="--", label="95th percentile")
-    _curve(panel, metrics, "response_length/mean", label="mean")
-    panel.set_ylim(bottom=0)
-    panel.legend(loc="best", fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none", labelcolor=INK)
-
-
-def _draw_share(panel: Axes, metrics: Lines, name: str, title: str, colour: str) -> None:
-    _title(panel, title)
-    _curve(panel, metrics, name, color=colour)
-    panel.set_ylim(0, max([0.05, *(1.15 * share for share in series(metrics, name)[1])]))
-    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    panel.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-
-
-def _draw_entropy(panel: Axes, metrics: Lines) -> None:
-    _title(panel, "Entropy, nats a token")
-    _curve(panel, metrics, "entropy")
-    panel.set_ylim(bottom=0)
-
-
-def _draw_sampling(panel: Axes, metrics: Lines) -> None:
+def _draw_groups(panel: Axes, metrics: Lines) -> None:
     """Shares of the groups decided in each step, from top to bottom: all right, kept, all wrong."""
-    _title(panel, "Groups sampled")
-    names, labels = ("sampling/all_wrong", "sampling/kept", "sampling/all_correct"), ("all wrong", "kept", "all right")
-    counted = [line for line in metrics if sum(line.get(name) or 0 for name in names)]
-    steps = [line["rollout_step"] for line in counted]
-    shares = [[(line.get(name) or 0) / sum(line.get(n) or 0 for n in names) for line in counted] for name in names]
-    if counted:
-        handles = panel.stackplot(steps, shares, colors=(VERMILLION, PALE, GREEN), alpha=0.8)
-        panel.legend(
-            handles[::-1], labels[::-1], loc="center", fontsize=8.5, frameon=True, framealpha=0.85, edgecolor="none"
-        )
+    counts = [[line.get(f"sampling/{name}") or 0 for name in GROUPS] for line in metrics]
+    decided = [(line["rollout_step"], each) for line, each in zip(metrics, counts, strict=True) if sum(each)]
+    if decided:
+        shares = zip(*([number / sum(each) for number in each] for _, each in decided), strict=True)
+        labels = ("all wrong", "kept", "all right")
+        steps = [step for step, _ in decided]
+        panel.stackplot(steps, *shares, colors=list(GROUPS.values()), alpha=0.8, labels=labels)
+        panel.legend(loc="center", reverse=True, fontsize=8.5, **_LEGEND)
     panel.set_ylim(0, 1)
-    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def _caption(summary: Summary) -> str:
@@ -187,5 +137,4 @@ def _caption(summary: Summary) -> str:
         parts.append(f"{summary['tokens']['generated']:,} tokens generated".replace(",", " "))
     if "seconds" in summary:
         parts.append(f"{summary['seconds']['total'] / 60:.1f} minutes")
-    parts.append("bars and bands: 95% intervals")
-    return "  ·  ".join(parts)
+    return "  ·  ".join([*parts, "bars and bands: 95% intervals"])

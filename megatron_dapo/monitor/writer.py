@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.storage.os_errors import naming
+from megatron_dapo.storage.durable import naming
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -22,6 +22,8 @@ Line = dict[str, Any]
 
 class MetricsError(ValueError):
     """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
+
+    exit_code = 2
 
 
 class Mirror(Protocol):
@@ -46,8 +48,9 @@ class MetricsWriter:
         self._mirror = mirror
         self._boards: dict[str, Any] = {}
 
-    def write(self, values: Mapping[str, Value]) -> tuple[str, ...]:
-        """One rollout step. Returns the names of the metrics that were not finite; they are written as null.
+    def write(self, values: Mapping[str, Value]) -> Line:
+        """One rollout step. Returns the line as `read_metrics` gives it: what was not finite is None and is named in
+        `non_finite`.
 
         Raises:
             UndeclaredMetricError: a name that the catalog does not hold.
@@ -58,10 +61,10 @@ class MetricsWriter:
         for axis in ("rollout_step", "optimizer_step"):
             if not isinstance(values.get(axis), int):
                 raise MetricsError(f"metrics line without {axis} (an integer): nothing could be plotted over it")
-        broken = tuple(name for name, value in values.items() if value is not None and not math.isfinite(value))
+        broken = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:
-            line[NON_FINITE] = list(broken)
+            line[NON_FINITE] = broken
         with naming(self._run_dir / FILE):
             self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._file.flush()
@@ -70,7 +73,7 @@ class MetricsWriter:
             self._write_boards(values)
         if self._mirror is not None:
             self._mirror.write(values)
-        return broken
+        return line
 
     def close(self) -> None:
         """Close all files; harmless when called again."""
@@ -98,7 +101,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[Line]:
-    """Lines of a run in order of rollout step, as it was lived last.
+    """Lines of a run in order of rollout step, without what a resume did again.
 
     A line of step s supersedes all earlier lines of steps >= s: a run that was resumed from an older checkpoint did
     them again. A torn last line (the run was killed while writing) is left out.

@@ -22,8 +22,8 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
-from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.state import DTYPE_BYTES, StateBytes, model_parameters, rank_state
+from megatron_dapo.plan.rank_state import StateBytes, rank_state
+from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
 PIECE_ELEMENTS = 2**26
@@ -83,11 +83,9 @@ class ServerMemory:
         return max(0, int(self.kv_cache / self.kv_bytes_per_token))
 
 
-def trainer_memory(config: Config, hf: HFModelConfig, constants: Calibration) -> list[RankMemory]:
+def trainer_memory(case: Scenario) -> list[RankMemory]:
     """One for each pipeline stage."""
-    layout = config.actor.layout
-    micro_batches = _micro_batches(config, constants)
-    return [_rank_memory(config, hf, constants, stage, micro_batches) for stage in range(layout.pipeline)]
+    return [_rank_memory(case, stage) for stage in range(case.config.actor.layout.pipeline)]
 
 
 def row_tokens(config: Config) -> int:
@@ -96,12 +94,8 @@ def row_tokens(config: Config) -> int:
     return max(config.actor.micro_batch_tokens, round_up(config.model.context_length, layout.context) // layout.context)
 
 
-def activation_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: int, *, layers: float) -> float:
-    """Of `layers` layers for one micro-batch of `tokens` tokens on a rank, without the layer being repeated."""
-    return layers * tokens * size * _kept_numbers(hf, actor, actor.recompute)
-
-
-def _kept_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> float:
+def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> float:
+    """What a rank keeps of one layer and token, in numbers, without what is made again in backward."""
     tensor = actor.layout.tensor
     whole = tensor if actor.layout.sequence_parallel else 1
     heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_query_groups, hf.head_dim
@@ -112,41 +106,33 @@ def _kept_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> floa
     return 4 * hf.hidden_size / whole + (attention + 3 * hf.ffn_hidden_size) / tensor
 
 
-def _micro_batches(config: Config, constants: Calibration) -> int:
-    """Micro-batches of an optimizer step on one rank, about."""
-    layout = config.actor.layout
+def _alive(case: Scenario, stage: int) -> float:
+    """Micro-batches whose activations of the whole stage are kept at once."""
+    config, constants = case.config, case.constants
+    layout, virtual = config.actor.layout, config.actor.layout.virtual_pipeline
     mean = min(constants.mean_response, config.rollout.max_new_tokens) + constants.mean_prompt
     tokens = config.algorithm.mini_batch_responses * mean / (layout.data * layout.context)
-    return max(1, round(tokens / config.actor.micro_batch_tokens))
-
-
-def _alive(stage: int, config: Config, micro_batches: int) -> float:
-    """Micro-batches whose activations of the whole stage are kept at once."""
-    stages, virtual = config.actor.layout.pipeline, config.actor.layout.virtual_pipeline
+    micro_batches = max(1, round(tokens / config.actor.micro_batch_tokens))  # of an optimizer step on one rank, about
     if virtual is None:
-        return min(stages - stage, micro_batches)
-    return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, virtual * micro_batches) / virtual
+        return min(layout.pipeline - stage, micro_batches)
+    in_flight = 2 * (layout.pipeline - stage - 1) + (virtual - 1) * layout.pipeline + 1
+    return min(in_flight, virtual * micro_batches) / virtual
 
 
-def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stage: int, batches: int) -> RankMemory:
-    actor, layout, size = config.actor, config.actor.layout, DTYPE_BYTES[config.model.dtype]
+def _rank_memory(case: Scenario, stage: int) -> RankMemory:
+    hf, actor, layout, size = case.hf, case.config.actor, case.config.actor.layout, case.dtype_bytes
     ranks = layout.data * layout.context
     states = [
-        rank_state(hf, actor, config.model.dtype, stage=stage, data_rank=rank, overlap=ranks > 1)
+        rank_state(hf, actor, case.config.model.dtype, stage=stage, data_rank=rank, overlap=ranks > 1)
         for rank in range(ranks if actor.optimizer.distributed else 1)
     ]
     state = max(states, key=lambda one: one.total)
-    resident = {
-        "parameters": float(state.parameters),
-        "gradients": float(state.gradients),
-        "master weights": float(state.master_weights),
-        "moments": float(state.moments),
-        "framework": constants.framework_memory,
-    }
-    tokens, layers = row_tokens(config), hf.num_layers / layout.pipeline
-    spare = 1 + constants.fragmentation
-    repeated = tokens * size * _kept_numbers(hf, actor, "none")
-    kept = activation_bytes(hf, actor, size, tokens, layers=layers) * _alive(stage, config, batches)
+    resident = {name: float(value) for name, value in state.items().items()}
+    resident["framework"] = case.constants.framework_memory
+    tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
+    spare = 1 + case.constants.fragmentation
+    repeated = tokens * size * activation_numbers(hf, actor, "none")
+    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute) * _alive(case, stage)
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
     layer += repeated if actor.recompute == "full" else 0
@@ -160,7 +146,7 @@ def _rank_memory(config: Config, hf: HFModelConfig, constants: Calibration, stag
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
-    sync = {"sync bucket": rank_bytes(config, hf)} if stage == 0 else {}
+    sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
         phase: {name: value for name, value in resident.items() if name not in _away(actor.offload, phase)}
@@ -192,27 +178,16 @@ def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: in
     return piece + 2 * tokens * columns * size
 
 
-def _checkpoint_copy(config: Config, parameters: float, moments: float, size: int) -> dict[str, float]:
-    """Of the ranks that write: the optimizer's state that a rank holds, which with the plain one only the first
-    data-parallel ranks write; and of these also the weights."""
-    if not config.run.checkpoint_in_background:
-        return {CHECKPOINT_STATE: 0, CHECKPOINT_WEIGHTS: 0}
-    own = moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
-    return {CHECKPOINT_STATE: own * _CHECKPOINT_STATE_BYTES, CHECKPOINT_WEIGHTS: parameters * size}
-
-
-def server_memory(config: Config, hf: HFModelConfig, constants: Calibration, gpu_memory: float) -> ServerMemory:
+def server_memory(case: Scenario) -> ServerMemory:
     """Of each GPU of a server."""
-    rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
-    parallel = rollout.tensor_parallel
-    weights = model_parameters(hf) * size / parallel
-    token = kv_bytes_per_token(hf, parallel, size)
-    cache = rollout.memory_fraction * gpu_memory - weights
+    rollout, parallel = case.config.rollout, case.config.rollout.tensor_parallel
+    weights = case.model_bytes / parallel
+    token = kv_bytes_per_token(case.hf, parallel, case.dtype_bytes)
+    cache = rollout.memory_fraction * case.gpu_memory - weights
     if rollout.kv_cache_tokens is not None:
         cache = min(cache, rollout.kv_cache_tokens * token)
-    return ServerMemory(
-        weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=(1 - rollout.memory_fraction) * gpu_memory
-    )
+    rest = (1 - rollout.memory_fraction) * case.gpu_memory
+    return ServerMemory(weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=rest)
 
 
 def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
@@ -221,22 +196,27 @@ def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
     return 2.0 * hf.num_layers * max(1.0, hf.num_query_groups / parallel) * hf.head_dim * size
 
 
-def host_memory(config: Config, hf: HFModelConfig, constants: Calibration, mean_tokens: float) -> dict[str, float]:
+def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
-    size, layout = DTYPE_BYTES[config.model.dtype], config.actor.layout
-    model = model_parameters(hf) * size
+    config, layout, size = case.config, case.config.actor.layout, case.dtype_bytes
     # The reference's weights, and the rank's own while the reference is swapped in.
-    reference = 2 * model / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
-    state = rank_state(hf, config.actor, config.model.dtype, stage=0, data_rank=0, overlap=False)
+    reference = 2 * case.model_bytes / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
+    state = rank_state(case.hf, config.actor, config.model.dtype, stage=0, data_rank=0, overlap=False)
     offload, offloaded = config.actor.offload, 0
     if offload.optimizer_state or offload.between_phases != "none":
         offloaded = state.master_weights + state.moments
     if offload.between_phases != "none":
         offloaded += state.gradients + (state.parameters if offload.between_phases == "all" else 0)
+    parameters = state.parameters / size
+    # With the distributed optimizer every rank writes its own part of the state, else the first data-parallel ranks
+    # all of it; these write the weights too.
+    written = state.moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
+    copied = config.run.checkpoint_in_background
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {
-        "a trainer process": constants.process_memory + reference + offloaded,
-        **_checkpoint_copy(config, state.parameters / size, state.moments, size),
-        "a server process": constants.process_memory,
+        "a trainer process": case.constants.process_memory + reference + offloaded,
+        CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,
+        CHECKPOINT_WEIGHTS: parameters * size if copied else 0,
+        "a server process": case.constants.process_memory,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
-    } | host_bytes(config, hf)
+    } | host_bytes(case)

@@ -1,4 +1,4 @@
-"""Curves as inline SVG whose colours follow the page: matplotlib draws, its colours become CSS variables.
+"""Lines and stacked areas as inline SVG: matplotlib draws, and its colours become the page's CSS variables.
 
 Text stays text (it can be selected, and grows on a small screen), ids are unique over the page, no script is needed.
 """
@@ -11,23 +11,22 @@ from enum import StrEnum
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-SIZE = (420, 210)
-"""Units of the view box; on a wide screen one of them is a little more than a pixel."""
-_MARGIN = {"left": 48, "right": 10, "bottom": 42, "top": 10}
+from megatron_dapo.monitor.picture import plain_axes
 
-INK, FAINT, GRID, BAND = "#0a0b00", "#0a0b01", "#0a0b02", "#0a0b03"
-SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
+WIDTH, HEIGHT = 420, 210
+"""Units of the view box; on a wide screen one of them is a little more than a pixel."""
+_LEFT, _RIGHT, _BOTTOM, _TOP = 48, 10, 42, 10
+
+_FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
+_SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
 """Colours that matplotlib is given; each is replaced by the page's variable of the same place."""
-_VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", BAND: "--band"} | {
-    colour: f"--c{number}" for number, colour in enumerate(SERIES)
+_VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
+    colour: f"--c{number}" for number, colour in enumerate(_SERIES)
 }
-DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
-BARS_UP_TO = 60
-"""Rollout steps that are drawn as one bar each; beyond, bars would be thinner than a pixel."""
+_DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
 
 
 class Unit(StrEnum):
@@ -39,7 +38,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line of a chart: values over rollout steps."""
+    """Values over rollout steps: a line, or a layer of a stack."""
 
     steps: Sequence[int]
     values: Sequence[float]
@@ -60,56 +59,60 @@ class Frame:
     last: int
     """Newest rollout step of any run on the page: all charts share the axis."""
     first: int = 1
-    """Where it begins."""
     from_zero: bool = True
     to_one: bool = False
+    stack: bool = False
+    """The curves are layers on each other, the first at the bottom."""
     band: tuple[float, float] | None = None
     """Range of the paper's figure, drawn behind the curves."""
 
 
 def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
-    """SVG element of lines. `salt` must differ between the charts of a page: ids are made from it."""
-    figure, panel = _panel(frame)
+    """SVG element. `salt` must differ between the charts of a page: ids are made from it."""
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
+    panel = figure.add_axes(
+        (_LEFT / WIDTH, _BOTTOM / HEIGHT, 1 - (_LEFT + _RIGHT) / WIDTH, 1 - (_BOTTOM + _TOP) / HEIGHT)
+    )
+    panel.patch.set_visible(False)
+    plain_axes(panel, text=_FAINT, line=_FAINT, grid=_GRID)
+    panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
+    panel.set_xlabel(frame.x_label, color=_FAINT, loc="right", labelpad=6)
+    panel.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, frame.unit)))
     if frame.band:
-        panel.axhspan(*frame.band, color=BAND, linewidth=0)
-    for curve in curves:
-        if curve.low is not None and curve.high is not None:
-            colour = SERIES[curve.colour]
-            panel.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-        alone = "o" if len(curve.steps) == 1 else None  # a line through one point would not be seen
-        panel.plot(
-            curve.steps,
-            curve.values,
-            color=SERIES[curve.colour],
-            linestyle=DASHES[curve.dash],
-            linewidth=1.8,
-            marker=alone,
-            markersize=5,
-            solid_capstyle="round",
-            solid_joinstyle="round",
-        )
+        panel.axhspan(*frame.band, color=_BAND, linewidth=0)
+    if frame.stack:
+        _draw_layers(panel, curves, range(frame.first, max(frame.last, 1) + 1))
+    else:
+        _draw_lines(panel, curves)
     if frame.to_one:
         panel.set_ylim(0, 1)
-    elif frame.from_zero:
+    elif frame.from_zero and not frame.stack:
         drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if values is not None]
         low = min((value for values in drawn for value in values), default=0)
         panel.set_ylim(bottom=min(0, low), top=None if panel.get_ylim()[1] > 0 else 1)
-    return svg_of(figure, salt)
+    return _svg_of(figure, salt)
 
 
-def draw_stack(steps: Sequence[int], layers: Sequence[Sequence[float]], frame: Frame, *, salt: str) -> str:
-    """SVG element of layers on each other, the first at the bottom in the first series colour."""
-    figure, panel = _panel(frame)
-    if len(steps) > BARS_UP_TO:
-        panel.stackplot(steps, layers, colors=SERIES[: len(layers)], linewidth=0)
-    else:
-        base = [0.0] * len(steps)
-        for number, layer in enumerate(layers):
-            panel.bar(steps, layer, bottom=base, width=0.82, color=SERIES[number], linewidth=0)
-            base = [below + value for below, value in zip(base, layer, strict=True)]
-    if frame.to_one:
-        panel.set_ylim(0, 1)
-    return svg_of(figure, salt)
+def _draw_lines(panel: Axes, curves: Sequence[Curve]) -> None:
+    for curve in curves:
+        colour = _SERIES[curve.colour]
+        if curve.low is not None and curve.high is not None:
+            panel.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
+        alone = "o" if len(curve.steps) == 1 else None  # a line through one point would not be seen
+        dash = _DASHES[curve.dash]
+        panel.plot(curve.steps, curve.values, color=colour, linestyle=dash, linewidth=1.8, marker=alone, markersize=5)
+
+
+def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:
+    """A bar a step and layer, without gaps: one path a layer, however long the run."""
+    base = [0.0] * len(steps)
+    edges = [step - 0.5 for step in (*steps, steps[-1] + 1)]
+    for curve in curves:
+        values = dict(zip(curve.steps, curve.values, strict=True))
+        top = [below + values.get(step, 0.0) for below, step in zip(base, steps, strict=True)]
+        panel.stairs(top, edges, baseline=base, fill=True, color=_SERIES[curve.colour], linewidth=0)
+        base = top
 
 
 def spoken(value: float, unit: Unit) -> str:
@@ -123,30 +126,6 @@ def spoken(value: float, unit: Unit) -> str:
     if unit is Unit.COUNT or abs(value) >= 1000:
         return f"{value:,.0f}".replace(",", "\u2009")
     return f"{value:.3g}"
-
-
-def _panel(frame: Frame) -> tuple[Figure, Axes]:
-    width, height = SIZE
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-    FigureCanvasSVG(figure)
-    figure.patch.set_visible(False)
-    across = width - _MARGIN["left"] - _MARGIN["right"]
-    up = height - _MARGIN["bottom"] - _MARGIN["top"]
-    panel = figure.add_axes((_MARGIN["left"] / width, _MARGIN["bottom"] / height, across / width, up / height))
-    panel.patch.set_visible(False)
-    panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    panel.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, frame.unit)))
-    panel.grid(axis="y", color=GRID, linewidth=1)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=FAINT, length=0, pad=5)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color(FAINT)
-    panel.spines["bottom"].set_linewidth(0.8)
-    panel.set_xlabel(frame.x_label, color=FAINT, loc="right", labelpad=6)
-    return figure, panel
 
 
 def _tick(value: float, unit: Unit) -> str:
@@ -170,11 +149,10 @@ _CLEANED: Mapping[str, str] = {
 }
 
 
-def svg_of(figure: Figure, salt: str) -> str:
-    """The SVG element of a figure drawn in the colours of this file. `salt`: as in `draw_curves`."""
+def _svg_of(figure: Figure, salt: str) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
     for pattern, replacement in _CLEANED.items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)

@@ -7,36 +7,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from megatron_dapo.monitor.at_k import EVALUATIONS
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, spoken
+from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate
 
 INSIDE, BESIDE = "inside the run", "beside it"
 _STEPS = re.compile(r"(?:step|v)(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answers:
+    """One way of answering the held-out problems. Answers(problems=30, samples=8, figures={"avg@8": Estimate(...)})"""
+
+    problems: int
+    samples: int
+    figures: Mapping[str, Estimate]
+    """avg@n, and with several answers a problem pass@n and cons@n."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One folder of `evaluations/`. Evaluation(name="v12", step=12, where=BESIDE, ways={"sampled": {...}})"""
+    """One folder of `evaluations/`. Evaluation(name="v12", step=12, where=BESIDE, answers={"sampled": Answers(...)})"""
 
     name: str
     step: int | None
     """Rollout steps that the weights had behind them; None where the name does not say it."""
     where: str
-    ways: Mapping[str, Mapping[str, Any]]
-    """As `result.json` holds them."""
+    answers: Mapping[str, Answers]
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRow:
-    """One way of answering in one evaluation, as text."""
-
-    name: str
-    where: str
-    way: str
-    problems: str
-    figures: list[str]
+    @property
+    def best_known(self) -> tuple[str, Answers] | None:
+        """Sampled answers, where there are any, else greedy ones."""
+        if "sampled" in self.answers:
+            return "sampled", self.answers["sampled"]
+        return next(iter(self.answers.items()), None)
 
 
 def read_evaluations(run: Path, last_step: int, notes: list[str]) -> list[Evaluation]:
@@ -46,73 +48,34 @@ def read_evaluations(run: Path, last_step: int, notes: list[str]) -> list[Evalua
         name = file.parent.name
         try:
             ways = json.loads(file.read_text(encoding="utf-8"))["ways"]
-            for way in ways.values():
-                _estimates(way)
+            answers = {way: _answers(about) for way, about in ways.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"{EVALUATIONS}/{name}/{file.name} cannot be read ({type(error).__name__}: {error}).")
             continue
         numbered = _STEPS.fullmatch(name)
         step = int(numbered[1]) if numbered else {"before": 0, "after": last_step}.get(name)
         inside = name.startswith("step") or name in ("before", "baseline", "after")
-        found.append(Evaluation(name=name, step=step, where=INSIDE if inside else BESIDE, ways=ways))
+        found.append(Evaluation(name=name, step=step, where=INSIDE if inside else BESIDE, answers=answers))
     return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.name))
 
 
-def draw_evaluations(evaluations: Sequence[Evaluation], *, last_step: int, salt: str) -> list[tuple[str, Markup, list]]:
-    """(title, SVG, [(label, colour, latest)]) for inside and beside, where there are two steps or more."""
-    drawn = []
-    for where in (BESIDE, INSIDE):
-        series = _series([each for each in evaluations if each.where == where and each.step is not None])
-        if not any(len(points) > 1 for points in series.values()):
-            continue
-        curves, legend = [], []
-        for colour, (label, points) in enumerate(series.items()):
-            values = [each["value"] for _, each in points]
-            curves.append(
-                Curve(
-                    steps=[step for step, _ in points],
-                    values=values,
-                    colour=colour,
-                    low=[each["low"] for _, each in points],
-                    high=[each["high"] for _, each in points],
-                )
-            )
-            legend.append((label, colour, spoken(values[-1], Unit.SHARE)))
-        frame = Frame(unit=Unit.SHARE, x_label="rollout step", last=last_step, first=0, to_one=True)
-        drawn.append((where, Markup(draw_curves(curves, frame, salt=f"{salt}{where[:2]}")), legend))
-    return drawn
-
-
-def evaluation_rows(evaluations: Sequence[Evaluation]) -> list[EvaluationRow]:
-    """All of them, for a table."""
-    return [
-        EvaluationRow(
-            name=each.name,
-            where=each.where,
-            way=way,
-            problems=f"{about['problems']} x {about['samples']}",
-            figures=[
-                f"{name} {100 * figure['value']:.1f}% [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
-                for name, figure in _estimates(about).items()
-            ],
-        )
-        for each in evaluations
-        for way, about in each.ways.items()
-    ]
-
-
-def _series(evaluations: Sequence[Evaluation]) -> dict[str, list[tuple[int, Mapping[str, float]]]]:
-    """Label -> (step, estimate) of sampled answers, where there are any, else of greedy ones."""
-    series: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
+def over_steps(evaluations: Sequence[Evaluation], where: str) -> dict[str, list[tuple[int, Estimate]]]:
+    """Label -> (rollout step, estimate), of the evaluations `where` whose step is known."""
+    series: dict[str, list[tuple[int, Estimate]]] = {}
     for each in evaluations:
-        way = "sampled" if "sampled" in each.ways else next(iter(each.ways), None)
-        for name, estimate in _estimates(each.ways[way]).items() if way else ():
-            series.setdefault(f"{name}, {way}", []).append((each.step or 0, estimate))
+        if each.where == where and each.step is not None and each.best_known:
+            way, answers = each.best_known
+            for name, estimate in answers.figures.items():
+                series.setdefault(f"{name}, {way}", []).append((each.step, estimate))
     return series
 
 
-def _estimates(about: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """avg@n, and with several answers a problem pass@n and cons@n."""
+def _answers(about: Mapping[str, Any]) -> Answers:
     samples = about["samples"]
     names = [f"{figure}@{samples}" for figure in ("avg", *(("pass", "cons") if samples > 1 else ()))]
-    return {name: {part: float(about["figures"][name][part]) for part in ("value", "low", "high")} for name in names}
+    figures = {name: {end: float(about["figures"][name][end]) for end in ("value", "low", "high")} for name in names}
+    return Answers(
+        problems=about["problems"],
+        samples=samples,
+        figures={name: Estimate(**estimate) for name, estimate in figures.items()},
+    )

@@ -1,16 +1,17 @@
 """A run directory, finished or not, as what the report shows. Nothing in it is trusted to be there or to be whole."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_dapo.monitor.health import HealthLimits
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 from megatron_dapo.report.evaluations import Evaluation, read_evaluations
-from megatron_dapo.report.fates import Fates, count_fates
+from megatron_dapo.report.outcomes import Outcomes, count_outcomes
 from megatron_dapo.storage.json_files import misshapen
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
@@ -28,16 +29,16 @@ class Run:
     path: Path
     name: str
     lines: list[Line]
-    """metrics.jsonl as it was lived last."""
+    """metrics.jsonl, without what a resume did again."""
     config: Mapping[str, Any]
     """config.yaml as it is on disk: a report must also be made of runs of another version."""
     summary: Mapping[str, Any]
-    """summary.json: only a run that came to its end has it."""
+    """summary.json: only a finished run has it."""
     before: Mapping[str, Any]
     """Held-out figures before training (`before`, `baseline`), also of a run under way."""
     manifest: Mapping[str, Any]
     samples: list[dict[str, Any]]
-    fates: Fates | None
+    outcomes: Outcomes | None
     evaluations: list[Evaluation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -62,6 +63,16 @@ class Run:
         count = (self.manifest.get("trainer") or {}).get("parameters")
         return count if isinstance(count, int) else None
 
+    @property
+    def health_limits(self) -> HealthLimits:
+        """Those that its config sets, else the defaults."""
+        named = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
+        return HealthLimits(**{name: value for name, value in named.items() if isinstance(value, int | float)})
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over the run; 0 where it was never measured."""
+        return sum(line.get(name) or 0 for line in self.lines)
+
     def setting(self, key: str) -> Any:
         """Value of a config key (`algorithm.clip.high`), None if the file lacks it."""
         at: Any = self.config
@@ -70,12 +81,12 @@ class Run:
         return at
 
 
-def read_run(path: str | Path, *, needs_files: bool = True, needs_fates: bool = True) -> Run:
+def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool = True) -> Run:
     """All that is readable in the run directory `path`.
 
     Args:
         needs_files: whether a folder without any of RUN_FILES is refused; a run that is starting has none yet.
-        needs_fates: whether the ledger is read: of a long run seconds, and a gigabyte for a million prompts' events.
+        needs_ledger: whether the ledger is read: of a long run seconds, and a gigabyte for a million prompts' events.
 
     Raises:
         ReportError: no such folder, or none of a run's files is in it.
@@ -105,7 +116,7 @@ def read_run(path: str | Path, *, needs_files: bool = True, needs_fates: bool = 
         before=summary.get("heldout") or before,
         manifest=_mapping(folder / "manifest.json", notes),
         samples=_samples(folder / "samples.jsonl", notes),
-        fates=count_fates(folder / "ledger.jsonl", notes) if needs_fates else None,
+        outcomes=count_outcomes(folder / "ledger.jsonl", notes) if needs_ledger else None,
         evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
         notes=notes,
     )
@@ -137,8 +148,12 @@ def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         return []
     samples: list[dict[str, Any]] = []
     broken = 0
-    for sample in _objects(path.read_bytes().splitlines()):
-        if sample is None or not isinstance(sample.get("rollout_step"), int):
+    for line in path.read_bytes().splitlines():
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            sample = None
+        if not isinstance(sample, dict) or not isinstance(sample.get("rollout_step"), int):
             broken += 1
             continue
         while samples and samples[-1]["rollout_step"] > sample["rollout_step"]:
@@ -147,12 +162,3 @@ def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if broken:
         notes.append(f"{path.name}: {broken} lines cannot be read and are left out.")
     return samples
-
-
-def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any] | None]:
-    for line in lines:
-        try:
-            content = json.loads(line)
-        except ValueError:
-            content = None
-        yield content if isinstance(content, dict) else None

@@ -1,37 +1,25 @@
-"""The report's tables: held-out accuracy, fates, bias, wording, seconds, config, samples. Text only; no markup."""
+"""What a report says in tables and in its headline figures: computed here, laid out by the template."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.config.config_diff import Departure, Difference, departures, differences, flatten
+import numpy as np
+from markupsafe import Markup
+
+from megatron_dapo.config.config_diff import departures, differences, flatten, shown
 from megatron_dapo.monitor.console import duration
-from megatron_dapo.monitor.reflection import correlation
-from megatron_dapo.monitor.statistics import Accuracy, difference
-from megatron_dapo.report.charts import count, share, total
-from megatron_dapo.report.fates import AGAIN, ALL_RIGHT, ALL_WRONG, TRAINED, UNFINISHED, WAITING
-from megatron_dapo.report.figures import PHASES
+from megatron_dapo.monitor.health import Alarm, HealthMonitor
+from megatron_dapo.monitor.statistics import Accuracy, difference, percent
+from megatron_dapo.monitor.timeline import PHASES
+from megatron_dapo.report.chart import Unit, spoken
 from megatron_dapo.report.source import Run
 
-WAYS = ("sampled", "greedy")
 STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
-SAMPLES = 4
-"""Right and wrong responses shown of each run: the newest."""
-FATE_COLOURS = {TRAINED: 0, ALL_WRONG: 1, ALL_RIGHT: 2, WAITING: 3, UNFINISHED: 4, AGAIN: 4}
-"""The page's series colours; those of the chart of groups, where both have the fate."""
 LONGEST = 4000
 """Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """An accuracy as text and as a bar; the bar's ends are percent."""
-
-    stage: str
-    text: str
-    low: float
-    middle: float
-    high: float
+NOTHING = ("–", "not measured yet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,51 +28,38 @@ class HeldOut:
 
     way: str
     problems: str
-    rows: list[Interval]
+    rows: list[tuple[str, Accuracy]]
     gain: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One part of a whole."""
+class AlarmPeriod:
+    """An alarm that held without a break from rollout step `first` to `last`."""
 
-    label: str
-    text: str
-    percent: float
-    colour: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One response of training; texts are empty where the run did not keep them."""
-
-    about: str
-    prompt: str
-    response: str
-    extracted: str
-    answer: str
+    alarm: Alarm
+    """As it stood at `last`."""
+    first: int
+    last: int
+    holds: bool
+    """Whether it still holds at the newest step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One held-out problem, answered before and after training."""
+def share(value: float) -> str:
+    """12.5%"""
+    return spoken(value, Unit.SHARE)
 
-    prompt: str
-    answer: str
-    before: str
-    before_correct: bool
-    after: str
-    after_correct: bool
+
+def count(value: Any) -> str:
+    """12 345"""
+    return spoken(float(value), Unit.COUNT)
 
 
 def held_out(run: Run) -> list[HeldOut]:
     """Each way of answering that was measured; a run under way has no `after` yet."""
     tables = []
-    for way in WAYS:
+    for way in ("sampled", "greedy"):
         known = {
-            stage: Accuracy(**figures)
-            for stage, _ in STAGES
-            if isinstance(figures := (run.before.get(stage) or {}).get(way), Mapping)
+            stage: Accuracy(**run.before[stage][way]) for stage, _ in STAGES if way in (run.before.get(stage) or ())
         }
         if not known:
             continue
@@ -95,172 +70,235 @@ def held_out(run: Run) -> list[HeldOut]:
             change = difference(known["before"], known["after"])
             gain = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
         problems = f"{count(some.problems)} problems" + (f", {each} answers each" if each > 1 else "")
-        rows = [_interval(label, known[stage]) for stage, label in STAGES if stage in known]
+        rows = [(label, known[stage]) for stage, label in STAGES if stage in known]
         tables.append(HeldOut(way=way, problems=problems, rows=rows, gain=gain))
     return tables
 
 
-def _interval(stage: str, figures: Accuracy) -> Interval:
-    low, middle, high = (100 * value for value in (figures.low, figures.accuracy, figures.high))
-    return Interval(stage=stage, text=f"{middle:.1f}% [{low:.1f}, {high:.1f}]", low=low, middle=middle, high=high)
+def alarm_periods(run: Run) -> list[AlarmPeriod]:
+    """Those that hold now first, then the newest first."""
+    monitor = HealthMonitor(limits=run.health_limits)
+    periods: dict[str, AlarmPeriod] = {}
+    over: list[AlarmPeriod] = []
+    for line in run.lines:
+        monitor.add(line)
+        now = {alarm.name: alarm for alarm in monitor.alarms}
+        over += [periods.pop(name) for name in list(periods) if name not in now]
+        for name, alarm in now.items():
+            step = line["rollout_step"]
+            first = periods[name].first if name in periods else step
+            periods[name] = AlarmPeriod(alarm=alarm, first=first, last=step, holds=line is run.lines[-1])
+    return [*periods.values(), *sorted(over, key=lambda period: -period.last)]
 
 
-def parts(counts: Mapping[str, int], unit: str) -> list[Part]:
-    """Shares of a whole, in the order given; nothing for a fate that nobody met."""
-    whole = sum(counts.values())
-    return [
-        Part(
-            label=label,
-            text=f"{count(number)} {unit}, {share(number / whole)}",
-            percent=100 * number / whole,
-            colour=FATE_COLOURS[label],
-        )
-        for label, number in counts.items()
-        if number
-    ]
-
-
-def bias_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """(what, trained on, generated, ratio) over the whole run, weighted by the groups of each step."""
+def bias_rows(run: Run) -> list[list[str]]:
+    """[what, trained on, generated, ratio] over the whole run, weighted by the groups of each step."""
     rows = []
-    for what, shown in (("length", count), ("accuracy", share)):
+    for what, worded in (("length", count), ("accuracy", share)):
         accepted = _weighted(run, f"bias/accepted_{what}", "sampling/kept")
         generated = _weighted(run, f"bias/generated_{what}", "sampling/generated")
         if accepted is not None and generated:
-            rows.append((f"mean {what}", shown(accepted), shown(generated), f"{accepted / generated:.3f}"))
+            rows.append([f"mean {what}", worded(accepted), worded(generated), f"{accepted / generated:.3f}"])
     return rows
 
 
-def _weighted(run: Run, name: str, weight: str) -> float | None:
-    known = [(line[name], line[weight]) for line in run.lines if line.get(name) is not None and line.get(weight)]
-    groups = sum(number for _, number in known)
-    return sum(value * number for value, number in known) / groups if groups else None
-
-
-def wording_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """(wording, share of responses, accuracy of those, correlation with success inside a step); the first two over
-    all responses of the run, each step counting by the groups that it generated."""
+def reflection_rows(run: Run) -> list[list[str]]:
+    """[words, share of responses, accuracy of those, correlation with success inside a step]; the first two over all
+    responses of the run, each step counting by the groups that it generated."""
     rows = []
     for name in ("reflection", "backtracking"):
-        needed = (f"{name}_rate", "accuracy/mean")
-        lines = [line for line in run.lines if all(line.get(key) is not None for key in needed)]
-        measured = [line for line in lines if not line[f"{name}_rate"] or line.get(f"{name}_accuracy") is not None]
         rate = _weighted(run, f"{name}_rate", "sampling/generated")
         if rate is None:
             continue
+        needed = (f"{name}_rate", "accuracy/mean")
+        lines = [line for line in run.lines if all(line.get(key) is not None for key in needed)]
+        measured = [line for line in lines if not line[f"{name}_rate"] or line.get(f"{name}_accuracy") is not None]
         if not measured:
-            rows.append((name, share(rate), "not measured", "not measured"))
+            rows.append([name, share(rate), "not measured", "not measured"])
             continue
         rates = [line[f"{name}_rate"] for line in measured]
         among = [line.get(f"{name}_accuracy") or 0.0 for line in measured]
+        hits = [rate * (line.get("sampling/generated") or 0) for rate, line in zip(rates, measured, strict=True)]
+        right = sum(a * number for a, number in zip(among, hits, strict=True))
         found = correlation(rates, among, [line["accuracy/mean"] for line in measured])
-        counts = [rate * (line.get("sampling/generated") or 0) for rate, line in zip(rates, measured, strict=True)]
-        hits = sum(counts)
-        right = sum(a * number for a, number in zip(among, counts, strict=True))
-        rows.append(
-            (
-                name,
-                share(rate),
-                share(right / hits) if hits else "never seen",
-                "–" if found is None else f"{found:+.2f}",
-            )
-        )
+        accuracy = share(right / sum(hits)) if sum(hits) else "never seen"
+        rows.append([name, share(rate), accuracy, "–" if found is None else f"{found:+.2f}"])
     return rows
 
 
-def phase_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """(phase, seconds in all, share, mean of a step); the last row is what no phase claims."""
-    whole = total(run, "timing/step")
+def correlation(rates: Sequence[float], among: Sequence[float], accuracies: Sequence[float]) -> float | None:
+    """Correlation of "has the word" with "is right" inside rollout steps, over all steps.
+
+    Each step's 2 x 2 table follows from three shares, so nothing but the metrics is needed. Covariances and variances
+    are averaged over steps, not the responses pooled: that both rise in the course of training counts for nothing.
+
+    Args:
+        rates: [S] share of responses with the word.
+        among: [S] share of right ones among those.
+        accuracies: [S] share of right ones among all.
+
+    Returns:
+        phi in [-1, 1]; None where one of the two never varies.
+    """
+    has, right_if, right = (np.asarray(values, dtype=float) for values in (rates, among, accuracies))
+    covariance = has * right_if - has * right
+    spread = math.sqrt(float((has * (1 - has)).sum()) * float((right * (1 - right)).sum()))
+    return float(covariance.sum()) / spread if spread > 1e-12 else None
+
+
+def phase_rows(run: Run) -> list[list[str]]:
+    """[phase, seconds in all, share, mean of a step]; the last row is what no phase claims."""
+    whole = run.total("timing/step")
     if not whole:
         return []
-    spent = {phase.replace("_", " "): total(run, f"timing/{phase}") for phase in PHASES}
+    spent = {phase.replace("_", " "): run.total(f"timing/{phase}") for phase in PHASES}
     spent["coordinator"] = max(0.0, whole - sum(spent.values()))
     return [
-        (phase, duration(seconds), share(seconds / whole), duration(seconds / len(run.lines)))
+        [phase, duration(seconds), share(seconds / whole), duration(seconds / len(run.lines))]
         for phase, seconds in spent.items()
         if seconds
     ]
 
 
-def config_departures(run: Run) -> list[Departure]:
-    """Keys that this run set otherwise than the paper; none where the config is not known."""
-    return departures(flatten(run.config)) if run.config else []
-
-
-def config_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Keys in which two runs differ."""
-    return differences(flatten(runs[0].config), flatten(runs[1].config)) if len(runs) > 1 else []
-
-
-def samples(run: Run, *, right: bool) -> list[Sample]:
-    """The newest responses that were right, or wrong, shortened to what a person reads."""
-    chosen = [line for line in run.samples if bool(line.get("accuracy")) is right][-SAMPLES:]
+def evaluation_rows(run: Run) -> list[list[str]]:
+    """[name, where, way of answering, problems x answers, figures] of every evaluation."""
     return [
-        Sample(
-            about=_about(line),
-            prompt=str(line.get("prompt_text") or ""),
-            response=shortened(str(line.get("response") or "")),
-            extracted="nothing" if line.get("extracted") is None else str(line["extracted"]),
-            answer=str(line.get("answer") or ""),
-        )
-        for line in reversed(chosen)
+        [
+            found.name,
+            found.where,
+            way,
+            f"{answers.problems} x {answers.samples}",
+            "; ".join(f"{name} {percent(each.value, each.low, each.high)}" for name, each in answers.figures.items()),
+        ]
+        for found in run.evaluations
+        for way, answers in found.answers.items()
     ]
 
 
-def examples(run: Run) -> list[Example]:
-    """Held-out problems of the summary, answered before and after training."""
+def difference_rows(one: Run, other: Run) -> list[list[str]]:
+    """[key, value of one, value of the other] where their configs differ."""
+    found = differences(flatten(one.config), flatten(other.config))
+    return [[breakable(each.key), shown(each.one), shown(each.other)] for each in found]
+
+
+def departure_rows(run: Run) -> list[list[str]]:
+    """[key, value, the paper's value, where it states it]; none where the config is not known."""
+    found = departures(flatten(run.config)) if run.config else []
     return [
-        Example(
-            prompt=str(line.get("prompt") or ""),
-            answer=str(line.get("answer") or ""),
-            before=shortened(str(line.get("before") or "")),
-            before_correct=bool(line.get("before_correct")),
-            after=shortened(str(line.get("after") or "")),
-            after_correct=bool(line.get("after_correct")),
-        )
-        for line in run.summary.get("examples") or ()
-        if isinstance(line, Mapping)
+        [breakable(each.stated.key), shown(each.value), shown(each.stated.value), each.stated.where] for each in found
     ]
 
 
-def _about(line: Mapping[str, Any]) -> str:
-    known = [f"step {line['rollout_step']}", f"prompt {line.get('prompt', '?')}"]
-    if line.get("finish_reason") == "length":
-        known.append("cut off at the limit")
-    if isinstance(line.get("reward_shaped"), int | float):
-        known.append(f"reward {line['reward_shaped']:+.2f}")
-    return ", ".join(known)
+def config_rows(run: Run) -> list[list[str]]:
+    """[key, value]"""
+    return [[breakable(key), shown(value)] for key, value in flatten(run.config).items()]
 
 
-def shortened(text: str) -> str:
+def breakable(key: str) -> Markup:
+    """A config key as code that may be broken after its dots, on a narrow screen."""
+    return Markup("<code>{}</code>").format(Markup(".<wbr>").join(key.split(".")))
+
+
+def provenance(run: Run) -> list[tuple[str, str]]:
+    """Where, when and with what it was run."""
+    manifest, host = run.manifest, run.manifest.get("host") or {}
+    data = manifest.get("data") or {}
+    files = {
+        part: f"{entry.get('path')}: {entry.get('rows')}; sha256 {str(entry.get('sha256'))[:12]}"
+        for part, entry in data.items()
+        if isinstance(entry, Mapping)
+    }
+    versions = [f"{name} {version}" for name, version in (manifest.get("versions") or {}).items() if version]
+    rows = {
+        "started": manifest.get("started"),
+        "host": host.get("name"),
+        "system": host.get("system"),
+        "device": (manifest.get("trainer") or {}).get("device"),
+        "model": (manifest.get("model") or {}).get("path"),
+        "parameters": count(run.parameters) if run.parameters else None,
+        "training prompts": files.get("train"),
+        "held-out problems": files.get("heldout"),
+        "versions": ", ".join(versions),
+        "command": " ".join(map(str, manifest.get("command") or ())),
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]
+
+
+def state(run: Run) -> str:
+    """How far the run is, as a sentence."""
+    if run.finished:
+        return f"finished after {count(run.steps)} rollout steps"
+    if not run.lines:
+        return "no rollout step finished yet"
+    return f"{count(run.steps)} of {count(run.planned)} rollout steps" if run.planned else f"{count(run.steps)} steps"
+
+
+def tiles(run: Run) -> dict[str, tuple[str, str]]:
+    """The headline figures: label -> (figure, what to know of it)."""
+    return {
+        "Held-out accuracy": _headline(run),
+        "Rollout steps": _progress(run),
+        "Tokens generated": _tokens(run),
+        "Time": _time(run),
+        "Groups kept": _kept(run),
+        "Alarms now": _alarms(run),
+    }
+
+
+def _headline(run: Run) -> tuple[str, str]:
+    measured = held_out(run)
+    if not measured:
+        return NOTHING
+    first = measured[0]
+    shares = [f"{100 * accuracy.accuracy:.1f}%" for stage, accuracy in first.rows if stage in ("before", "after")]
+    return " → ".join(shares), f"{first.way}; {first.gain}" if first.gain else f"{first.way}, so far only before"
+
+
+def _progress(run: Run) -> tuple[str, str]:
+    if not run.lines:
+        return NOTHING
+    optimizer = run.lines[-1].get("optimizer_step") or 0
+    wanted = f" of {count(run.planned)}" if run.planned and run.planned != run.steps else ""
+    return f"{count(run.steps)}{wanted}", f"{count(optimizer)} optimizer steps"
+
+
+def _tokens(run: Run) -> tuple[str, str]:
+    generated, trained = run.total("tokens/generated"), run.total("tokens/trained")
+    return (count(generated), f"{share(trained / generated)} of them trained on") if generated else NOTHING
+
+
+def _time(run: Run) -> tuple[str, str]:
+    seconds = run.total("timing/step")
+    return (duration(seconds), f"{duration(seconds / len(run.lines))} a rollout step") if seconds else NOTHING
+
+
+def _kept(run: Run) -> tuple[str, str]:
+    kept, right, wrong = (run.total(f"sampling/{name}") for name in ("kept", "all_correct", "all_wrong"))
+    decided = kept + right + wrong
+    if not decided:
+        return NOTHING
+    return share(kept / decided), f"{share(right / decided)} all right, {share(wrong / decided)} all wrong"
+
+
+def _alarms(run: Run) -> tuple[str, str]:
+    if not run.lines:
+        return NOTHING
+    periods = alarm_periods(run)
+    holding = [period.alarm.name for period in periods if period.holds]
+    earlier = len(periods) - len(holding)
+    return str(len(holding)), ", ".join(holding) or (f"{earlier} earlier" if earlier else "none")
+
+
+def shortened(text: Any) -> str:
     """Beginning and end of a long text."""
+    text = "" if text is None else str(text)
     if len(text) <= LONGEST:
         return text
     head, tail = LONGEST * 5 // 8, LONGEST * 3 // 8
     return f"{text[:head]}\n[... {count(len(text) - head - tail)} characters left out ...]\n{text[-tail:]}"
 
 
-def provenance(run: Run) -> list[tuple[str, str]]:
-    """Where, when and with what it was run."""
-    manifest = run.manifest
-    versions = {name: version for name, version in (manifest.get("versions") or {}).items() if version}
-    data = manifest.get("data") or {}
-    rows = [
-        ("started", manifest.get("started")),
-        ("host", (manifest.get("host") or {}).get("name")),
-        ("system", (manifest.get("host") or {}).get("system")),
-        ("device", (manifest.get("trainer") or {}).get("device")),
-        ("model", (manifest.get("model") or {}).get("path")),
-        ("parameters", count(run.parameters) if run.parameters else None),
-        ("training prompts", _data(data.get("train"))),
-        ("held-out problems", _data(data.get("heldout"))),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("command", " ".join(map(str, manifest.get("command") or ()))),
-    ]
-    return [(name, str(value)) for name, value in rows if value]
-
-
-def _data(entry: Any) -> str | None:
-    if not isinstance(entry, Mapping):
-        return None
-    return f"{entry.get('path')}: {entry.get('rows')}; sha256 {str(entry.get('sha256'))[:12]}"
+def _weighted(run: Run, name: str, weight: str) -> float | None:
+    known = [(line[name], line[weight]) for line in run.lines if line.get(name) is not None and line.get(weight)]
+    groups = sum(number for _, number in known)
+    return sum(value * number for value, number in known) / groups if groups else None

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.slurm.ray_hook import without_client_server
+from megatron_dapo.storage.durable import replace_file
 from rollout.server.parent_death import end_with
 
 LOOK_S = 0.5
@@ -29,11 +31,6 @@ LEAVE_S = 20.0
 """For Ray to end its processes."""
 SILENT_S = 15.0
 """After so long without an answer the first node counts as gone; a port that refuses says so at once."""
-
-STALLED = 4
-LOST = 6
-CONTINUE = 75
-"""Exit codes, as megatron_dapo.cli.exit_codes has them."""
 
 
 class NodeError(RuntimeError):
@@ -96,25 +93,25 @@ def main() -> int:
         return lead(job, options.arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
-        return STALLED
+        return ExitCode.STALLED
 
 
 def lead(job: Job, arguments: list[str]) -> int:
     """Ray's head and the run."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    _write_private(job.folder / "token", secrets.token_hex(32))
+    replace_file(job.folder / "token", secrets.token_hex(32), private=True)
     port = _free_port()
     # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
     dashboard = ("--include-dashboard=false", f"--dashboard-port={_free_port()}")
     ray = _start_ray(job, "--head", f"--port={port}", *dashboard)
     try:
         address = _until(lambda: _head_address(job, port), job.deadline_s, ray, "Ray's head", job)
-        _write_private(job.folder / "address", address)
+        replace_file(job.folder / "address", address, private=True)
         _until(lambda: _all_joined(job, address), job.deadline_s, ray, f"{job.nodes} nodes to join", job)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
         if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
             print("told to stop before the run began", flush=True)
-            return CONTINUE
+            return ExitCode.CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
         environment = {**job.environment, "RAY_ADDRESS": address}
         return subprocess.run(command, env=environment, preexec_fn=_ending_with_us(), check=False).returncode
@@ -133,7 +130,7 @@ def follow(job: Job) -> int:
         while not done.exists():
             if ray.poll() is not None:
                 print(f"node {job.rank}: Ray ended with code {ray.returncode}: {_output(job)}", file=sys.stderr)
-                return LOST
+                return ExitCode.TRAINER
             error = _asked(address)
             if error == 0:
                 heard = time.monotonic()
@@ -247,14 +244,6 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, and readable by its owner only."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(aside, path)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,37 @@
-"""What a kill, a full disk or a power cut leaves of a file: a write leaves the content to the system, a rename the
-names, and the last line of a file that grows by lines may be half a one."""
+"""Files that survive a kill, a full disk and a power cut: replaced whole or not at all, synced where a resume rests on
+them, cut back to whole lines, and locked by one process at a time.
 
+A write leaves the content to the system, a rename the names; `sync_*` return when they are on disk.
+"""
+
+import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LOCK_NAME = ".lock"
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A full disk is noticed by `write` or `fsync`, which know no name: such an OSError gets `path` for its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 def sync_file(file: Path) -> None:
     """Returns when the content of `file` is on disk, whoever wrote it."""
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
@@ -30,14 +53,50 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`; a folder that stands there is deleted last."""
+def replace_file(file: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+        durable: it is on disk on return, whatever becomes of the machine.
+        private: only its owner may read it.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    partial = file.with_name(f".{file.name}.tmp")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666)
+    with naming(partial), open(descriptor, "wb") as stream:
+        stream.write(data)
+        if durable:
+            stream.flush()
+            os.fsync(stream.fileno())
+    os.replace(partial, file)
+    if durable:
+        sync_folder(file.parent)
+
+
+def replace_folder(partial: Path, folder: Path, *, durable: bool = False) -> None:
+    """Rename `partial` to `folder`. What stood there is deleted last, under the name `.<folder>.old`.
+
+    Args:
+        durable: the names in it and its own are on disk on return; the content of its files is the caller's to sync.
+    """
+    if durable:
+        sync_folder(partial)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.rename(folder, old)
     os.rename(partial, folder)
+    if durable:
+        sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete it. Renamed first: a kill in between must not leave a part of it under its name."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(folder, old)
+    shutil.rmtree(old)
 
 
 def drop_torn_line(file: Path) -> None:
@@ -52,3 +111,32 @@ def drop_torn_line(file: Path) -> None:
             return
         stream.seek(0)
         stream.truncate(stream.read().rfind(b"\n") + 1)
+
+
+class FolderHeld(RuntimeError):
+    """Another process holds the folder."""
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Returns the lock, held. The kernel gives it free when this process ends, however it ends.
+
+    Raises:
+        FolderHeld: another process holds it.
+        OSError: the lock file cannot be written, or the file system has no locks. A file that merely is there would be
+            no lock: a killed holder leaves it, and the next one could not tell.
+    """
+    lock = FileLock(str(folder / LOCK_NAME), fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FolderHeld from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise OSError(
+            error.errno,
+            "its file system has no locks (flock), by which two runs are kept apart; have it mounted with them "
+            "(Lustre: -o flock, NFS: its lock service) or take another",
+            str(folder),
+        ) from None
+    return lock

@@ -1,11 +1,12 @@
 """Groups of responses as two files, `NAME.json` and `NAME.npz`: without pickle, equal in every bit, damage is noticed.
 
-The JSON file is one line and its SHA-256; the line holds the SHA-256 of the file of arrays.
+The JSON file is one line and its SHA-256; the line holds the SHA-256 of the file of arrays. A checkpoint holds its
+carried groups so; and with `run.save_batches` each step its batch, which `megatron-dapo replay` computes again.
 """
 
 import hashlib
 import json
-import os
+import shutil
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.storage.durable import replace_folder, sync_file
+from megatron_dapo.storage.run_dir import RunDir
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 
@@ -49,8 +52,7 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     text = json.dumps(content)
     (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
     for ending in ("json", "npz"):
-        with (folder / f"{name}.{ending}").open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(folder / f"{name}.{ending}")
 
 
 def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[str, Any]]:
@@ -143,3 +145,47 @@ def _response(entry: dict, reader: _Reader) -> ScoredResponse:
         reward_shaped=entry["reward_shaped"],
         other_accuracy=entry.get("other_accuracy"),
     )
+
+
+def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advantages: np.ndarray) -> None:
+    """Keep the groups that rollout step `step` trains on, and drop batches from before the oldest checkpoint. Step 1's
+    stays: it starts from the model that the run was begun with.
+
+    Whole or not at all: a resumed run writes a step anew while the batch of its first time is still there.
+
+    Args:
+        advantages: float32 [R], as the step uses them.
+    """
+    folder = batch_folder(run_dir.path, step)
+    for left in folder.parent.glob(".step_*"):  # of a save that was killed
+        shutil.rmtree(left)
+    aside = folder.with_name(f".{folder.name}.tmp")
+    aside.mkdir(parents=True)
+    save_groups(aside, "batch", groups, {"advantages": advantages.tolist()})
+    replace_folder(aside, folder, durable=True)
+    kept = run_dir.checkpoints()
+    for old in folder.parent.glob("step_*"):
+        if kept and 1 < int(old.name.removeprefix("step_")) <= kept[0].step:
+            shutil.rmtree(old)
+
+
+def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.ndarray]:
+    """Groups and advantages of `save_batch`.
+
+    Raises:
+        GroupFileError: there is none, or it is damaged.
+    """
+    folder = batch_folder(run_path, step)
+    if not folder.is_dir():
+        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
+        raise GroupFileError(
+            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
+            "keeps them with run.save_batches=true"
+        )
+    groups, extra = load_groups(folder, "batch")
+    return groups, np.array(extra["advantages"], np.float32)
+
+
+def batch_folder(run_path: Path, step: int) -> Path:
+    """Of rollout step `step`."""
+    return run_path / "batches" / f"step_{step}"

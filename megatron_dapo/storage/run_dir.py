@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import sync_folder
-from megatron_dapo.storage.folder_lock import FolderHeld, lock_folder
+from megatron_dapo.storage.durable import FolderHeld, lock_folder, remove_folder, replace_file, replace_folder
 from megatron_dapo.storage.json_files import misshapen
-from megatron_dapo.storage.os_errors import naming
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory: nothing of that may be somebody else's."""
@@ -23,9 +21,13 @@ LEDGER = "ledger.jsonl"
 class RunDirError(RuntimeError):
     """The run directory cannot be used. The message says why and what to do."""
 
+    exit_code = 2
+
 
 class RunDirLost(RunDirError):
     """The directory that the run began in is not at its path any more. The message says what to do."""
+
+    exit_code = 1
 
 
 class CheckpointDamaged(RunDirError):
@@ -135,15 +137,7 @@ class RunDir:
             durable: on return it is on disk, whatever becomes of the machine. A resume rests on most files; for one
                 that is written every few seconds it is too dear.
         """
-        aside = self.path / f".{name}.tmp"
-        with naming(aside), aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(aside, self.path / name)
-        if durable:
-            sync_folder(self.path)
+        replace_file(self.path / name, text, durable=durable)
 
     def write_json(self, name: str, content: Any, *, durable: bool = True) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n", durable=durable)
@@ -176,9 +170,8 @@ class RunDir:
         earlier save or removal left unfinished goes."""
         self.check_there()
         aside = self.path / "checkpoints" / f".step_{step}.tmp"
-        for pattern in (".step_*.tmp", ".step_*.removed"):
-            for left in aside.parent.glob(pattern):
-                shutil.rmtree(left)
+        for left in aside.parent.glob(".step_*"):
+            shutil.rmtree(left)
         aside.mkdir(parents=True)
         return aside
 
@@ -186,20 +179,14 @@ class RunDir:
         """Rename into place, point `latest` at it, remove all but the newest `keep`."""
         self.check_there()
         folder = self.path / "checkpoints" / f"step_{step}"
-        if folder.exists():
-            _remove(folder)
-        sync_folder(aside)
-        os.replace(aside, folder)
+        replace_folder(aside, folder, durable=True)
         self._point_latest_at(folder.name)
         for old in self.checkpoints()[:-keep]:
-            _remove(old.folder)
+            remove_folder(old.folder)
         return Checkpoint(step=step, folder=folder)
 
     def _point_latest_at(self, name: str) -> None:
-        latest = self.path / "checkpoints" / ".latest.tmp"
-        latest.write_text(name + "\n")
-        os.replace(latest, self.path / "checkpoints" / "latest")
-        sync_folder(self.path / "checkpoints")
+        replace_file(self.path / "checkpoints" / "latest", name + "\n")
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -256,14 +243,6 @@ def _checkpoints(path: Path) -> list[Checkpoint]:
         if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint. Renamed first: a kill in between must not leave half a one under its name."""
-    aside = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(folder, aside)
-    shutil.rmtree(aside)
 
 
 def _unused(path: Path) -> Path:

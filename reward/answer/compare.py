@@ -1,20 +1,25 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
 import re
+from collections.abc import Hashable
 from dataclasses import replace
 
-from reward.answer.interval import as_interval, is_interval
 from reward.answer.read import Answer, read
-from reward.answer.text import compact
+from reward.answer.text import clean, compact
 from reward.verdict import Rule
 
+# Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`.
 _RATIONAL = re.compile(r"(?:[-+*/^(){}.\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
-"""Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`."""
 _UNKNOWNS = re.compile(r".*(?:[-+*/^].*[a-z]|[a-z].*[-+*/^]|\d[a-z]|[a-z]{2}).*")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CALL = re.compile(r"\\?[A-Za-z]+[^()+*-]{0,6}\([^()]*\)")
 _INDEX = re.compile(r"_\{?\d\}?$")
 _ARTICLE = re.compile(r"(?:an?|the)\s+(?=[A-Za-z]{3,}$)", re.IGNORECASE)
+_RELATION = re.compile(r"((?:<|>|\\(?:lt|gt|[lg]eq?)(?![A-Za-z]))=?)")
+_NAME = re.compile(r"[A-Za-z]|\\[A-Za-z]{2,8}")
+_BOUND = re.compile(r"[^<>=,;]{1,80}")
+_SEVERAL = re.compile(r"\b(?:or|and|if|not)\b|\\(?:lor|land|vee|wedge|cup|cap|ne|neq)(?![A-Za-z])")
+_INEQUALITY_LIMIT = 200  # characters: a longer text is no plain inequality
 
 
 def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
@@ -35,7 +40,7 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return equal, Rule.INTEGER if integers else Rule.NUMBER
     if _same_text(answer, truth):
         return True, Rule.TEXT
-    answer, truth = _as_intervals(answer, truth)
+    answer, truth = _as_interval(answer, truth), _as_interval(truth, answer)
     if truth.items:
         return _compare_lists(answer, truth)
     if answer.items:
@@ -55,21 +60,31 @@ def _is_equation(truth: Answer) -> bool:
     return _UNKNOWNS.fullmatch(_COMMAND.sub("", truth.name)) is not None
 
 
-def _as_intervals(answer: Answer, truth: Answer) -> tuple[Answer, Answer]:
-    """Both as intervals where one is written as one and the other as an inequality."""
-    if _has_two_ends(truth) and not answer.items and (interval := as_interval(answer.text)):
-        return read(interval), truth
-    if _has_two_ends(answer) and not truth.items and (interval := as_interval(truth.text)):
-        return answer, read(interval)
-    return answer, truth
+def _as_interval(answer: Answer, other: Answer) -> Answer:
+    """An inequality as an interval, where the other answer is written as one."""
+    if answer.items or len(other.items) != 2 or other.brackets not in ("()", "(]", "[)", "[]"):
+        return answer
+    interval = inequality_as_interval(answer.text)
+    return read(interval) if interval else answer
 
 
-def _has_two_ends(answer: Answer) -> bool:
-    return len(answer.items) == 2 and bool(answer.brackets) and set(answer.brackets) <= set("()[]")
-
-
-def _is_interval(answer: Answer) -> bool:
-    return is_interval(len(answer.items), answer.brackets, answer.text)
+def inequality_as_interval(text: str) -> str | None:
+    r"""`0 \le x < 1` as `[0,1)`, `x > 3` as `(3,\infty)`; None if the cleaned text is no inequality in one variable."""
+    if len(text) > _INEQUALITY_LIMIT or _SEVERAL.search(text):
+        return None
+    parts = [part.strip() for part in _RELATION.split(text)]
+    downwards = {sign[0] == ">" or sign[:2] == "\\g" for sign in parts[1::2]}
+    if len(downwards) != 1 or len(parts) > 5:
+        return None
+    if downwards.pop():
+        parts.reverse()
+    if len(parts) == 3:
+        parts = ["-\\infty", "<", *parts] if _NAME.fullmatch(parts[0]) else [*parts, "<", "\\infty"]
+    low, first, name, second, high = parts
+    if not (_NAME.fullmatch(name) and _BOUND.fullmatch(low) and _BOUND.fullmatch(high)):
+        return None
+    closed = ["e" in sign or "=" in sign for sign in (first, second)]
+    return f"{'[' if closed[0] else '('}{low},{high}{']' if closed[1] else ')'}"
 
 
 def _same_text(answer: Answer, truth: Answer) -> bool:
@@ -98,8 +113,9 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return (False, Rule.LIST) if answer.items or answer.number is not None else None
     if answer.brackets and truth.brackets and answer.brackets != truth.brackets:
         return False, Rule.LIST
-    if _is_interval(truth) and not answer.brackets:
-        return False, Rule.LIST  # `0, 1` does not say which ends belong to it
+    bracketed = set(truth.brackets) & set("[]") or (truth.brackets == "()" and "\\infty" in truth.text)
+    if len(truth.items) == 2 and bracketed and not answer.brackets:
+        return False, Rule.LIST  # `0, 1` does not say which ends of an interval belong to it
     if truth.brackets == "{}" and answer.brackets not in ("", "{}"):
         return False, Rule.LIST
     given, asked = _by_name(answer.items), _by_name(truth.items)
@@ -129,3 +145,12 @@ def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
     return items
+
+
+def answer_key(extracted: str) -> Hashable:
+    """A key to count answers by: equal for equal numbers (`0.5`, `1/2`) and texts equal up to spacing and LaTeX layout.
+
+    Finer than the verifiers: answers that only algebra would find equal have different keys.
+    """
+    answer = read(clean(extracted))
+    return answer.number.value if answer.number is not None else compact(answer.text)

@@ -7,47 +7,46 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reward.answer.hidden import code_blocks, is_hidden, is_retracted
-from reward.answer.text import ascii_lower
+from reward.answer.text import ascii_lower, closing
+from reward.answer.visibility import code_blocks, is_hidden, is_retracted
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""
 
-_ATTEMPTS = 64
-"""Statements looked at from the end of the response before giving up."""
-
-_RIVALS = 8
-"""Statements looked at for a hedge."""
+_ATTEMPTS = 64  # statements that are looked at, from the end of the response on
+_RIVALS = 8  # statements that are looked at for a hedge
 
 _MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
-_HEADING = re.compile(r"(?:#{1,6}[ \t]+(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]*\r?")
-_HEADING_LIMIT = 40
-"""Characters of the line."""
+_HEADING = re.compile(
+    r"^(?:#{1,6}[ \t]{1,20}(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]{0,20}\r?(?=\n)", re.I | re.M | re.A
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
-_BRACE = re.compile(r"\\?[{}]")
-_SKIPPED = re.compile(r"[\s*_`}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?")
+_BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
+_BRACES = re.compile(r"(?<!\\)[{}]")
+_SKIPPED = re.compile(
+    rf"(?:{_MARKER_TAIL.pattern})?[\s*_`}}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?"
+)
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 _ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
+# Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer.
+_OFFERS = "or|maybe|perhaps|possibly|alternatively|otherwise|else"
 _CONNECTIVE = re.compile(
-    r"[\W_]*(?:(?:or|and|either|else|maybe|perhaps|possibly|alternatively|otherwise|if not|even)[\W_]*){1,4}"
-    r"|(?=.*\b(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|could|might|may)\b)[\W_]*"
-    r"(?:(?:or|maybe|perhaps|possibly|alternatively|otherwise|else|it|that|the|final|answer|is|could|might|may|be|also"
-    r"|equally|even)(?:[\W_]+|$)){1,9}",
+    rf"[\W_]*(?:(?:{_OFFERS}|and|either|if not|even)[\W_]*){{1,4}}|(?=.*\b(?:{_OFFERS}|could|might|may)\b)[\W_]*"
+    rf"(?:(?:{_OFFERS}|it|that|the|final|answer|is|could|might|may|be|also|equally|even)(?:[\W_]+|$)){{1,9}}",
     re.IGNORECASE | re.DOTALL,
 )
-"""Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer."""
 _DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
+# Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
 _PART_BEFORE = re.compile(
     r"(?:(?:[=(<>^/*+\[{\d)}]\s*|\\[a-z]+\s*|[$\n]|^)-|[+/^]|\d"
     r"|\\(?:cdot|times|div|pm|mp|neg|sqrt(?:\[\d\])?|[dt]?frac|log|ln|sin|cos|tan))[{(]*$"
     r"|[=(^]\s*-\s+$|(?:[+/^]|\\(?:cdot|times|div|pm|mp))\s+$"
 )
-"""In front of a box by itself: it is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list."""
 _PART_AFTER = re.compile(
     r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
     r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
@@ -90,9 +89,6 @@ class _Found:
     end: int
     text: str
     is_line: bool
-
-
-_BOXES = ("\\boxed", "\\fbox")
 
 
 def last_statement(response: str, prompt: str = "") -> Statement | None:
@@ -141,30 +137,22 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
 def _statements(response: str, prompt: str) -> Iterator[_Found]:
     """Statements from the last to the first, at most `_ATTEMPTS` of them."""
     lower = ascii_lower(response)
-    end = len(response.rstrip())
-    marker = _last_marker(lower, end)
+    end = marker = boxed = fbox = len(response.rstrip())
     blocks = code_blocks(response)
-    boxed, fbox = (lower.rfind(name, 0, end) for name in _BOXES)
     for _ in range(_ATTEMPTS):
+        # Each by itself: one that is nowhere would be looked for through the whole text every time.
+        marker = marker if marker < end else _last_marker(lower, end)
+        boxed = boxed if boxed < end else lower.rfind("\\boxed", 0, end)
+        fbox = fbox if fbox < end else lower.rfind("\\fbox", 0, end)
         box = max(boxed, fbox)
         if marker < 0 and box < 0:
             return
-        if marker > box or _same_line(response, marker, box):
-            found = _line_statement(response, marker, end)
-        else:
-            found = _box_statement(response, box, end)
+        in_line = marker >= 0 and box - marker < LINE_LIMIT and not _LINE_END.search(response, marker, max(box, marker))
+        found = _line_statement(response, marker, marker + 6, end) if in_line else _box_statement(response, box, end)
         start = found.start if found is not None else max(marker, box)
         if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
             yield found
         end = start
-        marker = marker if marker < end else _last_marker(lower, end)
-        # Each by itself: one that is nowhere would be looked for through the whole text every time.
-        boxed = boxed if boxed < end else lower.rfind(_BOXES[0], 0, end)
-        fbox = fbox if fbox < end else lower.rfind(_BOXES[1], 0, end)
-
-
-def _same_line(response: str, marker: int, box: int) -> bool:
-    return 0 <= box - marker < LINE_LIMIT and marker >= 0 and not _LINE_END.search(response, marker, box)
 
 
 def _last_marker(lower: str, end: int) -> int:
@@ -179,42 +167,25 @@ def _last_marker(lower: str, end: int) -> int:
 
 def _under_heading(response: str) -> _Found | None:
     """The line or display below the last heading that says nothing but `Answer`."""
-    if ("nswer" not in response and "NSWER" not in response) or ("#" not in response and "**" not in response):
+    headings = list(_HEADING.finditer(response)) if "#" in response or "**" in response else []
+    if not headings or is_hidden(response, headings[-1].start(), code_blocks(response)):
         return None
-    lower = ascii_lower(response)
-    at = len(lower)
-    for _ in range(_ATTEMPTS):
-        at = lower.rfind("answer", 0, at)
-        begin, stop = lower.rfind("\n", 0, max(at, 0)) + 1, lower.find("\n", max(at, 0))
-        if at < 0:
-            break
-        if 0 < stop - begin <= _HEADING_LIMIT and _HEADING.fullmatch(lower, begin, stop):
-            found = _statement_from(response, begin, stop, len(response.rstrip()))
-            hidden = found is None or is_hidden(response, begin, code_blocks(response))
-            return None if hidden else found
-    return None
+    return _line_statement(response, headings[-1].start(), headings[-1].end(), len(response.rstrip()))
 
 
 def _box_statement(response: str, at: int, end: int) -> _Found | None:
+    """The content of the box at `at`; with its line if it is an operand, or denied by the sentence around it."""
     opened = open_box(response, at, end)
-    if opened is None:
+    if opened is None or not _CONTENT.search(opened[0]):
         return None
     content, after = opened
-    if not _CONTENT.search(content):
-        return None
-    if _stands_alone(response, at, after):
+    before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
+    operand = _PART_AFTER.match(behind) or _PART_BEFORE.search(before)
+    if not operand and not _DENIED_AFTER.match(behind) and not _DENIED_BEFORE.search(before):
         return _Found(at, after, content, False)
     begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
     stop = _line_end(response, after, end)
     return _Found(at, after, f"{response[begin:at]} {content} {response[after:stop]}"[: LINE_LIMIT + 1], False)
-
-
-def _stands_alone(response: str, at: int, after: int) -> bool:
-    """Whether the box at `at` is an answer, and not an operand, or what the sentence around it denies."""
-    before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
-    if _PART_AFTER.match(behind) or _DENIED_AFTER.match(behind):
-        return False
-    return not _PART_BEFORE.search(before) and not _DENIED_BEFORE.search(before)
 
 
 def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
@@ -224,32 +195,20 @@ def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
         return None
     if head["bare"] is not None:
         return head["bare"], head.end()
-    depth = 1
-    for brace in _BRACE.finditer(text, head.end(), min(end, head.end() + LINE_LIMIT)):
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[head.end() : brace.start()], brace.end()
-    return None
+    after = closing(text, head.end() - 1, min(end, head.end() + LINE_LIMIT), _BRACES)
+    return (text[head.end() : after - 1], after) if after >= 0 else None
 
 
-def _line_statement(response: str, marker: int, end: int) -> _Found | None:
-    """The statement behind the marker: the rest of its line, or the next line or display that is not empty."""
-    tail = _MARKER_TAIL.match(response, marker + 6, end)
-    assert tail is not None, "the caller found a marker here"
-    return _statement_from(response, marker, tail.end(), end)
+def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found | None:
+    """The rest of the line behind a marker or heading that ends at `begin`, or the next line or display with content.
 
-
-def _statement_from(response: str, marker: int, begin: int, end: int) -> _Found | None:
+    `begin` may also be where the word `answer` of the marker ends.
+    """
     skipped = _SKIPPED.match(response, begin, end)
     start = skipped.end() if skipped else begin
     stop = _line_end(response, _block_end(response, start, end), end)
     line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
-    if not _CONTENT.search(line):
-        return None
-    return _Found(marker, stop, _open_boxes(line), True)
+    return _Found(marker, stop, _open_boxes(line), True) if _CONTENT.search(line) else None
 
 
 def _block_end(response: str, start: int, end: int) -> int:
@@ -267,9 +226,8 @@ def _block_end(response: str, start: int, end: int) -> int:
 
 def _line_end(response: str, start: int, end: int) -> int:
     near = min(end, start + LINE_LIMIT + 1)
-    newline = _LINE_END.search(response, start, near)
-    if newline or near == end:
-        return newline.start() if newline else end
+    if newline := _LINE_END.search(response, start, near):
+        return newline.start()
     far = response.find("\n", near, end)  # nobody reads a line so long: where it ends need not be exact, only fast
     return far if far >= 0 else end
 
@@ -279,14 +237,14 @@ def _open_boxes(line: str) -> str:
     pieces: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
-        box = min((i for i in (line.find("\\boxed", at), line.find("\\fbox", at)) if i >= 0), default=-1)
-        opened = open_box(line, box, len(line)) if box >= 0 else None
-        if opened is None:
+        box = _BOX_NAME.search(line, at)
+        opened = open_box(line, box.start(), len(line)) if box else None
+        if box is None or opened is None:
             break
         content, after = opened
-        if not pieces and _commits(line[:box], line[after:]):
+        if not pieces and _commits(line[: box.start()], line[after:]):
             return content
-        pieces += [line[at:box], " ", content, " "]
+        pieces += [line[at : box.start()], " ", content, " "]
         at = after
     return "".join(pieces) + line[at:]
 
@@ -303,6 +261,6 @@ def _copied(response: str, at: int, prompt: str) -> bool:
     """Whether the line around `at` is, word for word, one that the prompt holds (and long enough to be no accident)."""
     if not prompt:
         return False
-    begin = max((response.rfind(mark, 0, at) for mark in "\n\r"), default=-1) + 1
+    begin = max(response.rfind("\n", 0, at), response.rfind("\r", 0, at)) + 1
     line = response[begin : min(_line_end(response, at, len(response)), begin + LINE_LIMIT)].strip(" \t\"'*`>#-")
     return len(line) >= 20 and line in prompt

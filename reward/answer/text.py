@@ -3,50 +3,30 @@
 import re
 import unicodedata
 
-from reward.answer.hidden import STRUCK
+from reward.answer.visibility import STRUCK
 
-MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
-"""Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42."""
+# Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42.
+_MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
 
-_REPLACED = {
-    **dict.fromkeys(MINUS_SIGNS, "-"),
-    **dict.fromkeys("\u2044\u2215", "/"),
-    **dict.fromkeys("\u00d7\u2715", "\\times "),
-    **dict.fromkeys("\u22c5\u00b7\u2219", "\\cdot "),
-    **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
-    **dict.fromkeys("\u2018\u2019", "'"),
-    **dict.fromkeys("\u3001", ","),
-    **dict.fromkeys("\u3002", "."),
-    "\u00b0": "\u00b0",  # a symbol by its category, so it must be kept by name
-    "\u00f7": "/",
-    "\u00b1": "\\pm ",
-    "\u03c0": "\\pi ",
-    "\u221e": "\\infty ",
-    "\u2248": "\\approx ",
-    "\u2264": "\\le ",
-    "\u2265": "\\ge ",
-    "\u2260": "\\ne ",
-    "\u2228": " or ",
-    "\u2205": "\\emptyset ",
-    "\u222a": "\\cup ",
-    "\u2229": "\\cap ",
-    "\u2208": "\\in ",
-    "\u220e": " ",
-    "\u2115": "\\mathbb{N}",
-    "\u2124": "\\mathbb{Z}",
-    "\u211d": "\\mathbb{R}",
-    "\u066b": ".",
-    "\u066c": ",",
-    "\u202d": "\u202d",  # these two make a reader see the digits in another order
-    "\u202e": "\u202e",
-}
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True))
+_REPLACED = dict.fromkeys(_MINUS_SIGNS, "-") | {
+    character: plain
+    for plain, characters in {
+        "/": "\u2044\u2215\u00f7", "\\times ": "\u00d7\u2715", "\\cdot ": "\u22c5\u00b7\u2219", "\\pm ": "\u00b1",
+        '"': "\u201c\u201d\u201e\u00ab\u00bb", "'": "\u2018\u2019", ",": "\u3001\u066c", ".": "\u3002\u066b",
+        "\\infty ": "\u221e", "\\approx ": "\u2248", "\\le ": "\u2264", "\\ge ": "\u2265", "\\ne ": "\u2260",
+        "\\emptyset ": "\u2205", "\\cup ": "\u222a", "\\cap ": "\u2229", "\\in ": "\u2208", " or ": "\u2228",
+        " ": "\u220e", "\\mathbb{N}": "\u2115", "\\mathbb{Z}": "\u2124", "\\mathbb{R}": "\u211d",
+        # kept, whatever their category: a unit, and two marks that show the digits in another order
+        "\u00b0": "\u00b0", "\u202d": "\u202d", "\u202e": "\u202e",
+    }.items()
+    for character in characters
+}  # fmt: skip
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
 _CAPITALS = re.compile("[A-Z]+")
 _ROOT_SIGN = re.compile(r"([√∛∜])\s*(\d+|[A-Za-z])?")
 _ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
-_GREEK_NAMES = "alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi psi omega"
+_GREEK_NAMES = "alpha beta gamma delta epsilon theta lambda mu nu pi rho sigma tau phi psi omega"
 _GREEK = frozenset(_GREEK_NAMES.split())
 
 
@@ -87,8 +67,8 @@ def plain_characters(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run[0])) + "}", text)
-    text = _SUBSCRIPT_RUN.sub(lambda run: f"_{{{''.join(str(unicodedata.digit(each)) for each in run[0])}}}", text)
+    text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run[0])}}}", text)
+    text = _SUBSCRIPT_RUN.sub(lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT_SIGN.sub(lambda root: _ROOTS[root[1]] + (f"{{{root[2]}}}" if root[2] else ""), text)
     table = {ord(c): plain for c in set(text) if ord(c) > 127 and (plain := _plain_character(c)) is not None}
     return text.translate(table)
@@ -119,8 +99,7 @@ _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}
 _FRACTIONS = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
 _RELATIONS = re.compile(r"\\([lg]e)qslant(?![A-Za-z])")
 _OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
-_STRUCTURE_LIMIT = 600
-"""Characters: the searches for `\\over` and for environments take quadratic time."""
+_STRUCTURE_LIMIT = 600  # characters: the searches for `\\over` and for environments take quadratic time
 _ONE_ROW = re.compile(
     r"\\begin\{(align(?:ed)?|equation|gather(?:ed)?|split)(\*?)\}((?:(?!\\\\).)*?)\\end\{\1\2\}", re.DOTALL
 )
@@ -183,17 +162,21 @@ def strip_edges(text: str) -> str:
 
 
 _BRACKETS = re.compile(r"\\?[()\[\]{}]")
-_OPENERS = frozenset("([{")
 
 
 def enclosed(text: str) -> bool:
     """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
+    return closing(text, 0, len(text), _BRACKETS) == len(text)
+
+
+def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:
+    """The place behind the bracket that closes the one at `begin`, -1 if that is not before `end`."""
     depth = 0
-    for bracket in _BRACKETS.finditer(text):
-        depth += 1 if bracket[0][-1] in _OPENERS else -1
+    for bracket in brackets.finditer(text, begin, end):
+        depth += 1 if bracket[0][-1] in "([{" else -1
         if depth <= 0:
-            return bracket.end() == len(text)
-    return False
+            return bracket.end()
+    return -1
 
 
 _LOOSE_SPACES = re.compile(r"(?<!\d) | (?!\d)")

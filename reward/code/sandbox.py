@@ -20,7 +20,7 @@ _GRACE_S = 1.0
 _KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
 """What an interpreter may need to start; anything else may be a secret."""
 
-_PROGRAM = Path(__file__).with_name("inside.py")
+_PROGRAM = Path(__file__).with_name("sandbox_main.py")
 
 
 class Sandbox:
@@ -32,7 +32,7 @@ class Sandbox:
         """Starts it; the code is not run before `ready`.
 
         Args:
-            mode: `program` or `functions`, see `reward.code.inside`.
+            mode: `program` or `functions`, see `reward.code.sandbox_main`.
             cpu_s: seconds of CPU, past which the kernel kills it.
             stdin, stdout: files of mode `program`; what it may write is limited by `ready`.
         """

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from reward.code.lock import READING, die_with_parent, hide_memory, lock
 from reward.code.sandbox import Sandbox
+from reward.code.seccomp import READING, die_with_parent, hide_memory, lock
 from reward.code.values import NotPlain, become, decode, encode, receive, send
 
 
 class _OutOfTime(BaseException):
-    """The deadline has passed; no `except Exception` of the tests shall go on."""
+    """The deadline has passed; no `except Exception` of the tests may go on."""
 
 
 class _Misused(BaseException):

@@ -1,7 +1,7 @@
-"""Servers leave their accelerators' memory to the trainer, and take it back (the trainer is on the same GPUs).
+"""Servers leave their accelerators' memory to a trainer on the same GPUs, and take it back.
 
 SGLang frees weights, KV cache and CUDA graphs, keeps the weights in host memory, and takes everything back at the same
-addresses. It must be idle for that: its scheduler ends on a release while a request runs. On a CPU the calls are the
+addresses. The server must be idle: its scheduler crashes on a release while a request runs. On a CPU the calls are the
 same and free nothing.
 """
 
@@ -10,47 +10,45 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from rollout.errors import RolloutError, ServerUnavailable
-from rollout.fleet.balancer import Balancer, Member, State
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.balancer import Balancer
+from rollout.fleet.member import Member, State, Timing
 
 
-class Occupation:
-    """Who may be in the memory: all servers of the fleet, or none. All may at the start."""
+class GpuMemory:
+    """Whose the memory is: the servers' or the trainer's. At the start it is the servers'."""
 
     def __init__(self, members: Sequence[Member], balancer: Balancer, timing: Timing) -> None:
         self._members, self._balancer, self._timing = members, balancer, timing
-        self._allowed = asyncio.Event()
-        self._allowed.set()
-        self._starts = 0
-        self._none_starts = asyncio.Event()
-        self._none_starts.set()
+        self._with_servers = asyncio.Event()
+        self._with_servers.set()
+        self._starting = 0
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
 
     @property
-    def allowed(self) -> bool:
-        """Whether servers may be in the memory."""
-        return self._allowed.is_set()
+    def with_servers(self) -> bool:
+        return self._with_servers.is_set()
 
     @asynccontextmanager
-    async def start_of_a_server(self) -> AsyncIterator[None]:
-        """A server's process may be started inside, beside those of others. Waits for the servers' turn: whoever gave
-        it away ends that."""
-        while not self.allowed:
-            await self._allowed.wait()
-        self._starts += 1
-        self._none_starts.clear()
+    async def server_start(self) -> AsyncIterator[None]:
+        """Around the start of a server's process. Waits until the memory is the servers'; several may start at once."""
+        while not self.with_servers:
+            await self._with_servers.wait()
+        self._starting += 1
+        self._none_starting.clear()
         try:
             yield
         finally:
-            self._starts -= 1
-            if not self._starts:
-                self._none_starts.set()
+            self._starting -= 1
+            if not self._starting:
+                self._none_starting.set()
 
     async def release(self) -> tuple[float | None, ...]:
-        """Returns when no server holds memory. Requests wait from then on, and so do restarts of servers.
+        """Returns when no server holds memory. From then on requests and restarts of servers wait.
 
         Returns:
-            Of each server, GB of each of its accelerators that it says it gave back, weights and KV cache; None: it was
-            not serving, or was ended.
+            Of each server, the GB on each of its accelerators that it says it gave back, weights and KV cache. None: it
+            was not serving, or was ended.
 
         Raises:
             RolloutError: a request is in flight.
@@ -59,24 +57,23 @@ class Occupation:
         if running or self._balancer.waiting:
             raise RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
         self._balancer.close()
-        self._allowed.clear()
-        await self._none_starts.wait()
+        self._with_servers.clear()
+        await self._none_starting.wait()
         return tuple(await asyncio.gather(*(self._release(member) for member in self._members)))
 
     async def resume(self) -> None:
         """Returns when every server that gave its memory up has it back. The others may be restarted again."""
         await asyncio.gather(*(self._resume(member) for member in self._members if member.serving))
-        self._allowed.set()
+        self._with_servers.set()
         self._balancer.open()
 
     async def _release(self, member: Member) -> float | None:
-        """None for a server that was ended instead: it was not serving, or failed to do as it was told."""
         client = member.client
         try:
             if member.serving:
                 await member.call(client.flush_cache())  # refused while anything runs
                 claimed = await member.call(client.memory_gb())
-                with member.work():
+                with member.busy():
                     await member.call(client.release_memory(self._timing.load_deadline_s))
                 return claimed
         except ServerUnavailable as error:
@@ -86,7 +83,7 @@ class Occupation:
 
     async def _resume(self, member: Member) -> None:
         try:
-            with member.work():
+            with member.busy():
                 await member.call(member.client.resume_memory(self._timing.load_deadline_s))
         except ServerUnavailable as error:
             if member.serving:

@@ -1,9 +1,10 @@
-"""Looks after the servers: notices the dead and the silent, restarts them, and says when all are down for too long."""
+"""Keeps the servers alive: finds those that died or hang, restarts them, and ends waits when all are down too long."""
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rollout.errors import (
     AccessDenied,
@@ -14,50 +15,51 @@ from rollout.errors import (
     ServerUnavailable,
     ServerUnfit,
 )
-from rollout.fleet.balancer import Balancer, Member, State
-from rollout.fleet.deadlines import Timing
-from rollout.fleet.gpu_memory import Occupation
-from rollout.weights.weight_update import Publisher, describe
+from rollout.fleet.balancer import Balancer
+from rollout.fleet.gpu_memory import GpuMemory
+from rollout.fleet.member import Member, State, Timing, describe
+from rollout.fleet.weight_update import Publisher
 
-_READY_POLL_S = 0.25
-_GUARD_POLL_S = 0.25
+_POLL_S = 0.25
 
-ONE_SPARE_IN = 10
-"""A fleet starts without one server in so many; a smaller one needs all."""
-PATIENCE = 2.0
-"""Times the seconds that enough servers took to start: so long the last ones are waited for."""
+SERVERS_PER_MISSING = 10
+"""A fleet starts without one server of so many. A smaller fleet needs all."""
+LATE_FACTOR = 2.0
+"""The last servers may take so many times as long as enough servers took to start."""
 
 
 class Supervisor:
-    """One task a server, and one that watches over all of them."""
+    """One task per server, and one that watches over all of them."""
 
     def __init__(
         self,
         members: Sequence[Member],
         balancer: Balancer,
         publisher: Publisher,
-        occupation: Occupation,
+        gpu_memory: GpuMemory,
         *,
         timing: Timing,
         start_deadline_s: float,
         fleet_deadline_s: float,
         report: Callable[[str], None],
+        check: Callable[[Member], None],
     ) -> None:
+        """`check`: raises ServerUnfit for a server that answers, but that the run cannot use."""
         self.members = members
         self.balancer = balancer
         self.publisher = publisher
-        self.occupation = occupation
+        self.gpu_memory = gpu_memory
         self.timing = timing
         self.start_deadline_s = start_deadline_s
         self.fleet_deadline_s = fleet_deadline_s
         self.report = report
+        self.check = check
         self._tasks: list[asyncio.Task[None]] = []
-        self._check: Callable[[Member], None] = lambda member: None
 
-    def start(self) -> None:
-        """Begins to watch servers that are READY."""
+    def watch(self) -> None:
+        """Begins to watch the servers, once they are started."""
         self._tasks = [asyncio.ensure_future(self._watch(member)) for member in self.members]
-        self._tasks.append(asyncio.ensure_future(self._guard()))
+        self._tasks.append(asyncio.ensure_future(self._watch_fleet()))
 
     async def close(self) -> None:
         """Ends all watching."""
@@ -65,49 +67,30 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def start_all(self, deadline_s: float, check: Callable[[Member], None]) -> None:
-        """Starts all servers and returns when they are READY, or enough of them: those that failed and those that take
-        far longer than the others are DOWN then, and brought up like any that is lost later.
-
-        Args:
-            check: raises ServerUnfit for a server that answers, and that the run cannot use; asked again of a server
-                that is brought up later.
+    async def start_all(self, deadline_s: float) -> None:
+        """Starts all servers and returns when they are READY, or enough of them. The rest failed or takes far longer
+        than the others: it is DOWN then, and brought up like a server that is lost later.
 
         Raises:
             ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
         """
 
         async def begin(member: Member) -> None:
-            await self.start_member(member, deadline_s)
-            check(member)
+            await self._start(member, deadline_s)
+            self.check(member)
             member.enter(State.READY)
 
-        self._check = check
-        began, spare = time.monotonic(), len(self.members) // ONE_SPARE_IN
-        starting = {asyncio.ensure_future(begin(member)): member for member in self.members}
-        pending, problems, until = set(starting), dict[Member, ServerStartError](), 0.0
+        began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
+        tasks = {asyncio.ensure_future(begin(member)): member for member in self.members}
+        problems: dict[Member, ServerStartError] = {}
         try:
-            while pending:
-                left_s = max(0.0, until - time.monotonic()) if until else None
-                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-                for task in done:
-                    error = task.exception()
-                    if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
-                        problems[starting[task]] = error
-                    elif error is not None:
-                        raise error
-                if len(problems) > spare:
-                    break
-                if not until and len(pending) + len(problems) <= spare:
-                    until = began + PATIENCE * (time.monotonic() - began)
+            await self._until_enough(tasks, problems, may_miss)
         finally:
-            for task in pending:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         missing = [member for member in self.members if member.state is not State.READY]
-        if len(missing) > spare:
+        if len(missing) > may_miss:
             text = "\n".join(str(problem) for problem in problems.values())
             others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
             raise ServerStartError(f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}")
@@ -118,18 +101,38 @@ class Supervisor:
         if missing:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
 
-    async def start_member(self, member: Member, deadline_s: float) -> None:
-        """Starts a server and returns when it is ready. One that ends meanwhile is started once more; one that is
-        killed, until the deadline.
+    async def _until_enough(
+        self, tasks: Mapping[asyncio.Task[None], Member], problems: dict[Member, ServerStartError], may_miss: int
+    ) -> None:
+        """Returns when all `tasks` have ended, when more than `may_miss` failed, or when all but so many are ready and
+        the others take too long. Notes the failed ones in `problems`; raises any other error."""
+        began, pending, deadline = time.monotonic(), set(tasks), None
+        while pending:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
+                    problems[tasks[task]] = error
+                elif error is not None:
+                    raise error
+            if not done or len(problems) > may_miss:
+                return
+            if deadline is None and len(pending) + len(problems) <= may_miss:
+                deadline = began + LATE_FACTOR * (time.monotonic() - began)
+
+    async def _start(self, member: Member, deadline_s: float) -> None:
+        """Starts a server and returns when it is ready. A server that ends meanwhile is started once more; one that is
+        killed is started again until the deadline.
 
         Raises:
-            ServerStartError: as `wait_ready`.
+            ServerStartError: as `_wait_ready`.
         """
         began, ended = time.monotonic(), 0
         await member.engine.start()
         while True:
             try:
-                return await self.wait_ready(member, deadline_s, began)
+                return await self._wait_ready(member, deadline_s, began)
             except ServerEnded as error:
                 ended += not member.engine.killed()
                 if ended > 1 or time.monotonic() - began > deadline_s:
@@ -139,7 +142,7 @@ class Supervisor:
             await member.forget_client()
             await member.engine.restart()
 
-    async def wait_ready(self, member: Member, deadline_s: float, began: float | None = None) -> None:
+    async def _wait_ready(self, member: Member, deadline_s: float, began: float | None = None) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
 
         Args:
@@ -160,7 +163,7 @@ class Supervisor:
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return
-            except AccessDenied as error:  # it will not change its mind
+            except AccessDenied as error:  # a restart would not change it
                 raise ServerUnfit(
                     f"{error}\nrollout.api_key_file names the file with the key that it asks for"
                 ) from None
@@ -170,7 +173,7 @@ class Supervisor:
                 raise ServerStartError(
                     f"{member.url}: not ready within {deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
                 )
-            await asyncio.sleep(_READY_POLL_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -180,12 +183,12 @@ class Supervisor:
                 reason = f"looking after it failed ({type(error).__name__}: {error})"
             self.report(f"server {member.url} is down: {reason}; restarting it")
             member.enter(State.DOWN, reason)
-            self.balancer.dispatch()  # who avoided another server on its account need not any more
+            self.balancer.dispatch()  # requests that avoid another server may go there now
             await self._revive(member)
             self.report(f"server {member.url} is back with weight version {member.weight_version}")
 
     async def _until_failure(self, member: Member) -> str:
-        """Looks until the server has to be restarted; returns why."""
+        """Checks the server until it has to be restarted; returns why."""
         scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
         failed = 0
         try:
@@ -200,14 +203,14 @@ class Supervisor:
                 asked = time.monotonic()
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
-                    if member.state is State.SUSPECT or asked - member.answered > self.timing.probe_interval_s:
+                    if member.state is State.SUSPECT or asked - member.last_answer > self.timing.probe_interval_s:
                         await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
                         self.balancer.dispatch()
                 except (ServerUnavailable, ServerRefused) as error:
-                    failed += member.answered < asked
+                    failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
                 # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
@@ -229,33 +232,31 @@ class Supervisor:
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""
-        backoff_s = self.timing.first_backoff_s
         if member.engine.ours:
-            member.returns_by = time.monotonic() + self.start_deadline_s + self.timing.load_deadline_s
-        while True:
+            member.restart_deadline = time.monotonic() + self.start_deadline_s + self.timing.load_deadline_s
+        for attempt in itertools.count():
             try:
-                await self._restart(member)
-                return
+                return await self._restart(member)
             except Exception as error:  # whatever it was: this task is the only one that brings the server back
-                member.returns_by = 0.0
+                backoff_s = self.timing.backoff_s(attempt)
+                member.restart_deadline = 0.0
                 member.enter(State.DOWN, (str(error) or type(error).__name__).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, self.timing.longest_backoff_s)
 
     async def _restart(self, member: Member) -> None:
-        starts_still, member.late = member.late and member.engine.alive(), False
-        if not starts_still:
+        still_starting, member.late = member.late and member.engine.alive(), False
+        if not still_starting:
             member.restarts += 1
             await member.forget_client()
-            async with self.occupation.start_of_a_server():
+            async with self.gpu_memory.server_start():
                 await member.engine.restart()
         member.enter(State.STARTING, member.reason)
-        await self.wait_ready(member, self.start_deadline_s)
-        self._check(member)
+        await self._wait_ready(member, self.start_deadline_s)
+        self.check(member)
         if not member.engine.ours:
-            # Nobody restarted it: its device may still wait in a broken process group, while its processes answer.
-            with member.work():
+            # It was not restarted: its device may still wait in a broken process group, although its processes answer.
+            with member.busy():
                 await member.client.checksums(self.timing.load_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
         load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
@@ -268,14 +269,14 @@ class Supervisor:
             failure.cancel()
             load.cancel()
 
-    async def _guard(self) -> None:
-        """Says what is awaited while no server serves, and ends the waits of requests after `fleet_deadline_s`, or when
-        no server comes back from its first restart."""
+    async def _watch_fleet(self) -> None:
+        """Reports while no server serves. Ends the waits of requests once that lasts longer than `fleet_deadline_s` and
+        no first restart is under way."""
         down_since = reported = None
         while True:
-            await asyncio.sleep(_GUARD_POLL_S)
+            await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            if any(member.serving for member in self.members) or not self.occupation.allowed:
+            if any(member.serving for member in self.members) or not self.gpu_memory.with_servers:
                 down_since = reported = None
                 continue
             down_since = down_since or now
@@ -286,7 +287,8 @@ class Supervisor:
                     f"all servers are down for {now - down_since:.0f} s (of {self.fleet_deadline_s:g} s); "
                     f"{self.balancer.waiting} requests wait for {states}"
                 )
-            if now - down_since > self.fleet_deadline_s and all(member.returns_by < now for member in self.members):
+            restarting = any(member.restart_deadline >= now for member in self.members)
+            if now - down_since > self.fleet_deadline_s and not restarting:
                 self.balancer.refuse(
                     FleetLost(
                         f"all servers are down for longer than rollout.fleet_deadline_s = {self.fleet_deadline_s:g}; "

@@ -1,22 +1,26 @@
-"""The checksum every tensor of an SGLang server must have: computed while weights are sent, or from a folder of them.
+"""The checksum that every tensor of an SGLang server must have, computed while weights are sent, or from a folder.
 
-What a server holds (rollout.weights.server_tensors) is made here too, tensor by tensor, and hashed with the server's
-own hash, so that equal checksums mean equal weights on every rank.
+Each tensor of the server (rollout.weights.server_tensors) is made here too and hashed with the server's own hash, so
+equal checksums mean equal weights on every rank. The hash is that of SGLang's weight checker: `cpu_hash` for servers on
+a CPU, `cuda_hash` for servers on a GPU, both of 16 hex digits. It takes a tensor as parts that follow each other along
+the first dimension, neither joins nor copies them as a whole, and runs on the device where they are.
 """
 
+import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rollout.errors import WeightMismatch
-from rollout.weights.server_tensors import Held, held_dtype, held_tensors
-from rollout.weights.tensor_hashes import hash_for
+from rollout.weights.server_tensors import ServerTensor, server_dtype, server_tensors
 from rollout.wire.client import ServerInfo
 
 Checksums = dict[int, dict[str, str]]
@@ -24,7 +28,19 @@ Checksums = dict[int, dict[str, str]]
 
 _HASH_THREADS = 4
 _READ_AHEAD_BYTES = 1 << 30
-"""Of a folder's tensors that are in memory at a time."""
+"""Of a folder's tensors, in memory at a time."""
+
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a tensor that are processed at a time."""
+
+_TILE_WORDS = 8192
+_TILE_BYTES = 4 * _TILE_WORDS
+_SEED = 0x243F6A88
+_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
+_POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))
+_LOW32 = (1 << 32) - 1
+_LOW64 = (1 << 64) - 1
 
 
 class ChecksumStream:
@@ -35,7 +51,7 @@ class ChecksumStream:
             for tensors in buckets:
                 stream.add(tensors)
                 ...
-                stream.settle()  # from here on the memory of `tensors` may be used again
+                stream.flush()  # from here on the memory of `tensors` may be used again
             checksums = stream.finish()[info]
     """
 
@@ -47,26 +63,21 @@ class ChecksumStream:
             kinds: of servers.
 
         Raises:
-            ValueError: a model that is not known, a tensor that it needs and `names` lacks, or a size that the ranks of
-                a server do not divide.
+            ValueError: an unknown model, a tensor that it needs and `names` lacks, or a size that the ranks of a server
+                do not divide.
         """
-        self._kinds = tuple(dict.fromkeys(kinds))
-        self._dtypes = {info: held_dtype(info, config) for info in self._kinds}
-        self._entries: dict[str, list[tuple[ServerInfo, Held]]] = defaultdict(list)
-        """By each of an entry's sources."""
-        self._results: dict[ServerInfo, dict[tuple[int, str], Future[str]]] = {info: {} for info in self._kinds}
-        self._held_back: dict[str, Tensor] = {}
-        """Tensors that wait for another one they are joined with."""
-        self._missing = {
-            (info, held.rank, held.name) for info in self._kinds for held in held_tensors(config, names, info)
-        }
-        for info in self._kinds:
-            for held in held_tensors(config, names, info):
-                lacking = [source for source in held.sources if source not in names]
-                if lacking:
-                    raise ValueError(f"the model needs {lacking[0]}, which is not among its tensors")
-                for source in held.sources:
-                    self._entries[source].append((info, held))
+        self._dtypes = {info: server_dtype(info, config) for info in kinds}
+        self._expected = [(info, tensor) for info in self._dtypes for tensor in server_tensors(config, names, info)]
+        self._by_source: dict[str, list[tuple[ServerInfo, ServerTensor]]] = defaultdict(list)
+        for info, tensor in self._expected:
+            for source in tensor.sources:
+                if source not in names:
+                    raise ValueError(f"the model needs {source}, which is not among its tensors")
+                self._by_source[source].append((info, tensor))
+        self._hashes: dict[tuple[ServerInfo, int, str], Future[str]] = {}
+        """By kind of server, rank and the server's name of the tensor."""
+        self._incomplete: dict[str, Tensor] = {}
+        """Tensors that wait for another one that they are fused with."""
         self._pool = ThreadPoolExecutor(_HASH_THREADS)
 
     def __enter__(self) -> Self:
@@ -76,24 +87,24 @@ class ChecksumStream:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begins to hash what is whole with `tensors`; they must not change until `settle`."""
-        known = self._held_back | dict(tensors)
+        """Begins to hash what `tensors` complete; they must not change until `flush`."""
+        known = self._incomplete | dict(tensors)
         for name in tensors:
-            for info, held in self._entries[name]:
-                key = (held.rank, held.name)
-                if key not in self._results[info] and all(source in known for source in held.sources):
-                    parts = {source: known[source] for source in held.sources}
-                    self._results[info][key] = self._pool.submit(self._hash, info, held, parts)
-        self._held_back = {
-            name: tensor
-            for name, tensor in known.items()
-            if any((held.rank, held.name) not in self._results[info] for info, held in self._entries[name])
+            for info, tensor in self._by_source[name]:
+                key = (info, tensor.rank, tensor.name)
+                if key not in self._hashes and all(source in known for source in tensor.sources):
+                    parts = {source: known[source] for source in tensor.sources}
+                    self._hashes[key] = self._pool.submit(self._hash, info, tensor, parts)
+        self._incomplete = {
+            name: value
+            for name, value in known.items()
+            if any((info, tensor.rank, tensor.name) not in self._hashes for info, tensor in self._by_source[name])
         }
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Returns when every tensor that was given has been read."""
-        wait([result for results in self._results.values() for result in results.values()])
-        self._held_back = {name: tensor.clone() for name, tensor in self._held_back.items()}
+        wait(self._hashes.values())
+        self._incomplete = {name: tensor.clone() for name, tensor in self._incomplete.items()}
 
     def finish(self) -> dict[ServerInfo, Checksums]:
         """Of each kind, once all tensors were given.
@@ -101,17 +112,17 @@ class ChecksumStream:
         Raises:
             ValueError: a tensor never came.
         """
-        checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._kinds}
-        for info, rank, name in sorted(self._missing, key=lambda entry: entry[1:]):
-            result = self._results[info].get((rank, name))
+        checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._dtypes}
+        for info, tensor in self._expected:
+            result = self._hashes.get((info, tensor.rank, tensor.name))
             if result is None:
-                raise ValueError(f"{name} was never whole: one of its parts did not come")
-            checksums[info][rank][name] = result.result()
-        return {info: dict(of_kind) for info, of_kind in checksums.items()}
+                raise ValueError(f"{tensor.name} was never whole: one of its parts did not come")
+            checksums[info][tensor.rank][tensor.name] = result.result()
+        return {info: dict(by_rank) for info, by_rank in checksums.items()}
 
-    def _hash(self, info: ServerInfo, held: Held, parts: Mapping[str, Tensor]) -> str:
-        dtype = self._dtypes[info]
-        return hash_for(info.device)([piece.to(dtype) for piece in held.pieces(parts)])
+    def _hash(self, info: ServerInfo, tensor: ServerTensor, parts: Mapping[str, Tensor]) -> str:
+        digest = cpu_hash if info.device == "cpu" else cuda_hash
+        return digest([piece.to(self._dtypes[info]) for piece in tensor.pieces(parts)])
 
 
 def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
@@ -122,8 +133,7 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
         info: decides the hash (device), the dtype that tensors are cast to, and the ranks.
 
     Raises:
-        ValueError: a model whose tensors are not known here, a tensor of it that is not in the files, or a size that
-            the ranks do not divide.
+        ValueError: an unknown model, a tensor of it that is not in the files, or a size that the ranks do not divide.
         FileNotFoundError: no config or no safetensors in `folder`.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -136,7 +146,7 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
                 stream.add({name: tensor})
                 read += tensor.nbytes
                 if read > _READ_AHEAD_BYTES:
-                    stream.settle()
+                    stream.flush()
                     read = 0
             return stream.finish()[info]
     except ValueError as error:
@@ -176,3 +186,89 @@ def _files(folder: Path) -> dict[str, Any]:
         file = safe_open(path, framework="pt")
         where |= dict.fromkeys(file.keys(), file)
     return where
+
+
+def cpu_hash(parts: Sequence[Tensor]) -> str:
+    """First 8 bytes of the SHA-256 of the bytes."""
+    digest = hashlib.sha256()
+    for block in _blocks(parts):
+        digest.update(block.cpu().numpy().data)
+    return digest.digest()[:8].hex()
+
+
+def cuda_hash(parts: Sequence[Tensor]) -> str:
+    """SGLang's `gpu_tensor_hash`: a sum over the 32-bit words, each mixed with its position, tile by tile of 8192.
+
+    Every word v at index i gives fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums
+    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 is applied last. The words
+    are int32 here, whose products and sums wrap as the kernel's unsigned ones do.
+    """
+    size = sum(part.numel() * part.element_size() for part in parts)
+    size += -size % 4
+    if size == 0:
+        return f"{0:016x}"
+    total, begin = 0, 0
+    for run in _whole_tiles(parts):
+        words = pad(run, (0, -run.numel() % 4)).view(torch.int32)
+        index = torch.arange(begin, begin + words.numel(), device=words.device).to(torch.int32)
+        halves = []
+        for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
+            position = (index * _signed(factor) + _signed(seed)) ^ _rotate(index, rotation)
+            mixed = _fmix32(words ^ position)
+            tiles = pad(mixed, (0, -mixed.numel() % _TILE_WORDS)).view(-1, _TILE_WORDS).sum(1, dtype=torch.int32)
+            halves.append(_fmix32(tiles ^ _signed(size & _LOW32)).to(torch.int64))
+        total += int(((halves[0] << 32) | (halves[1] & _LOW32)).sum())
+        begin += words.numel()
+    return f"{_splitmix64(total & _LOW64):016x}"
+
+
+def _blocks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The bytes of the parts, uint8, some rows at a time; nothing is copied of rows that stand in order."""
+    for part in parts:
+        rows = part.detach().reshape(-1, 1) if part.dim() < 2 else part.detach()
+        if rows.numel() == 0:
+            continue
+        bytes_a_row = rows.element_size() * rows[0].numel()
+        for block in rows.split(max(1, BLOCK_BYTES // bytes_a_row)):
+            yield block.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _whole_tiles(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same bytes in runs of whole tiles; the last run is what is left."""
+    rest: list[Tensor] = []
+    for block in _blocks(parts):
+        rest.append(block)
+        if sum(each.numel() for each in rest) < BLOCK_BYTES:
+            continue
+        joined = torch.cat(rest) if len(rest) > 1 else block
+        whole = joined.numel() // _TILE_BYTES * _TILE_BYTES
+        yield joined[:whole]
+        rest = [joined[whole:]] if whole < joined.numel() else []
+    if rest:
+        yield torch.cat(rest)
+
+
+def _signed(value: int) -> int:
+    """A 32-bit pattern as int32 has it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Shift to the right that fills up with zeros, not with the sign."""
+    return (value >> bits) & (_LOW32 >> bits)
+
+
+def _rotate(value: Tensor, bits: int) -> Tensor:
+    return (value << bits) | _shifted(value, 32 - bits)
+
+
+def _fmix32(value: Tensor) -> Tensor:
+    value = (value ^ _shifted(value, 16)) * _signed(0x85EBCA6B)
+    value = (value ^ _shifted(value, 13)) * _signed(0xC2B2AE35)
+    return value ^ _shifted(value, 16)
+
+
+def _splitmix64(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _LOW64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _LOW64
+    return value ^ (value >> 31)

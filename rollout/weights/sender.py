@@ -1,6 +1,8 @@
-"""The trainer's end of a weight sync without files: buckets to all servers, and the checksums they must then report.
+"""The trainer's end of a weight sync without files: sends buckets to all servers and computes the checksums that the
+servers must then report. It runs in trainer rank 0, which holds the gathered weights, and calls the servers itself.
 
-It runs in the process that holds the gathered weights, trainer rank 0, and calls the servers itself.
+    WeightSender.put(bucket) -> Transport.send -> SglangClient.update_weights -> server
+                             -> ChecksumStream (hashed meanwhile) -> Sent.checksums
 """
 
 import asyncio
@@ -17,11 +19,10 @@ from rollout.server.api_key import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.transport import (
     Failure,
-    Flat,
+    FlatBucket,
     GroupTransport,
     SharedMemoryTransport,
     Target,
-    Transport,
     failures_of,
 )
 from rollout.wire.client import ServerInfo, SglangClient
@@ -33,7 +34,7 @@ class SendRequest:
 
     transport: Literal["tensor", "distributed"]
     targets: tuple[Target, ...]
-    """Paused; none: only checksums are computed."""
+    """Paused servers; none: only checksums are computed."""
     label: str
     """The servers' new name of their weights."""
     deadline_s: float
@@ -45,26 +46,26 @@ class SendRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What became of it."""
+    """The result of a send."""
 
     bytes: int = 0
     buckets: int = 0
     seconds: float = 0.0
     failures: Mapping[str, Failure] = field(default_factory=dict)
-    """By URL: these servers hold some of the buckets, or none."""
+    """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
     """Of the trainer's weights, as each kind of server should have them."""
 
 
-class GroupKeeper:
-    """Keeps the process group from one publish to the next, as long as the same servers run."""
+class GroupCache:
+    """Keeps the process group from one publish to the next, as long as the servers are the same."""
 
     def __init__(self) -> None:
         self._group: GroupTransport | None = None
-        self._left: str | None = None
+        self._left_group: str | None = None
 
-    def take(self, request: SendRequest, *, device: torch.device) -> GroupTransport:
-        """The group of the request's servers; one of others is left."""
+    def get(self, request: SendRequest, *, device: torch.device) -> GroupTransport:
+        """The group of the request's servers. A group of other servers is left first."""
         if self._group is None or self._group.broken or self._group.targets != request.targets:
             self.close()
             self._group = GroupTransport(
@@ -75,14 +76,14 @@ class GroupKeeper:
     def close(self) -> None:
         """Leaves the group."""
         if self._group is not None:
-            # A broken group is not ended at its servers: their end of it could wait for ever.
-            self._left = None if self._group.broken else self._group.name
+            # A broken group is not destroyed at its servers: that call could wait for ever there.
+            self._left_group = None if self._group.broken else self._group.name
             self._group.close()
         self._group = None
 
-    async def end_left(self, clients: Mapping[str, SglangClient]) -> None:
-        """Ends the group that was left last at those servers that were in it."""
-        name, self._left = self._left, None
+    async def destroy_left_group(self, clients: Mapping[str, SglangClient]) -> None:
+        """Ends the group that was left last at the servers that were in it."""
+        name, self._left_group = self._left_group, None
         if name is not None:
             await failures_of({url: client.destroy_weights_update_group(name) for url, client in clients.items()})
 
@@ -98,7 +99,7 @@ class WeightSender:
         request: SendRequest,
         checksums: ChecksumStream,
         names: Collection[str],
-        groups: GroupKeeper,
+        groups: GroupCache,
         *,
         device: torch.device,
     ) -> None:
@@ -109,9 +110,9 @@ class WeightSender:
         """
         self._request, self._checksums, self._missing = request, checksums, set(names)
         self._groups, self._device = groups, device
-        self._transport: Transport | None = None
+        self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
-        self._closing: list[SglangClient] = []
+        self._failed_clients: list[SglangClient] = []
         self._failures: dict[str, Failure] = {}
         self._runner = asyncio.Runner()
         self._bytes = self._buckets = 0
@@ -127,7 +128,7 @@ class WeightSender:
 
     def buffer(self, size: int) -> Tensor:
         """Memory for the next bucket, which the transport can send from."""
-        if self._transport is None:  # not in the constructor: what fails here must not keep the other ranks waiting
+        if self._transport is None:  # not in the constructor: an error here must not leave the other ranks waiting
             self._runner.run(self._open())
         assert self._transport is not None
         self._buffer = self._transport.buffer(size)
@@ -141,9 +142,9 @@ class WeightSender:
         self._buckets += 1
         label = None if self._missing else self._request.label
         if self._clients and self._transport is not None:
-            flat = Flat(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
+            flat = FlatBucket(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
             self._drop(self._runner.run(self._transport.send(flat, self._clients, label)))
-        self._checksums.settle()
+        self._checksums.flush()
 
     def report(self) -> Sent:
         """Once the last bucket was put."""
@@ -165,18 +166,18 @@ class WeightSender:
         if not request.targets or request.transport == "tensor":
             self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
         else:
-            self._transport = self._groups.take(request, device=self._device)
-            await self._groups.end_left(self._clients)
+            self._transport = self._groups.get(request, device=self._device)
+            await self._groups.destroy_left_group(self._clients)
         if self._clients:
             self._drop(await self._transport.join(self._clients))
 
     def _drop(self, failures: Mapping[str, Failure]) -> None:
         self._failures |= failures
         for url in failures:
-            self._closing.append(self._clients.pop(url))
+            self._failed_clients.append(self._clients.pop(url))
 
     async def _close(self) -> None:
-        for client in (*self._clients.values(), *self._closing):
+        for client in (*self._clients.values(), *self._failed_clients):
             await client.close()
         if isinstance(self._transport, SharedMemoryTransport):
             self._transport.close()

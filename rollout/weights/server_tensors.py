@@ -1,7 +1,7 @@
-"""What an SGLang server holds of a model, tensor by tensor and rank by rank, made of Hugging Face tensors.
+"""The tensors of an SGLang server, rank by rank, made from a model's Hugging Face tensors.
 
-SGLang joins and cuts what it loads: q, k and v become `qkv_proj`, gate and up become `gate_up_proj`, and a tensor-
-parallel rank holds its share of each. Known models: Llama, Qwen2, Qwen3.
+SGLang fuses and shards what it loads: q, k and v become `qkv_proj`, gate and up become `gate_up_proj`, and each tensor-
+parallel rank has its shard. Known models: Llama, Qwen2, Qwen3.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -24,12 +24,12 @@ _FUSED = {
 _ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Cut = Callable[[str, Tensor], list[Tensor]]
-"""(Hugging Face name, whole tensor) -> a rank's part of it, in pieces that follow each other in the first dimension."""
+Shard = Callable[[str, Tensor], list[Tensor]]
+"""(Hugging Face name, whole tensor) -> a rank's shard of it, in pieces along the first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServerTensor:
     """One tensor of one rank."""
 
     rank: int
@@ -37,27 +37,27 @@ class Held:
     """SGLang's."""
     sources: tuple[str, ...]
     """Hugging Face tensors that it is made of, in order."""
-    cut: Cut
+    shard: Shard
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensor in pieces, views of `tensors` wherever nothing has to be filled up."""
-        return [piece for source in self.sources for piece in self.cut(source, tensors[source])]
+        """The tensor in pieces, views of `tensors` wherever nothing is padded."""
+        return [piece for source in self.sources for piece in self.shard(source, tensors[source])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
-    """What of a model's config decides how its tensors are cut."""
+class _Layout:
+    """What decides how a model's tensors are sharded."""
 
     layers: int
     key_heads: int
     vocabulary: int
     tied: bool
     intermediate: int
-    """Width of the MLP, on a CPU filled up so that each rank's is a multiple of 32."""
+    """Width of the MLP, on a CPU padded so that each rank's is a multiple of 32."""
     ranks: int
 
 
-def held_tensors(config: Mapping[str, Any], names: Container[str], info: ServerInfo) -> Iterator[Held]:
+def server_tensors(config: Mapping[str, Any], names: Container[str], info: ServerInfo) -> Iterator[ServerTensor]:
     """All tensors of a server like `info`.
 
     Args:
@@ -65,18 +65,18 @@ def held_tensors(config: Mapping[str, Any], names: Container[str], info: ServerI
         names: of its Hugging Face tensors; tells which optional ones it has.
 
     Raises:
-        ValueError: a model that is not known here, or a size that the ranks do not divide.
+        ValueError: an unknown model, or a size that the ranks do not divide.
     """
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(f"config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
-    shape = _shape_of(config, info)
-    for rank in range(shape.ranks):
-        yield from _of_rank(shape, names, rank)
+    layout = _layout_of(config, info)
+    for rank in range(layout.ranks):
+        yield from _of_rank(layout, names, rank)
 
 
-def held_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:
-    """Type of a server's tensors. SGLang's rule: "auto" is the config's dtype, but float32 becomes float16 then."""
+def server_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:
+    """Type of a server's tensors. SGLang's rule: "auto" is the config's dtype, but then float32 becomes float16."""
     name = info.dtype
     if name == "auto":
         name = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -86,7 +86,7 @@ def held_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _shape_of(config: Mapping[str, Any], info: ServerInfo) -> _Shape:
+def _layout_of(config: Mapping[str, Any], info: ServerInfo) -> _Layout:
     heads, ranks = config["num_attention_heads"], info.tensor_parallel
     key_heads = config.get("num_key_value_heads") or heads
     intermediate = config["intermediate_size"]
@@ -97,7 +97,7 @@ def _shape_of(config: Mapping[str, Any], info: ServerInfo) -> _Shape:
                 "on a CPU; SGLang would invent heads of zeros there"
             )
         intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
-    return _Shape(
+    return _Layout(
         layers=config["num_hidden_layers"],
         key_heads=key_heads,
         vocabulary=config["vocab_size"],
@@ -107,60 +107,60 @@ def _shape_of(config: Mapping[str, Any], info: ServerInfo) -> _Shape:
     )
 
 
-def _of_rank(shape: _Shape, names: Container[str], rank: int) -> Iterator[Held]:
+def _of_rank(layout: _Layout, names: Container[str], rank: int) -> Iterator[ServerTensor]:
     def rows(name: str, tensor: Tensor) -> list[Tensor]:
-        return _rows(tensor, name, shape, rank)
+        return _rows(tensor, name, layout, rank)
 
     def columns(name: str, tensor: Tensor) -> list[Tensor]:
-        padded = shape.intermediate if ".mlp." in name else tensor.shape[1]
-        return _share(tensor, 1, padded, shape.ranks, rank, name)
+        padded = layout.intermediate if ".mlp." in name else tensor.shape[1]
+        return _shard(tensor, 1, padded, layout.ranks, rank, name)
 
     def vocabulary_rows(name: str, tensor: Tensor) -> list[Tensor]:
-        return _vocabulary_rows(tensor, name, shape, rank)
+        return _vocabulary_rows(tensor, name, layout, rank)
 
     def whole(_: str, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
-    for layer in range(shape.layers):
+    for layer in range(layout.layers):
         prefix = f"model.layers.{layer}."
         for fused, parts in _FUSED.items():
             for kind in ("weight", "bias"):
                 sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
                 if kind == "weight" or sources[0] in names:
-                    yield Held(rank, f"{prefix}{fused}.{kind}", sources, rows)
+                    yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, rows)
         for part in _ROW_PARALLEL:
-            yield Held(rank, prefix + part, (prefix + part,), columns)
+            yield ServerTensor(rank, prefix + part, (prefix + part,), columns)
         # Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them.
         optional = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
         norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
         for name in (*norms, *(name for name in optional if prefix + name in names)):
-            yield Held(rank, prefix + name, (prefix + name,), whole)
-    yield Held(rank, "model.norm.weight", ("model.norm.weight",), whole)
+            yield ServerTensor(rank, prefix + name, (prefix + name,), whole)
+    yield ServerTensor(rank, "model.norm.weight", ("model.norm.weight",), whole)
     # A tied head is the embedding itself, reported once; a copy in the file is not loaded.
-    for name in ("model.embed_tokens.weight", *(() if shape.tied else ("lm_head.weight",))):
-        yield Held(rank, name, (name,), vocabulary_rows)
+    for name in ("model.embed_tokens.weight", *(() if layout.tied else ("lm_head.weight",))):
+        yield ServerTensor(rank, name, (name,), vocabulary_rows)
 
 
-def _rows(tensor: Tensor, name: str, shape: _Shape, rank: int) -> list[Tensor]:
-    """A rank's output rows. Key heads that are fewer than the ranks are held by several of them."""
+def _rows(tensor: Tensor, name: str, layout: _Layout, rank: int) -> list[Tensor]:
+    """A rank's output rows. If there are fewer key heads than ranks, several ranks have the same one."""
     if ".mlp." in name:
-        return _share(tensor, 0, shape.intermediate, shape.ranks, rank, name)
-    ranks = shape.ranks
+        return _shard(tensor, 0, layout.intermediate, layout.ranks, rank, name)
+    ranks = layout.ranks
     if "k_proj" in name or "v_proj" in name:
-        ranks = min(shape.ranks, shape.key_heads)
-    return _share(tensor, 0, tensor.shape[0], ranks, rank * ranks // shape.ranks, name)
+        ranks = min(layout.ranks, layout.key_heads)
+    return _shard(tensor, 0, tensor.shape[0], ranks, rank * ranks // layout.ranks, name)
 
 
-def _vocabulary_rows(tensor: Tensor, name: str, shape: _Shape, rank: int) -> list[Tensor]:
+def _vocabulary_rows(tensor: Tensor, name: str, layout: _Layout, rank: int) -> list[Tensor]:
     """The vocabulary is padded with rows of zeros to a multiple of 64 that the ranks divide."""
     step = _VOCABULARY_STEP
-    if _multiple(shape.vocabulary, step) % shape.ranks:
-        step *= shape.ranks
-    return _share(tensor[: shape.vocabulary], 0, _multiple(shape.vocabulary, step), shape.ranks, rank, name)
+    if _multiple(layout.vocabulary, step) % layout.ranks:
+        step *= layout.ranks
+    return _shard(tensor[: layout.vocabulary], 0, _multiple(layout.vocabulary, step), layout.ranks, rank, name)
 
 
-def _share(tensor: Tensor, dim: int, padded: int, ranks: int, rank: int, name: str) -> list[Tensor]:
-    """A rank's part of `tensor`, which counts as filled up with zeros to `padded` along `dim`."""
+def _shard(tensor: Tensor, dim: int, padded: int, ranks: int, rank: int, name: str) -> list[Tensor]:
+    """A rank's shard of `tensor`, as if it were padded with zeros to `padded` along `dim`."""
     if padded % ranks:
         raise ValueError(f"{name}: {padded} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
     size, length = padded // ranks, tensor.shape[dim]

@@ -1,6 +1,7 @@
-"""How a bucket of weights gets into servers without a file: shared memory of this machine, or a process group.
+"""How a bucket of weights gets into paused servers without a file: by shared memory of this machine, or by a process
+group.
 
-Both give it to SGLang as its flattened bucket: uint8 in one piece, and where each tensor lies in it.
+Both use SGLang's flattened bucket: all bytes in one piece, and where each tensor lies in it.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -29,34 +30,30 @@ from rollout.errors import RolloutError, ServerRefused
 from rollout.wire.client import ServerInfo, SglangClient
 
 GRACE_S = 3.0
-"""For the servers of a group to notice that it is broken."""
+"""Seconds for the servers of a group to notice that it is broken."""
 
 _NEVER = timedelta(days=7)
-"""Limit of torch's own watchdog: the deadlines here are the transport's, and one of the watchdog's ends the process."""
+"""Limit of torch's own watchdog, which would end the process. The transport has deadlines of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A server that gets weights: Target(url="http://127.0.0.1:30000", info=..., starts=0)"""
+    """A server that gets weights: Target(url="http://127.0.0.1:30000", info=..., restarts=0)"""
 
     url: str
     info: ServerInfo
-    starts: int
-    """Restarts of the server so far: a server that was restarted has left every process group."""
+    restarts: int
+    """Restarts of the server so far. A server that was restarted is in no process group any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flat:
-    """A bucket: its bytes, and the tensors that stand in them one behind the other."""
+class FlatBucket:
+    """A bucket: its bytes, and the tensors that lie in them one behind the other."""
 
     buffer: Tensor
     """uint8 [size]"""
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,37 +62,14 @@ class Failure:
 
     reason: str
     answers: bool
-    """Whether it said so itself, and can be asked for something else."""
-
-
-class Transport(Protocol):
-    """One bucket after the other, to servers that are paused."""
-
-    def buffer(self, size: int) -> Tensor:
-        """uint8 [size], to be filled with the next bucket."""
-        ...
-
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
-        """Before the first bucket. {url: why} of the servers that cannot take part."""
-        ...
-
-    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
-        """Returns when every server has loaded the bucket; {url: why} of those that have not.
-
-        `label`: the servers' new name of their weights, with the last bucket.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what is held."""
-        ...
+    """Whether the server said so itself, and still answers other requests."""
 
 
 class SharedMemoryTransport:
-    """A memory of this machine without a name in the file system: it is gone when this process is.
+    """Memory of this machine without a name in the file system, so it is freed when this process ends.
 
-    The servers map it read-only; each rank reads its share. They must run on this machine as the same user. Weights on
-    a GPU are gathered there, and hashed there, and copied to the memory bucket by bucket.
+    The servers map it read-only, and each rank reads its share. They must run on this machine as the same user. Weights
+    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket.
     """
 
     def __init__(self, targets: Sequence[Target], *, device: torch.device, deadline_s: float) -> None:
@@ -115,6 +89,7 @@ class SharedMemoryTransport:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, size: int) -> Tensor:
+        """uint8 [size], to be filled with the next bucket."""
         if self._memory.numel() < size:
             os.ftruncate(self._file, size)
             self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
@@ -123,26 +98,34 @@ class SharedMemoryTransport:
         return self._memory[:size]
 
     async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        """Nothing to do here; see `GroupTransport`."""
         return {}
 
-    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+    async def send(
+        self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
+    ) -> dict[str, Failure]:
+        """Returns when every server has loaded the bucket; {url: why} of those that have not.
+
+        `label`: the servers' new name of their weights, sent with the last bucket.
+        """
         if bucket.buffer.device.type != "cpu":
             self._memory[: bucket.buffer.numel()].copy_(bucket.buffer)
         payload = _payload(self._path, bucket)
-        calls = {
-            url: client.update_weights_from_tensor([payload] * self._ranks[url], label, self._deadline_s)
-            for url, client in clients.items()
-        }
+        calls = {}
+        for url, client in clients.items():
+            body = {"serialized_named_tensors": [payload] * self._ranks[url], "load_format": "flattened_bucket"}
+            calls[url] = client.update_weights("tensor", body, label, self._deadline_s)
         return await failures_of(calls)
 
     def close(self) -> None:
+        """Frees the memory."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
-class _Mapped:
-    """Pickles as the call that maps the memory: SGLang's unpickler admits functions of torch."""
+class _MappedMemory:
+    """Pickles as the call that maps the memory; SGLang's unpickler admits functions of torch."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -151,7 +134,7 @@ class _Mapped:
         return functools.partial(torch.from_file, dtype=torch.uint8), (self.path, False, self.size)
 
 
-def _payload(path: str, bucket: Flat) -> str:
+def _payload(path: str, bucket: FlatBucket) -> str:
     """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
     metadata, start = [], 0
     for name, shape in bucket.shapes.items():
@@ -161,12 +144,12 @@ def _payload(path: str, bucket: Flat) -> str:
         )
         metadata.append(entry)
         start += size
-    content = {"flattened_tensor": _Mapped(path, start), "metadata": metadata}
+    content = {"flattened_tensor": _MappedMemory(path, start), "metadata": metadata}
     return base64.b64encode(pickle.dumps(content)).decode()
 
 
-def address_towards(targets: Sequence[Target]) -> str:
-    """This machine's address for the servers: the loopback one only if all of them are on it."""
+def own_address_for(targets: Sequence[Target]) -> str:
+    """This machine's address as the servers see it; the loopback address only if all of them are on this machine."""
     hosts = [urlsplit(target.url).hostname or "" for target in targets]
     found = []
     for host in hosts:
@@ -192,11 +175,12 @@ def check_this_machine(url: str) -> None:
 
 
 class GroupTransport:
-    """A process group of this process, as rank 0, and all ranks of the servers; one broadcast a bucket.
+    """A process group of this process, as rank 0, and all ranks of the servers; one broadcast per bucket.
 
-    It stays from publish to publish. After a failure it is of no use: make a new one. Our end of each call runs in a
-    thread of its own: NCCL makes its communicator in the first broadcast, and blocks that thread until every rank has
-    come. Torch's `abort` does not reach a communicator that is being made, so such a thread may never end.
+    It is kept from publish to publish. After a failure it cannot be used any more: make a new one. This process's part
+    of each call runs in a thread of its own: NCCL creates its communicator in the first broadcast, and the thread waits
+    there until every rank has come. Torch's `abort` does not reach a communicator that is being created, so such a
+    thread may never end.
     """
 
     def __init__(self, targets: Sequence[Target], *, backend: str, device: torch.device, deadline_s: float) -> None:
@@ -210,7 +194,7 @@ class GroupTransport:
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         """The servers' name of the group."""
         self._backend, self._device, self._deadline_s = backend, device, deadline_s
-        self._host = host = address_towards(targets)
+        self._host = host = own_address_for(targets)
         self._world = 1 + sum(target.info.tensor_parallel for target in targets)
         # Torch by itself would listen on every interface.
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -224,57 +208,64 @@ class GroupTransport:
             master_listen_fd=listener.detach(),
         )
         self._group: Any = None
-        # Later than the servers' deadline: else our own end would be named, and not the server that is late.
+        # Later than the servers' deadline, so that the late server is named and not this process.
         self._own_limit = timedelta(seconds=deadline_s + 2 * GRACE_S)
 
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        """Before the first bucket. {url: why} of the servers that cannot take part."""
         if self._group is not None:
             return {}
+        group = {
+            "master_address": self._host,
+            "master_port": self._store.port,
+            "world_size": self._world,
+            "group_name": self.name,
+            "backend": self._backend,
+        }
         calls, offset = {}, 1
         for target in self.targets:
-            calls[target.url] = clients[target.url].init_weights_update_group(
-                host=self._host,
-                port=self._store.port,
-                rank_offset=offset,
-                world_size=self._world,
-                group_name=self.name,
-                backend=self._backend,
-                deadline_s=self._deadline_s,
-            )
+            body = group | {"rank_offset": offset}
+            calls[target.url] = clients[target.url].init_weights_update_group(body, self._deadline_s)
             offset += target.info.tensor_parallel
-        # A server's end over NCCL is made without the others: it waits for nobody yet.
-        return await self._together("the joining of the process group", calls, self._make, held=False)
+        # Over NCCL a server's end is made without the others: it waits for nobody yet.
+        return await self._together("the joining of the process group", calls, self._make, may_hang=False)
 
-    async def send(self, bucket: Flat, clients: Mapping[str, SglangClient], label: str | None) -> dict[str, Failure]:
+    async def send(
+        self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
+    ) -> dict[str, Failure]:
+        """As `SharedMemoryTransport.send`."""
         names = list(bucket.shapes)
-        calls = {
-            url: client.update_weights_from_distributed(
-                names=names,
-                dtypes=[bucket.dtype_name] * len(names),
-                shapes=[list(shape) for shape in bucket.shapes.values()],
-                group_name=self.name,
-                label=label,
-                deadline_s=self._deadline_s,
-            )
-            for url, client in clients.items()
+        body = {
+            "names": names,
+            "dtypes": [str(bucket.dtype).removeprefix("torch.")] * len(names),
+            "shapes": [list(shape) for shape in bucket.shapes.values()],
+            "group_name": self.name,
+            "load_format": "flattened_bucket",
         }
-        # A new thread would begin with another stream than the one that fills the bucket.
+        calls = {
+            url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
+        }
+        # A new thread would use another CUDA stream than the one that fills the bucket.
         stream = torch.cuda.current_stream(bucket.buffer.device) if bucket.buffer.is_cuda else None
         ours = functools.partial(self._broadcast, bucket.buffer, stream)
-        return await self._together(f"the broadcast of {names[0]}", calls, ours, held=self._backend == "nccl")
+        return await self._together(f"the broadcast of {names[0]}", calls, ours, may_hang=self._backend == "nccl")
 
     def close(self) -> None:
-        """Leaves the group. Nothing is waited for: the end of a group over NCCL can need the other ranks."""
+        """Leaves the group, without a wait: over NCCL its end can need the other ranks."""
         group, self._group = self._group, None
         if group is not None:
             _in_thread(group.abort)
 
     def _make(self) -> None:
-        """This process's end, on the store alone. By torch's own function it would be split from the trainer's group,
-        in a call that every trainer rank has to make. The prefixes are those of SGLang's end, which is made by it."""
+        """This process's end of the group. Torch's `new_group` would need a call of every trainer rank, so it is made
+        here, on the store alone. The prefixes are those that torch gives to SGLang's end of the group.
+
+        The prefixes, `ProcessGroupNCCL` and its options are internals of torch (2.11 to 2.13). If torch changes them,
+        the join fails or ends at its deadline, and the servers read a folder.
+        """
         device = "cuda" if self._backend == "nccl" else "cpu"  # the first one that torch registers the backend for
         store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
         if self._backend == "gloo":
@@ -283,7 +274,7 @@ class GroupTransport:
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options.group_name = self.name  # type: ignore[assignment]
         options._timeout = _NEVER
-        with _watchdog_that_spares_the_process():
+        with _without_fatal_watchdog():
             self._group = distributed_c10d.ProcessGroupNCCL(store, 0, self._world, options)
 
     def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -292,14 +283,14 @@ class GroupTransport:
             self._group.broadcast([buffer], BroadcastOptions()).wait(self._own_limit)
 
     async def _together(
-        self, what: str, calls: "Mapping[str, Any]", ours: Callable[[], None], *, held: bool
+        self, what: str, calls: "Mapping[str, Any]", ours: Callable[[], None], *, may_hang: bool
     ) -> dict[str, Failure]:
-        """The servers' answers, and our own part. The first failure ends the wait for all of them: the others would
-        wait for the one that is missing.
+        """Runs the servers' calls and this process's part at the same time. The first failure ends the wait for all:
+        the others would wait for the missing one.
 
         Args:
-            held: whether a server that takes part may stay in the call for ever, whatever it answers: over NCCL its
-                answer comes before the data, and its device waits on.
+            may_hang: whether the device of a server that takes part may wait for ever, whatever the server answers.
+                Over NCCL it answers before the data is there.
         """
         tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
         own = asyncio.wrap_future(_in_thread(ours))
@@ -330,14 +321,14 @@ class GroupTransport:
         failures = {}
         for url, error in zip(tasks, results[1:], strict=True):
             failure = _failure(error) if url in failed else Failure(reason=f"{url}: {cause}", answers=url not in silent)
-            failures[url] = replace(failure, answers=failure.answers and not held)
+            failures[url] = replace(failure, answers=failure.answers and not may_hang)
         return failures
 
 
 @contextmanager
-def _watchdog_that_spares_the_process() -> Iterator[None]:
-    """For a group that is made inside: torch ends the process when a rank of it is lost, unless it is told otherwise;
-    a lost server must not end the trainer."""
+def _without_fatal_watchdog() -> Iterator[None]:
+    """Around the making of a group: by default torch ends the process when a rank of the group is lost, and a lost
+    server must not end the trainer."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -351,7 +342,7 @@ def _watchdog_that_spares_the_process() -> Iterator[None]:
 
 
 def _in_thread(work: Callable[[], object]) -> "Future[None]":
-    """Runs `work` in a thread that keeps nothing from ending, should it wait for ever."""
+    """Runs `work` in a daemon thread: it may wait for ever, and does not keep the process from ending."""
     done: Future[None] = Future()
 
     def run() -> None:

@@ -1,10 +1,11 @@
 """Responses of /generate as arrays: frames of bytes in place of JSON, from a server of our own launcher.
 
-JSON writes a token and its log-prob in some 40 bytes and every number has to be parsed; a frame holds 8 bytes, which
-are an array as they come. Who wants frames says so in the header `Accept`; a server that knows none answers in JSON.
+JSON takes about 40 bytes for a token and its log-prob, and every number has to be parsed. A frame takes 8 bytes, which
+are read as an array without parsing. A client asks for frames in the header `Accept`; a server that has none answers in
+JSON.
 
-A body is a row of frames, each the length of what follows (4 bytes, little-endian) and a `Segment` in MessagePack. The
-last frame has a finish reason or an error.
+A body is a sequence of frames. Each is a length (4 bytes, little-endian) and a `Segment` in MessagePack of that length.
+The last frame has a finish reason or an error.
 """
 
 import asyncio
@@ -15,14 +16,14 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from rollout.wire.reply import Finish, Reply, StreamedError, reply_of
+from rollout.wire.reply import Finish, Reply, StreamedError, make_reply
 
 MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
 
 LENGTH_BYTES = 4
 TOKEN_ID, LOG_PROB = np.dtype("<i4"), np.dtype("<f4")
 LONGEST_FRAME = 1 << 28
-"""Bytes: 32 million tokens. More is no length but something else that was read as one."""
+"""Bytes, for 32 million tokens. A larger number is no length: the body holds no frames."""
 
 
 class Segment(msgspec.Struct, gc=False):
@@ -38,9 +39,9 @@ class Segment(msgspec.Struct, gc=False):
     total: int | None = None
     """Tokens of the whole response so far."""
     error: str | None = None
-    """In the place of a segment: why there is none."""
+    """Why there is no segment."""
     code: int = 0
-    """HTTP status that the error would have had, had the answer not begun."""
+    """HTTP status of the error; the answer itself began with 200."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -81,10 +82,10 @@ def segment_of(answer: Mapping[str, Any]) -> Segment:
 
 
 async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The content of each frame up to the end of the body; one that the connection's end cuts off is left out.
+    """The content of each frame up to the end of the body. One that the end of the connection cuts off is left out.
 
     Raises:
-        ValueError: no frames.
+        ValueError: the body holds no frames.
     """
     try:
         while True:
@@ -97,11 +98,11 @@ async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def read_frame(content: bytes) -> tuple[Reply, bool]:
-    """As `rollout.wire.stream.read_segment`; the arrays are views of `content`."""
+    """As `rollout.wire.reply.read_part`; the arrays are views of `content`."""
     segment = _DECODER.decode(content)
     if segment.error is not None:
         raise StreamedError(segment.code, segment.error)
     ids, log_probs = np.frombuffer(segment.token_ids, TOKEN_ID), np.frombuffer(segment.log_probs, LOG_PROB)
     if ids.size != log_probs.size:
         raise ValueError(f"{ids.size} tokens with {log_probs.size} log-probs")
-    return reply_of(ids, log_probs, segment.finish, segment.weight_version, segment.total)
+    return make_reply(ids, log_probs, segment.finish, segment.weight_version, segment.total)

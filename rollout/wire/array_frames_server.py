@@ -1,7 +1,7 @@
 """The server's side of `rollout.wire.array_frames`: SGLang's own HTTP server learns a second media type.
 
-It is added from outside, as any ASGI middleware; who does not ask for frames gets SGLang's own answer. So does
-everybody from a server with several tokenizer workers: these are processes of their own, and know nothing of it.
+It is ASGI middleware, added from outside. A client that does not ask for frames gets SGLang's own answer. So does every
+client of a server with several tokenizer workers: they are other processes, without this middleware.
 """
 
 import logging
@@ -22,7 +22,7 @@ _ACCEPT = (b"accept", MEDIA_TYPE.encode())
 
 
 def add() -> None:
-    """Call it before SGLang's server starts in this process; the API key that it asks for is asked for here too."""
+    """Call it before SGLang's server starts in this process. The server's API key protects these answers too."""
     from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -32,12 +32,12 @@ def add() -> None:
 
 
 class PackedAnswers:
-    """Answers POST /generate in frames where the header `Accept` names them; hands on everything else."""
+    """Answers POST /generate in frames where the header `Accept` names them; passes on everything else."""
 
     def __init__(self, app: ASGIApp, *, request_type: type, manager: Callable[[], Any]) -> None:
         """
         Args:
-            app: what answers all else.
+            app: answers everything else.
             request_type: SGLang's `GenerateReqInput`.
             manager: returns SGLang's tokenizer manager, once the server serves.
         """
@@ -61,7 +61,7 @@ class PackedAnswers:
         except (ValidationError, ValueError) as error:
             return PlainTextResponse(f"not a request of /generate: {error}", status_code=400)
         manager = self._manager()
-        # As SGLang's own route for streams: of who goes away before the end the request is aborted.
+        # As in SGLang's own route for streams: if the client goes away before the end, its request is aborted.
         return StreamingResponse(
             _frames(manager, asked, request), media_type=MEDIA_TYPE, background=manager.create_abort_task(asked)
         )
@@ -79,7 +79,7 @@ async def _frames(manager: Any, asked: Any, request: Request) -> AsyncIterator[b
 
 
 def _packed(answer: dict[str, Any]) -> bytes:
-    """An answer that cannot be packed is the server's failure, not the request's."""
+    """An answer that cannot be packed is the server's failure, not the request's fault."""
     try:
         return frame(segment_of(answer))
     except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -1,12 +1,12 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 import numpy as np
@@ -15,19 +15,18 @@ import orjson
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.generation import SamplingParams
 from rollout.wire import array_frames
-from rollout.wire.reply import Reply, StreamedError
-from rollout.wire.stream import events, join_segments, only_new, read_segment
+from rollout.wire.reply import Reply, StreamedError, events, join_segments, only_new, read_part
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
 READ_AHEAD = 1 << 20
-"""Bytes of an answer that may wait to be read; at aiohttp's own 64 KiB a long one stops its connection now and then."""
+"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
-_RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, of a request that was aborted before it was sent on
+_RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _FRAMES = {"Accept": array_frames.MEDIA_TYPE}
-"""Asked for always: a server that knows no frames answers in JSON, and the answer says what it is."""
+"""Always sent. A server that has no frames answers in JSON; the content type tells which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +39,11 @@ class ServerInfo:
     """As given on its command line; "auto" follows the model's config."""
     tensor_parallel: int
     deterministic: bool = False
-    """Whether it heeds the seeds of requests."""
+    """Whether the seeds of requests count."""
     streams: bool = False
-    """Whether it can pass on a response in segments that do not repeat each other."""
+    """Whether it can stream a response in segments that do not repeat each other."""
     altered: str = ""
-    """What makes its weights others than those it is given, as SGLang names it (`quantization`); empty: nothing."""
+    """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
 
 class SglangClient:
@@ -58,7 +57,7 @@ class SglangClient:
     def __init__(
         self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0, api_key: str | None = None
     ) -> None:
-        """`api_key`: of a server that asks for one."""
+        """`api_key`: for a server that asks for one."""
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.request_deadline_s = request_deadline_s
@@ -73,7 +72,7 @@ class SglangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections. Calls that are under way, and later ones, end in ServerUnavailable."""
+        """Closes the connections. Running and later calls end in ServerUnavailable."""
         self._closed = True
         session, self._session = self._session, None
         if session is not None:
@@ -88,12 +87,13 @@ class SglangClient:
         seed: int | None = None,
         segments: list[Reply] | None = None,
     ) -> Reply:
-        """Draws a response to int32 [P] ids. `rid` must not begin like another one: aborts match by prefix.
+        """Draws a response to int32 [P] ids. No `rid` may be a prefix of another one: aborts match by prefix.
 
-        The request's deadline is the caller's to keep: who aborts at it has `control_deadline_s` to get what was drawn.
+        The caller keeps the request's deadline. After an abort at the deadline, `control_deadline_s` is left to get
+        what was drawn.
 
         Args:
-            segments: of a server that `streams`: filled with the response's parts as they come, so that the caller has
+            segments: for a server that `streams`. Filled with the response's parts as they come, so that the caller has
                 them if the server is lost. Emptied if one of them cannot be read.
         """
         params: dict[str, Any] = {
@@ -108,35 +108,28 @@ class SglangClient:
             params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         if seed is not None:
             params["sampling_seed"] = seed
-        body = {
-            "rid": rid,
-            "input_ids": prompt_ids.tolist(),
-            "sampling_params": params,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-        }
-        deadline_s = self.request_deadline_s + self.control_deadline_s
-        kept = [] if segments is None else segments
+        body = _generate_body(rid, prompt_ids, params, -1) | {"stream": segments is not None}
+        received = [] if segments is None else segments
         complete = False
-        body["stream"] = segments is not None
+        deadline_s = self.request_deadline_s + self.control_deadline_s
         async with self._answer("POST", "/generate", body, deadline_s, _FRAMES) as response:
             if response.content_type == array_frames.MEDIA_TYPE:
                 parts, read = array_frames.frames(response.content), array_frames.read_frame
             else:
-                parts, read = _json_parts(response), read_segment
+                parts, read = _json_parts(response), read_part
             try:
-                with _readable(self.url, "/generate"):
+                with self._readable("/generate"):
                     async for part in parts:
                         segment, complete = read(part)
-                        kept.append(only_new(segment, kept))
+                        received.append(only_new(segment, received))
             except _Unreadable:
-                kept.clear()
+                received.clear()
                 raise
             except StreamedError as error:
-                raise _kind_of(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
+                raise _error_for(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
         if not complete:
             raise ServerUnavailable(f"{self.url}/generate: the answer stopped before the response's end")
-        return join_segments(kept)
+        return join_segments(received)
 
     async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
         """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
@@ -145,15 +138,10 @@ class SglangClient:
             token_ids: int32 [P + T].
             start: first token to score, at least 1.
         """
-        body = {
-            "rid": rid,
-            "input_ids": token_ids.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-        }
-        answer = await self._post("/generate", body, self.request_deadline_s)
-        with _readable(self.url, "/generate"):
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        body = _generate_body(rid, token_ids, params, start - 1)
+        answer = await self._json("POST", "/generate", body, self.request_deadline_s)
+        with self._readable("/generate"):
             entries = answer["meta_info"]["input_token_logprobs"][1:]
             asked, scored = token_ids[start:], np.array([entry[1] for entry in entries])
             # The last id of the vocabulary is reported as 0 (its log-prob is right): SGLang's guard is off by one.
@@ -162,7 +150,7 @@ class SglangClient:
             return np.array([entry[0] for entry in entries], np.float32)
 
     async def health(self, deadline_s: float) -> None:
-        """Returns if a server of ours answers that it serves; a paused one does, one that still loads does not."""
+        """Returns if a server of ours answers that it serves. A paused one does, one that still loads does not."""
         await self._call("GET", "/health", None, deadline_s)
 
     async def answers(self, deadline_s: float) -> None:
@@ -170,9 +158,9 @@ class SglangClient:
         await self._call("GET", "/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
-        """Asks the server's scheduler too, so that an answer shows that both processes live."""
-        answer = _json(self.url, "/server_info", await self._call("GET", "/server_info", None, deadline_s))
-        with _readable(self.url, "/server_info"):
+        """Asks the server's scheduler too, so an answer shows that both processes are alive."""
+        answer = await self._json("GET", "/server_info", None, deadline_s)
+        with self._readable("/server_info"):
             return ServerInfo(
                 version=str(answer.get("version", "?")),
                 device=answer["device"],
@@ -185,134 +173,117 @@ class SglangClient:
 
     async def weight_label(self) -> str:
         """The server's name of its weights."""
-        answer = _json(self.url, "/model_info", await self._call("GET", "/model_info", None, None))
-        with _readable(self.url, "/model_info"):
+        answer = await self._json("GET", "/model_info")
+        with self._readable("/model_info"):
             return str(answer["weight_version"])
 
     async def abort(self, rid: str | None) -> None:
         """Ends the request with this id, or every request; each answers with what it has drawn so far."""
-        body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._call("POST", "/abort_request", body, None)
+        await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def pause(self) -> None:
-        """Stops drawing at once, keeping the state of what runs."""
-        await self._call("POST", "/pause_generation", {"mode": "in_place"}, None)
+        """Stops drawing at once; running requests keep their state."""
+        await self._call("POST", "/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
-        await self._call("POST", "/continue_generation", {}, None)
+        await self._call("POST", "/continue_generation", {})
 
     async def flush_cache(self) -> None:
-        """Forgets all cached prefixes. Fails while a request runs, also one that nobody here waits for any more."""
+        """Forgets all cached prefixes. Fails while a request runs, even one that nobody here waits for."""
         try:
-            await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {}, None)
+            await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {})
         except AccessDenied:
             raise
         except ServerRefused as error:
             raise ServerUnavailable(f"a request still runs there: {error}") from error
 
     async def memory_gb(self) -> float:
-        """GB (2**30 bytes) of each of its accelerators that it says weights and KV cache take."""
-        answer = _json(self.url, "/server_info", await self._call("GET", "/server_info", None, None))
-        with _readable(self.url, "/server_info"):
+        """GB (2**30 bytes) that weights and KV cache take on each of its accelerators, by its own account."""
+        answer = await self._json("GET", "/server_info")
+        with self._readable("/server_info"):
             usage = answer["internal_states"][0]["memory_usage"]
             return float(usage["weight"] + usage["kvcache"])
 
     async def release_memory(self, deadline_s: float) -> None:
-        """Leaves its accelerators' memory. Its scheduler ends on this call while a request runs."""
+        """Leaves its accelerators' memory. Its scheduler crashes on this call while a request runs."""
         await self._call("POST", "/release_memory_occupation", {}, deadline_s)
 
     async def resume_memory(self, deadline_s: float) -> None:
         """Takes back what it left, weights included."""
         await self._call("POST", "/resume_memory_occupation", {}, deadline_s)
 
-    async def update_weights_from_disk(self, folder: Path, label: str, deadline_s: float) -> None:
-        """Loads the safetensors of `folder`, a path that the server can read, and takes `label` as their name.
-
-        The cache is not flushed here: up to 0.5.21 that ends a server that has requests; call `flush_cache` after it.
-        """
-        body = {"model_path": str(folder), "weight_version": label, "flush_cache": False}
-        await self._succeed("/update_weights_from_disk", body, deadline_s)
-
-    async def update_weights_from_tensor(self, payloads: Sequence[str], label: str | None, deadline_s: float) -> None:
-        """Loads a flattened bucket of tensors: a base64 payload per tensor-parallel rank (rollout.weights.transport).
-
-        `label`: the new name of the weights, with their last bucket. The cache is not flushed here either.
-        """
-        body = {
-            "serialized_named_tensors": list(payloads),
-            "load_format": "flattened_bucket",
-            "weight_version": label,
-            "flush_cache": False,
-        }
-        await self._succeed("/update_weights_from_tensor", body, deadline_s)
-
-    async def update_weights_from_distributed(
+    async def update_weights(
         self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
+        source: Literal["disk", "tensor", "distributed"],
+        body: Mapping[str, Any],
         label: str | None,
         deadline_s: float,
     ) -> None:
-        """Loads the flattened bucket that rank 0 of the group broadcasts meanwhile."""
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "weight_version": label,
-            "flush_cache": False,
-        }
-        await self._succeed("/update_weights_from_distributed", body, deadline_s)
+        """Loads weights, all of them or a bucket.
 
-    async def init_weights_update_group(
-        self,
-        *,
-        host: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        deadline_s: float,
-    ) -> None:
-        """The server's ranks join a process group as `rank_offset` and following; returns when all have met."""
-        body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._succeed("/init_weights_update_group", body, deadline_s)
+        Args:
+            source: where `body`, in the terms of SGLang's route of this name, says that they are.
+            label: the new name of the weights, with the last bucket.
+        """
+        # A flush in this call would crash a server up to 0.5.21 that has requests: `flush_cache` comes after it.
+        body = {**body, "weight_version": label, "flush_cache": False}
+        await self._succeed(f"/update_weights_from_{source}", body, deadline_s)
+
+    async def update_weights_from_disk(self, folder: Path, label: str, deadline_s: float) -> None:
+        """Loads the safetensors of `folder`, a path that the server can read, and takes `label` as their name."""
+        await self.update_weights("disk", {"model_path": str(folder)}, label, deadline_s)
+
+    async def init_weights_update_group(self, group: Mapping[str, Any], deadline_s: float) -> None:
+        """The server's ranks join a process group; returns when all have met.
+
+        Args:
+            group: master_address, master_port, rank_offset (rank of the server's first rank), world_size, group_name,
+                backend.
+        """
+        await self._succeed("/init_weights_update_group", group, deadline_s)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         """The server's ranks leave it."""
-        await self._succeed("/destroy_weights_update_group", {"group_name": group_name}, None)
+        await self._succeed("/destroy_weights_update_group", {"group_name": group_name})
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
-        answer = await self._post("/weights_checker", {"action": "checksum"}, deadline_s)
-        with _readable(self.url, "/weights_checker"):
+        answer = await self._json("POST", "/weights_checker", {"action": "checksum"}, deadline_s)
+        with self._readable("/weights_checker"):
             return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
 
-    async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> None:
-        answer = await self._post(path, body, deadline_s)
+    async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
+        answer = await self._json("POST", path, body, deadline_s)
         if not answer.get("success"):
             raise ServerRefused(f"{self.url}{path}: {answer.get('message')}")
 
-    async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> dict[str, Any]:
-        return _json(self.url, path, await self._call("POST", path, body, deadline_s))
+    async def _json(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
+    ) -> dict[str, Any]:
+        """The JSON object of a 200 answer."""
+        content = await self._call(method, path, body, deadline_s)
+        with self._readable(path):
+            answer = orjson.loads(content)
+            if not isinstance(answer, dict):
+                raise TypeError(f"expected an object, not {type(answer).__name__}")
+            return answer
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> bytes:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
+    ) -> bytes:
         """The body of a 200 answer."""
         async with self._answer(method, path, body, deadline_s) as response:
             return await response.read()
+
+    @contextmanager
+    def _readable(self, path: str) -> Iterator[None]:
+        """Turns errors of reading an answer into ServerUnavailable."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            problem = f"{self.url}{path}: cannot read the answer: {type(error).__name__}: {error}"
+            raise _Unreadable(problem) from error
 
     @asynccontextmanager
     async def _answer(
@@ -323,8 +294,8 @@ class SglangClient:
         deadline_s: float | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A 200 answer, whose body is to be read; what breaks meanwhile becomes one of the two errors."""
-        if self._closed:  # a call that was created before the server's restart and runs only now
+        """A 200 answer, whose body is read inside; whatever fails becomes one of the two errors."""
+        if self._closed:  # the call was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -338,8 +309,8 @@ class SglangClient:
             )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
-            # Not aiohttp's own deadline, which swallows a cancellation that comes at the same time (its issue 5979):
-            # after a pause of the event loop a task that was told to end would go on for ever.
+            # Not aiohttp's own deadline: it swallows a cancellation that comes at the same time (its issue 5979), and
+            # after a pause of the event loop a cancelled task would run on for ever.
             async with (
                 asyncio.timeout(deadline_s),
                 self._session.request(
@@ -351,12 +322,22 @@ class SglangClient:
             ):
                 if response.status != 200:
                     words = (await response.read()).decode(errors="replace")[:1000]
-                    raise _kind_of(response.status)(f"{self.url}{path}: {response.status}: {words}")
+                    raise _error_for(response.status)(f"{self.url}{path}: {response.status}: {words}")
                 yield response
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+
+def _generate_body(rid: str, ids: np.ndarray, params: Mapping[str, Any], logprob_start: int) -> dict[str, Any]:
+    return {
+        "rid": rid,
+        "input_ids": ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": logprob_start,
+    }
 
 
 async def _json_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -368,33 +349,16 @@ async def _json_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield await response.read()
 
 
-def _kind_of(status: int) -> type[RolloutError]:
+def _error_for(status: int) -> type[RolloutError]:
     if status in (401, 403):
         return AccessDenied
     return ServerRefused if 400 <= status < 500 and status not in _RETRY_LATER else ServerUnavailable
 
 
 class _Unreadable(ServerUnavailable):
-    """An answer came, and is not what it should be."""
-
-
-@contextmanager
-def _readable(url: str, path: str) -> Iterator[None]:
-    """Turns errors of reading an answer into a ServerUnavailable."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise _Unreadable(f"{url}{path}: cannot read the answer: {type(error).__name__}: {error}") from error
+    """The server answered, but the answer cannot be read."""
 
 
 def _tensor_rank(info: Any) -> int:
-    """0.5.23 has one entry a model of the process (a draft model would be the second), 0.5.17 the entry itself."""
+    """0.5.23 sends a list with an entry per model (a draft model would be the second), 0.5.17 the entry itself."""
     return int((info[0] if isinstance(info, list) else info)["tp_rank"])
-
-
-def _json(url: str, path: str, content: bytes) -> dict[str, Any]:
-    with _readable(url, path):
-        answer = orjson.loads(content)
-        if not isinstance(answer, dict):
-            raise TypeError(f"expected an object, not {type(answer).__name__}")
-        return answer

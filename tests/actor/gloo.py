@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.actor.ranks import RankError, RankPlace, RankPool, RankTimeout
+from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 
 __all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "run_ranks"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.storage.folder_lock import lock_folder
+from megatron_dapo.storage.durable import lock_folder
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"

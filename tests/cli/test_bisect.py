@@ -1,57 +1,50 @@
-"""`megatron-dapo bisect`: what it refuses before it starts anything, and which weights of a run it takes."""
+"""`megatron-dapo bisect`: what it refuses before it starts anything."""
 
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 
-from megatron_dapo.cli.bisect import BisectOptions, bisect_command, newest_weights
+from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.diagnostics import log_prob_gap as chain
-from megatron_dapo.diagnostics.log_prob_gap import CHAIN, Link
+from megatron_dapo.diagnostics import log_prob_gap
+from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
 from tests.processes import ROOT
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
-OPTIONS = BisectOptions(responses=2, tokens=8, bound=None, skip=(), deadline_s=5.0)
 
 
-def test_the_newest_weights_of_a_run(tmp_path: Path) -> None:
-    assert newest_weights(tmp_path) is None
-    for version in (9, 10):
-        (tmp_path / "weights" / f"v{version}").mkdir(parents=True)
-        (tmp_path / "weights" / f"v{version}" / "config.json").write_text("{}")
-    (tmp_path / "weights" / "v11").mkdir()  # begun and not ended
-    assert newest_weights(tmp_path) == tmp_path / "weights" / "v10"
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert newest_weights(tmp_path) == tmp_path / "model"
+def exit_code(source: Path, **options: object) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        bisect(source, responses=2, tokens=8, deadline=5.0, **options)
+    return ended.value.exit_code
 
 
 def test_what_cannot_be_bisected_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert bisect_command(tmp_path, [], OPTIONS) == ExitCode.CONFIG
+    assert exit_code(tmp_path) == ExitCode.CONFIG
     assert "no config.yaml there" in capsys.readouterr().err
     shutil.copy(CONFIG, tmp_path / "config.yaml")
-    assert bisect_command(tmp_path, [], OPTIONS) == ExitCode.CONFIG
+    assert exit_code(tmp_path) == ExitCode.CONFIG
     assert "no weights in Hugging Face format" in capsys.readouterr().err
-    unknown = BisectOptions(responses=2, tokens=8, bound=None, skip=("Megatron",), deadline_s=5.0)
-    assert bisect_command(CONFIG, [], unknown) == ExitCode.CONFIG
+    assert exit_code(CONFIG, skip=["Megatron"]) == ExitCode.CONFIG
     assert "'Megatron TP=1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gap", "code"), [(1e-5, ExitCode.FINISHED), (0.2, ExitCode.INEXACT)])
 def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCode) -> None:
     monkeypatch.chdir(ROOT)
-    links = [
-        Link(before=before, after=after, mean_abs=gap if at == 2 else 1e-6, max_abs=1.0, response=1, token=4)
-        for at, (before, after) in enumerate(pairwise(CHAIN))
+    gaps = [
+        StageGap(before=before, after=after, mean_abs=gap if at == 2 else 1e-6, max_abs=1.0, response=1, token=4)
+        for at, (before, after) in enumerate(pairwise(STAGES))
     ]
     asked = []
-    monkeypatch.setattr(chain, "bisect", lambda question, say: asked.append(question) or links)
-    assert bisect_command(CONFIG, [], OPTIONS) == code
+    monkeypatch.setattr(log_prob_gap, "find_gaps", lambda request, say: asked.append(request) or gaps)
+    assert exit_code(CONFIG) == code
     shown = capsys.readouterr().out
-    assert all(link.after in shown for link in links)
+    assert all(each.after in shown for each in gaps)
     assert len(asked[0].prompts) == 2
     assert asked[0].max_new_tokens == 8
     assert ("the gap begins between Hugging Face float32 and Megatron TP=1" in shown) is (gap > 1e-3)

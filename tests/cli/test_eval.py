@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.eval import EvalOptions, find_subject
+from megatron_dapo.cli.eval import find_target
 from megatron_dapo.config import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -12,21 +12,21 @@ URLS = 'rollout.urls=["http://a:1"]'
 
 
 def test_a_model_or_servers_or_the_configs_own_model(tmp_path):
-    assert find_subject(QUICKSTART, [], EvalOptions()).out == Path("evaluations") / "base"
-    named = find_subject(QUICKSTART, [], EvalOptions(model=tmp_path / "other"))
+    assert find_target(QUICKSTART, []).out == Path("evaluations") / "base"
+    named = find_target(QUICKSTART, [], model=tmp_path / "other")
     assert (named.weights, named.config.model.path) == (tmp_path / "other", str(tmp_path / "other"))
-    asked = find_subject(QUICKSTART, [URLS], EvalOptions())
+    asked = find_target(QUICKSTART, [URLS])
     assert (asked.weights, asked.config.rollout.urls) == (None, ("http://a:1",))
 
 
 @pytest.mark.parametrize(
     ("overrides", "options", "words"),
     [
-        ([URLS], EvalOptions(model=Path("m")), "--model m and rollout.urls"),
-        ([], EvalOptions(every=5), "--every 5: .* --watch"),
+        ([URLS], {"model": Path("m")}, "--model m and rollout.urls"),
+        ([], {"every": 5}, "--every 5: .* --watch"),
     ],
     ids=["two weights", "every"],
 )
 def test_an_option_that_would_not_be_read_is_refused(overrides, options, words):
     with pytest.raises(ConfigError, match=words):
-        find_subject(QUICKSTART, overrides, options)
+        find_target(QUICKSTART, overrides, **options)

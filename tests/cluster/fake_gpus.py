@@ -24,6 +24,7 @@ from ray.util.placement_group import remove_placement_group
 from megatron_dapo.cluster import ray_server, trainer
 from megatron_dapo.cluster.engines import placed_engines
 from megatron_dapo.cluster.placement import place
+from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, load_config
 from rollout.errors import ServerStartError
@@ -34,13 +35,13 @@ NODE = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": STORE_BYTES}
 SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 
 
-class Rank(trainer.TrainerRank):
+class Rank(TrainerRank):
     """Says where it is instead of building a model."""
 
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         return {"rank": self._rank}
 
-    def call(self, method: str, *arguments: Any, recorded_step: int | None = None) -> Any:
+    def where(self) -> tuple[int, str, str]:
         return (self._rank, *self.place())
 
 
@@ -78,7 +79,7 @@ async def ranks_and_colocated_servers(folder: Path) -> dict[str, Any]:
     shuffled = replace(placement, trainer=(*mixed[0], *mixed[1]))
     ranks = trainer.Trainer(config, None, folder, waits, use_gpu=True)  # type: ignore[arg-type]
     await ranks.start(shuffled)
-    places = await asyncio.gather(*(rank.call.remote("where") for rank in ranks._ranks))
+    places = await asyncio.gather(*(rank.where.remote() for rank in ranks._ranks))
     engines = placed_engines(config, folder / "logs", placement, ranks, on_gpu=True)
     for engine in engines:
         await engine.start()

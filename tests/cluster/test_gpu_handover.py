@@ -1,11 +1,11 @@
-"""Whose turn it is in the GPUs' memory, and what is said when one side does not leave it."""
+"""Who has the GPUs' memory, and what is said when one side does not leave it."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.cluster.gpu_handover import GIB, DeviceMemory, MemoryNotFree, Turns
+from megatron_dapo.cluster.gpu_handover import GIB, GpuHandover, GpuMemory, MemoryNotFree
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.run_config import RunConfig
 
@@ -31,14 +31,14 @@ class Gpus:
 
     async def look(self):
         free = (TOTAL - self.held_by_servers - self.trainer) * GIB
-        return [DeviceMemory(rank=rank, free=free, total=TOTAL * GIB, held=self.trainer * GIB) for rank in range(2)]
+        return [GpuMemory(rank=rank, free=free, total=TOTAL * GIB, reserved=self.trainer * GIB) for rank in range(2)]
 
 
-def with_turns(gpus, test, *, mode="colocated", deadline_s=5.0):
+def with_handover(gpus, test, *, mode="colocated", deadline_s=5.0):
     async def run():
         lines = []
         config = RunConfig(dir="x", rollout_steps=1, mode=mode, step_deadline_s=deadline_s)
-        await test(Turns(config, gpus, gpus.look, Waits(), report=lines.append))
+        await test(GpuHandover(config, gpus, gpus.look, Waits(), report=lines.append))
         return lines
 
     return asyncio.run(run())
@@ -47,14 +47,19 @@ def with_turns(gpus, test, *, mode="colocated", deadline_s=5.0):
 def test_each_side_comes_once_the_other_has_left_and_only_then():
     gpus = Gpus()
 
-    async def test(turns):
-        await turns.servers()  # theirs already
-        await turns.trainer()
-        await turns.trainer()
-        await turns.servers()
-        await turns.trainer()
+    async def test(handover):
+        async with handover.servers():  # theirs already
+            pass
+        async with handover.trainer():
+            pass
+        async with handover.trainer():
+            pass
+        async with handover.servers():
+            pass
+        async with handover.trainer():
+            pass
 
-    lines = with_turns(gpus, test)
+    lines = with_handover(gpus, test)
     assert gpus.calls == ["release", "resume", "release"]
     assert lines == [
         "colocated: servers leave 50.0 GiB of each GPU to the trainer, rank 0: 76.0 of 80.0 GiB free, 4.0 held by the "
@@ -66,20 +71,23 @@ def test_each_side_comes_once_the_other_has_left_and_only_then():
 def test_without_shared_memory_nobody_is_told_anything(mode):
     gpus = Gpus()
 
-    async def test(turns):
-        await turns.trainer()
-        await turns.servers()
+    async def test(handover):
+        async with handover.trainer():
+            pass
+        async with handover.servers():
+            pass
 
-    with_turns(gpus, test, mode=mode)
+    with_handover(gpus, test, mode=mode)
     assert gpus.calls == []
 
 
 def test_servers_that_keep_memory_are_named():
-    async def test(turns):
+    async def test(handover):
         with pytest.raises(MemoryNotFree, match=r"less memory .*:\n  rank 0: 46\.0 of .*, 50\.0 claimed"):
-            await turns.trainer()
+            async with handover.trainer():
+                pass
 
-    with_turns(Gpus(stays=30), test)
+    with_handover(Gpus(stays=30), test)
 
 
 def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
@@ -93,29 +101,34 @@ def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
             first, second = await super().look()
             return [first, replace(second, free=(TOTAL - self.trainer) * GIB)]
 
-    async def test(turns):
-        await turns.trainer()
-        await turns.servers()
+    async def test(handover):
+        async with handover.trainer():
+            pass
+        async with handover.servers():
+            pass
 
-    lines = with_turns(OneDown(), test)
+    lines = with_handover(OneDown(), test)
     assert lines[0].startswith("colocated: servers leave 50.0 GiB of each GPU")
     with pytest.raises(MemoryNotFree, match=r"rank 0: 46\.0 of"):
-        with_turns(OneDown(stays=30), test)
+        with_handover(OneDown(stays=30), test)
 
 
 def test_a_trainer_that_keeps_memory_is_named_before_the_servers_fail_for_it():
     gpus = Gpus()
 
-    async def test(turns):
-        await turns.trainer()
+    async def test(handover):
+        async with handover.trainer():
+            pass
         gpus.trainer = 40
         with pytest.raises(MemoryNotFree, match=r"between_phases to all.*\n  rank 0: 40\.0 of 80\.0 GiB free, 40"):
-            await turns.servers()
+            async with handover.servers():
+                pass
         assert gpus.calls == ["release"], "they were not told to come back"
         gpus.trainer = 4
-        await turns.servers()
+        async with handover.servers():
+            pass
 
-    with_turns(gpus, test)
+    with_handover(gpus, test)
 
 
 def test_a_handover_that_does_not_end_is_named():
@@ -123,11 +136,12 @@ def test_a_handover_that_does_not_end_is_named():
         async def release_memory(self):
             await asyncio.sleep(60)
 
-    async def test(turns):
+    async def test(handover):
         with pytest.raises(Stalled, match=r"memory for the trainer: rollout servers gave no answer within 0\.1 s"):
-            await turns.trainer()
+            async with handover.trainer():
+                pass
 
-    with_turns(Stuck(), test, deadline_s=0.1)
+    with_handover(Stuck(), test, deadline_s=0.1)
 
 
 def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
@@ -138,9 +152,11 @@ def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
 
     gpus.look = nothing
 
-    async def test(turns):
-        await turns.trainer()
-        await turns.servers()
+    async def test(handover):
+        async with handover.trainer():
+            pass
+        async with handover.servers():
+            pass
 
-    with_turns(gpus, test)
+    with_handover(gpus, test)
     assert gpus.calls == ["release", "resume"]

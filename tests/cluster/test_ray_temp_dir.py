@@ -6,19 +6,19 @@ import tempfile
 
 import pytest
 
-from megatron_dapo.cluster import ray_temp_dir
-from megatron_dapo.cluster.ray_temp_dir import PREFIX, RayFolder
+from megatron_dapo.cluster import ray_cluster
+from megatron_dapo.cluster.ray_cluster import TEMP_PREFIX, RayTempDir
 from tests.processes import ROOT
 
 HEAD = """
 import sys, tempfile, time
-from megatron_dapo.cluster import ray_temp_dir
-tempfile.tempdir, ray_temp_dir.LONGEST_PARENT = sys.argv[1], 1000
+from megatron_dapo.cluster import ray_cluster
+tempfile.tempdir, ray_cluster.LONGEST_PARENT = sys.argv[1], 1000
 """
-HOLD = "folder = ray_temp_dir.RayFolder()\nprint(folder.path, flush=True)\ntime.sleep(1000)"
+HOLD = "folder = ray_cluster.RayTempDir()\nprint(folder.path, flush=True)\ntime.sleep(1000)"
 OFTEN = """
 for number in range(150):
-    folder = ray_temp_dir.RayFolder()
+    folder = ray_cluster.RayTempDir()
     (folder.path / "file").touch()
     time.sleep(0.001)
     (folder.path / "file").read_text()
@@ -29,7 +29,7 @@ for number in range(150):
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(ray_temp_dir, "LONGEST_PARENT", 1000)
+    monkeypatch.setattr(ray_cluster, "LONGEST_PARENT", 1000)
     return tmp_path
 
 
@@ -45,9 +45,9 @@ def test_a_killed_runs_folder_goes_at_the_next_start_and_a_live_ones_stays(paren
         lost, kept = (process.stdout.readline().strip() for process in (killed, live))
         killed.kill()
         killed.wait(10)
-        unlocked = parent / f"{PREFIX}unlocked"
+        unlocked = parent / f"{TEMP_PREFIX}unlocked"
         unlocked.mkdir()
-        mine = RayFolder()
+        mine = RayTempDir()
         assert {str(folder) for folder in parent.iterdir()} == {kept, str(mine.path), str(unlocked)}
         assert lost != kept
         mine.remove()
@@ -65,9 +65,9 @@ def test_somebody_elses_folder_stays(parent, monkeypatch):
     killed.wait(10)
     with monkeypatch.context() as other:
         other.setattr("os.getuid", lambda: 12345)
-        RayFolder().remove()
+        RayTempDir().remove()
         assert len(list(parent.iterdir())) == 1
-    RayFolder().remove()
+    RayTempDir().remove()
     assert not list(parent.iterdir())
 
 

@@ -26,9 +26,10 @@ from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.detokenizer import decoder_of
 from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.groups import Admission
+from megatron_dapo.experience.responder import Responder
 from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
@@ -63,9 +64,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
     pool = RewardPool(RewardConfig(workers=1))
     generator = GroupGenerator(
-        fleet=fleet,
-        pool=pool,
-        decoder=words() if options.plain_text else decoder_of(words()),
+        responder=Responder(fleet=fleet, pool=pool, decoder=words() if options.plain_text else decoder_of(words())),
         prompts=scripted_prompts(PROMPTS, answer="42", verifier="robust"),
         sampling=SamplingParams(max_new_tokens=Script().max_new_tokens),
         group_size=options.group_size,

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace
+from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import SendRequest, Sent
 from rollout.weights.transport import Target
-from rollout.weights.weight_update import OnDisk
 from rollout.wire.client import ServerInfo
 
 
@@ -43,7 +43,7 @@ def send(
 
 
 class PoolTrainer:
-    """The weights of a folder as a `rollout.weights.weight_update.WeightStream`."""
+    """The weights of a folder as a `rollout.fleet.weight_update.WeightStream`."""
 
     def __init__(
         self, run: Callable[..., list[Any]], folder: Path, transport: str, *, deadline_s: float = 60.0, **place: Any

@@ -16,17 +16,21 @@ from aiohttp import web
 
 from megatron_dapo.cluster import placement
 from megatron_dapo.cluster import trainer as trainer_module
-from megatron_dapo.cluster.gpu_handover import Turns
+from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
-from megatron_dapo.cluster.waits import EXIT_STALLED, Stalled, Waits
+from megatron_dapo.cluster.trainer_rank import TrainerRank
+from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
-from reward import pool as pool_module
+from megatron_dapo.coordinator.run_context import RunContext
+from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
-from reward.pool import PoolError, RewardPool
-from reward.verdict import VerificationRequest
+from reward.pool import pool as pool_module
+from reward.pool.pool import RewardPool
+from reward.pool.scheduler import Job, Scheduler
+from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.deadlines import Timing
+from rollout.fleet.member import Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
@@ -146,7 +150,7 @@ def test_weights_in_memory_that_never_arrive(folders: list[Path]) -> None:  # no
         (lambda trainer: trainer.load_checkpoint(Path("x")), "trainer load_checkpoint"),
         (lambda trainer: trainer.write_weights(Path("x"), ()), "trainer write"),
         (lambda trainer: trainer.send_weights(None, ()), "trainer send"),
-        (lambda trainer: trainer._everyone("log_probs"), "trainer log_probs"),
+        (lambda trainer: trainer._everyone(TrainerRank.log_probs), "trainer log_probs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -155,7 +159,7 @@ def test_each_call_to_the_trainer(monkeypatch, call: Callable[[Trainer], Awaitab
         config = SimpleNamespace(run=SimpleNamespace(step_deadline_s=SHORT), rollout=SimpleNamespace(temperature=1.0))
         monkeypatch.setattr(trainer_module.ray, "put", lambda value: value)
         trainer = Trainer(config, None, Path(), Waits(), use_gpu=False)
-        rank = SimpleNamespace(call=SimpleNamespace(remote=never), weights=SimpleNamespace(remote=never))
+        rank = SimpleNamespace(perform=SimpleNamespace(remote=never))
         trainer._ranks = [rank, rank]
         with pytest.raises(TrainerStalled, match=rf"{name}: 2 trainer rank\(s\) gave no answer within 0\.2 s"):
             await call(trainer)
@@ -189,13 +193,13 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
     asyncio.run(test())
 
 
-def _parts(**services: object) -> Any:
+def _context(**services: object) -> Any:
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"])
     waits = Waits()
-    turns = Turns(config.run, None, never, waits, report=print)
+    handover = GpuHandover(config.run, None, never, waits, report=print)
     return SimpleNamespace(
         config=config,
-        services=SimpleNamespace(waits=waits, turns=turns, trainer=None, **services),
+        services=SimpleNamespace(waits=waits, handover=handover, trainer=None, **services),
         sampler=SimpleNamespace(fill=never),
         generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
         evaluator=SimpleNamespace(run=never),
@@ -207,7 +211,7 @@ def test_a_batch_of_groups() -> None:
     async def test() -> None:
         progress = SimpleNamespace(rollout_step=4, weight_version=4)
         with pytest.raises(Stalled, match=r"batch of groups: rollout servers gave no answer within 0\.2 s"):
-            await loop.fill_batch(_parts(), progress, loop.Phases())
+            await loop.fill_batch(_context(), progress, StepTimer())
 
     asyncio.run(test())
 
@@ -215,13 +219,13 @@ def test_a_batch_of_groups() -> None:
 def test_an_evaluation() -> None:
     async def test() -> None:
         with pytest.raises(Stalled, match=r"held-out answers: rollout servers gave no answer within 0\.2 s"):
-            await loop.evaluate(_parts(), "step5")
+            await RunContext.evaluate(_context(), "step5")
 
     asyncio.run(test())
 
 
 @pytest.mark.parametrize("whose", ["trainer", "servers"])
-def test_the_turns_of_a_shared_gpu(whose: str) -> None:
+def test_the_handover_of_a_shared_gpu(whose: str) -> None:
     async def test() -> None:
         config = SimpleNamespace(mode="colocated", step_deadline_s=SHORT)
         fleet = SimpleNamespace(release_memory=never, resume_memory=never)
@@ -229,10 +233,11 @@ def test_the_turns_of_a_shared_gpu(whose: str) -> None:
         async def nothing() -> list[object]:
             return []
 
-        turns = Turns(config, fleet, nothing, Waits(), report=print)
-        turns._trainers = whose == "servers"
+        handover = GpuHandover(config, fleet, nothing, Waits(), report=print)
+        handover._trainer_has_it = whose == "servers"
         with pytest.raises(Stalled, match=rf"memory for the {whose}: rollout servers gave no answer within 0\.2 s"):
-            await getattr(turns, whose)()
+            async with getattr(handover, whose)():
+                pass
 
     asyncio.run(test())
 
@@ -242,10 +247,10 @@ def test_a_publish_as_a_whole() -> None:
         async def written(*_: object) -> dict[object, object]:
             return {}
 
-        parts = _parts(fleet=SimpleNamespace(kinds=(), publish=never))
-        parts.services.trainer = SimpleNamespace(write_weights=written)
+        context = _context(fleet=SimpleNamespace(kinds=(), publish=never))
+        context.services.trainer = SimpleNamespace(write_weights=written)
         with pytest.raises(Stalled, match=r"weight version 7: rollout servers gave no answer within 0\.2 s"):
-            await publish.publish_weights(parts, 7)
+            await publish.publish_weights(context, 7)
 
     asyncio.run(test())
 
@@ -256,8 +261,7 @@ def test_verdicts(monkeypatch) -> None:
         monkeypatch.setattr(pool_module, "_START_ATTEMPTS", 0)
         wait = asyncio.wait
         monkeypatch.setattr(asyncio, "wait", lambda waited, timeout=None, **_: wait(waited, timeout=0.05))
-        monkeypatch.setattr(pool, "_lanes", pool._lanes)
-        monkeypatch.setattr(type(pool._lanes), "submit", lambda *_: None)  # no worker ever sees the request
+        monkeypatch.setattr(Scheduler, "submit", lambda *_: Job(1))  # no worker ever sees the request
         with pytest.raises(PoolError, match=r"reward pool: no verdict for \d+ s, 1 missing; workers"):
             await pool.verify([VerificationRequest(response="Answer: 1", ground_truth="1")])
 
@@ -298,6 +302,6 @@ def test_a_call_that_lets_no_signal_through_ends_with_the_process() -> None:
         "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_STALLED
+    assert done.returncode == Stalled.exit_code
     assert "Ray start: Ray gave no answer within 0.2 s" in done.stderr
     assert "time.sleep" in done.stderr or "in main" in done.stderr

@@ -14,13 +14,15 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfi
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.order import prompt_at
 from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.experience.responder import Responder
+from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
-from rollout.fleet.deadlines import Timing
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import Timing
 from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
+from tests.ledger_check import check_ledger
 from tests.rollout.fleet_kit import FAST
 from tests.rollout.script import RIGHT, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed
@@ -48,7 +50,7 @@ async def break_servers(fleet: RolloutFleet, servers: Sequence[ScriptedServer], 
     draw = random.Random(seed)
     for _ in range(faults):
         await asyncio.sleep(0.3 * draw.random())
-        up = [server for server, seen in zip(servers, fleet.status(), strict=True) if seen.state == "ready"]
+        up = [server for server, seen in zip(servers, fleet.members, strict=True) if seen.state == "ready"]
         if not up:
             continue
         server = draw.choice(up)
@@ -76,9 +78,7 @@ async def fill_under_faults(
     rollout = RolloutConfig(max_running_requests=32, max_attempts=100, fleet_deadline_s=30.0)
     fleet = RolloutFleet(rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=timing)
     generator = GroupGenerator(
-        fleet=fleet,
-        pool=LastToken(),
-        decoder=LastToken(),
+        responder=Responder(fleet=fleet, pool=LastToken(), decoder=LastToken()),
         prompts=scripted_prompts(PROMPTS, answer="", verifier="last-token"),
         sampling=SamplingParams(max_new_tokens=LONGEST),
         group_size=group_size,
@@ -106,7 +106,7 @@ async def fill_under_faults(
         breaking.cancel()
         await fleet.close()
         ledger.close()
-    restarts = sum(status.restarts for status in fleet.status())
+    restarts = sum(status.restarts for status in fleet.members)
     assert restarts > 0, "no fault was met: the test shows nothing"
     assert sorted(decided) == list(range(len(decided))), "every position decided once"
     positions = [group.position for group in made]

@@ -11,8 +11,9 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, effective_events, read_ledger
 from tests.coordinator.test_sampler import GROUP, group, ran
+from tests.ledger_check import check_ledger
 
 PROMPTS = 8
 START = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())

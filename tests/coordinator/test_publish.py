@@ -3,12 +3,15 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron_dapo.cluster.trainer import Trainer, TrainerRank
+from megatron_dapo.cluster.trainer import Trainer
+from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.coordinator.publish import TrainerWeights
 from rollout.config import RolloutConfig
@@ -29,11 +32,11 @@ class Recorded(Trainer):
         self.asked: list[str] = []
         self.requests: list[SendRequest] = []
 
-    async def _everyone(self, method: str, *arguments: object, **_: object) -> object:
-        self.asked.append(method)
-        if method == "send":
+    async def _everyone(self, call: Callable[..., object], *arguments: object) -> Any:
+        self.asked.append(call.__name__)
+        if call is TrainerRank.send:
             self.requests.append(arguments[0])  # type: ignore[arg-type]
-        return {"write": {}, "send": Sent()}.get(method)
+        return {TrainerRank.write: {}, TrainerRank.send: Sent()}.get(call)
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
@@ -70,11 +73,11 @@ def test_the_request_names_what_the_group_is_made_of(
 ) -> None:
     async def test() -> None:
         trainer = Recorded(use_gpu=use_gpu)
-        await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, starts=2)], "3")
+        await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, restarts=2)], "3")
         (request,) = trainer.requests
         assert (request.transport, request.backend, request.label) == ("distributed", backend, "3")
         assert (request.deadline_s, request.api_key_file) == (7.0, Path("key"))
-        assert request.targets[0].starts == 2
+        assert request.targets[0].restarts == 2
 
     asyncio.run(test())
 

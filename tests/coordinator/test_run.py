@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import psutil
@@ -52,16 +53,15 @@ def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         sync(descriptor)
 
-    async def trainer():
-        pass
-
     async def export_hf(folder):
         (folder / "below").mkdir(parents=True)
         for name in ("model.safetensors", "below/tokenizer.json"):
             (folder / name).write_text("x")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    services = SimpleNamespace(turns=SimpleNamespace(trainer=trainer), trainer=SimpleNamespace(export_hf=export_hf))
+    services = SimpleNamespace(
+        handover=SimpleNamespace(trainer=nullcontext), trainer=SimpleNamespace(export_hf=export_hf)
+    )
     asyncio.run(export_model(SimpleNamespace(services=services, run_dir=SimpleNamespace(path=tmp_path))))
     names = ("", "model", "model/below", "model/model.safetensors", "model/below/tokenizer.json")
     assert synced == {str(tmp_path / name) for name in names}

@@ -11,10 +11,11 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSampli
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit, SamplerState
 from megatron_dapo.coordinator.step_metrics import _tokens_by_fate
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from megatron_dapo.report.fates import count_fates
-from megatron_dapo.storage.ledger import Ledger, check_ledger, read_ledger
+from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
+from tests.ledger_check import check_ledger
 from tools.benchmarks.simulation.virtual_time import run_virtually
 
 GROUP = 4
@@ -215,7 +216,7 @@ def test_every_token_has_one_fate(make, max_staleness):
         assert sum(g.tokens for g in batch.generated) + before == spent
         before = fates["tokens/carried"]
     assert (sum(batch.expired_tokens for batch in batches) > 0) == (max_staleness == 0)
-    written = count_fates(ledger._path, [])
+    written = count_outcomes(ledger._path, [])
     for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
         assert written.tokens[fate] == sum(_tokens_by_fate(batch)[f"tokens/{name}"] for batch in batches)
 

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM
 from rollout.config import RolloutConfig
 from rollout.errors import WeightMismatch
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.weight_update import WeightStream
 from rollout.generation import GenerationRequest, SamplingParams
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec
 from rollout.weights.sender import Sent
 from rollout.weights.transport import Target
-from rollout.weights.weight_update import WeightStream
 from tests.actor.gloo import end_workers, run_ranks
 from tests.coordinator.sync_kit import PoolTrainer
 from tests.processes import ROOT
@@ -59,7 +59,7 @@ class Place:
         return await self.fleet.publish_stream(stream, next(self.versions))
 
     async def all_ready(self) -> None:
-        await until(lambda: all(seen.state == "ready" for seen in self.fleet.status()), 240)
+        await until(lambda: all(seen.state == "ready" for seen in self.fleet.members), 240)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_both_servers_serve_the_trainers_weights(place: Place, tmp_path: Path, t
         answers = await asyncio.gather(*map(place.fleet.generate, requests))
         assert {int(version) for answer in answers for version in answer.weight_versions} == {report.weight_version}
         assert_log_probs(model, requests, answers)
-        assert len({seen.restarts for seen in place.fleet.status()}) == 1
+        assert len({seen.restarts for seen in place.fleet.members}) == 1
 
     place.run(work())
 
@@ -161,7 +161,7 @@ def test_a_planted_wrong_tensor_is_named(place: Place, tmp_path: Path, transport
     async def work() -> None:
         await place.all_ready()
         stream = Planted(run_ranks, folder, transport)
-        member = place.fleet._members[0]
+        member = place.fleet.members[0]
         stream.wrong = lambda: member.client.update_weights_from_disk(wrong, "wrong", 60)
         with pytest.raises(WeightMismatch, match=PLANTED.replace(".", r"\.")) as caught:
             await place.publish(stream)
@@ -230,7 +230,7 @@ def test_a_server_lost_in_the_middle_keeps_nobody_waiting(
         answers = await asyncio.gather(*map(place.fleet.generate, requests))
         assert_log_probs(model, requests, answers)
         await place.all_ready()
-        assert {seen.weight_version for seen in place.fleet.status()} == {report.weight_version}
-        assert place.fleet.status()[0].restarts > 0
+        assert {seen.weight_version for seen in place.fleet.members} == {report.weight_version}
+        assert place.fleet.members[0].restarts > 0
 
     place.run(work(), 400)

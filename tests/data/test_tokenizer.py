@@ -2,10 +2,15 @@
 
 import json
 import shutil
+from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from megatron_dapo.data import tokenizer as tokenizer_module
+from megatron_dapo.data.tokenizer import FileTokenizer, TokenizerError, load_text_tools
 from tests.processes import ROOT
 
 
@@ -21,7 +26,7 @@ def folder(tmp_path):
         ("tokenizer.json", "", "cannot be loaded"),
         ("tokenizer.json", "{}", "cannot be loaded"),
         ("tokenizer.json", '{"version": ', "cannot be loaded"),
-        ("tokenizer_config.json", "[]", "cannot be loaded"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("generation_config.json", "{", "no JSON"),
         ("generation_config.json", '{"eos_token_id": "end"}', "eos_token_id"),
         ("generation_config.json", '{"eos_token_id": [1, "end"]}', "eos_token_id"),
@@ -33,6 +38,45 @@ def test_a_damaged_file_is_one_error_that_names_the_folder(folder, name, content
     with pytest.raises(TokenizerError, match=expected) as error:
         load_text_tools(folder)
     assert str(folder) in str(error.value)
+
+
+@given(
+    text=st.text(
+        alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("0123456789 \n+=Answer:</s>"))
+    )
+)
+def test_the_light_tokenizer_is_transformers_own(text: str) -> None:
+    base = ROOT / "examples" / "quickstart" / "base"
+    light, full = load_text_tools(base).tokenizer, AutoTokenizer.from_pretrained(str(base))
+    assert isinstance(light, FileTokenizer)
+    assert light.eos_token_id == full.eos_token_id
+    for whole in (text, f"{text}</s>{text}"):
+        ids = light.encode(whole, add_special_tokens=False)
+        assert ids == full.encode(whole, add_special_tokens=False)
+        for skip in (True, False):
+            assert light.decode(ids, skip_special_tokens=skip) == full.decode(ids, skip_special_tokens=skip)
+    chat = [{"role": "user", "content": text}]
+    assert light.apply_chat_template(chat, tokenize=False) == full.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_prefix_space": True},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {"clean_up_tokenization_spaces": True},
+        {"eos_token": "1"},
+        {"eos_token": {"content": "</s>", "__type": "AddedToken"}},
+    ],
+)
+def test_settings_that_may_change_the_text_go_to_transformers(folder, settings, monkeypatch) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    asked = []
+    monkeypatch.setattr(tokenizer_module, "_load_by_transformers", asked.append)
+    with suppress(AttributeError):  # of None, in place of the tokenizer
+        load_text_tools(folder)
+    assert asked == [folder]
 
 
 @pytest.mark.parametrize("size", ["64", None, 64.5])

@@ -7,17 +7,17 @@ import re
 import numpy as np
 import pytest
 import torch
+import typer
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cli.certify import CertifyOptions, Limits, certify_command
+from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.certificate import certificate as run
-from megatron_dapo.diagnostics.certificate.certificate import Case, Measured
+from megatron_dapo.diagnostics.certificate.certificate import Difference, relative_error
 from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
-from megatron_dapo.diagnostics.certificate.measure import Bounds, Difference, relative_error
 from megatron_dapo.diagnostics.certificate.sample_batch import random_responses, random_sample
 from tests.processes import ROOT, Running
 
@@ -54,6 +54,10 @@ def test_few_layouts_have_every_kind_of_parallelism(processes, seed):
     assert chosen == choose_layouts(candidates, 6, seed=seed, always=own)
 
 
+def sampled(responses, current, *overrides):
+    return random_sample(load_config(CONFIG, ["run.seed=3", *overrides]), responses, current, weights_plan=None)
+
+
 def test_the_mini_batch_is_ragged_and_meets_both_clips():
     responses = random_responses(count=16, longest=100, vocabulary=50, seed=3)
     lengths = responses.response_lengths
@@ -63,8 +67,7 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
     current = LogProbs(
         log_probs=np.full(lengths.sum(), -2, dtype=np.float32), entropy=np.zeros(lengths.sum(), dtype=np.float32)
     )
-    objective = PolicyObjective()
-    sample = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    sample = sampled(responses, current)
     ratio = np.exp(current.log_probs.astype(float) - sample.columns["old_log_probs"])
     advantages = sample.columns["advantages"]
     assert ((ratio < 0.8) & (advantages < 0)).sum() > 5
@@ -72,11 +75,9 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
     for bound in (0.8, 1.28):
         assert np.abs(np.log(ratio / bound)).min() > 9e-4
     assert sample.carries_loss.sum() == 15
-    again = random_sample(responses, current, objective, dtype="float32", correction=False, seed=3)
+    again = sampled(responses, current)
     assert np.array_equal(again.columns["old_log_probs"], sample.columns["old_log_probs"])
-    full = random_sample(
-        responses, current, PolicyObjective(kl_coefficient=0.1), dtype="float32", correction=True, seed=3
-    )
+    full = sampled(responses, current, "algorithm.kl.coefficient=0.1", "algorithm.importance.mode=truncated")
     assert full.columns.keys() == {"advantages", "old_log_probs", "reference_log_probs", "correction"}
 
 
@@ -86,34 +87,33 @@ def test_what_is_not_a_number_is_not_within_the_bounds():
     assert relative_error(zero, zero) == 0
     assert math.isinf(relative_error(one, zero))
     assert math.isnan(relative_error(one * math.nan, one))
-    bounds = Bounds(loss=0.5, gradient=0.5, parameter=0.7)
-    good = Difference(loss=0.5, gradient=0.5, worst=0.7, parameter="")
-    assert good.within(bounds)
-    for name in ("loss", "gradient", "worst"):
-        assert not dataclasses.replace(good, **{name: 0.8}).within(bounds)
-        assert not dataclasses.replace(good, **{name: math.nan}).within(bounds)
+    for dtype in ("float32", "bfloat16"):
+        assert Limits(dtype, loss=0.5, gradient=0.5).hold("token_mean", difference(loss=0.5, gradient=0.5, worst=0.5))
+        for name in ("loss", "gradient", "worst"):
+            for value in (math.nan, math.inf) if name == "gradient" else (math.nan,):
+                found = difference(**{"loss": 0.5, "gradient": 0.5, "worst": 0.5, name: value})
+                assert not Limits(dtype, loss=0.5, gradient=0.5).hold("token_mean", found)
 
 
-def result(*, loss: float = 0.01, gradient: float, worst: float) -> Measured:
-    case = Case(layout=LayoutConfig(), aggregation="token_mean", budget=1, mini_batch=None)
-    return Measured(case=case, difference=Difference(loss=loss, gradient=gradient, worst=worst, parameter=""))
+def difference(*, loss: float = 0.01, gradient: float, worst: float) -> Difference:
+    return Difference(loss=loss, gradient=gradient, worst=worst, parameter="")
 
 
 def test_in_bfloat16_a_layout_may_be_as_far_as_two_draws_of_rounding_and_no_further():
     """What rounding does to the model is measured by one process, which comes first."""
     limits = Limits("bfloat16", loss=0.02, gradient=0.4)
-    assert limits.hold(result(gradient=0.1, worst=9.0))
-    assert limits.hold(result(gradient=0.24, worst=9.0))
-    assert not limits.hold(result(gradient=0.26, worst=0.1))
-    assert not limits.hold(result(gradient=0.1, worst=0.1, loss=0.03))
-    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold(result(gradient=0.41, worst=0.1))
+    assert limits.hold("token_mean", difference(gradient=0.1, worst=9.0))
+    assert limits.hold("token_mean", difference(gradient=0.24, worst=9.0))
+    assert not limits.hold("token_mean", difference(gradient=0.26, worst=0.1))
+    assert not limits.hold("token_mean", difference(gradient=0.1, worst=0.1, loss=0.03))
+    assert not Limits("bfloat16", loss=0.02, gradient=0.4).hold("token_mean", difference(gradient=0.41, worst=0.1))
 
 
 def test_in_float32_each_parameter_counts():
     limits = Limits("float32", loss=0.02, gradient=0.4)
-    assert limits.hold(result(gradient=0.1, worst=0.4))
-    assert limits.hold(result(gradient=0.3, worst=0.4))
-    assert not limits.hold(result(gradient=0.1, worst=0.41))
+    assert limits.hold("token_mean", difference(gradient=0.1, worst=0.4))
+    assert limits.hold("token_mean", difference(gradient=0.3, worst=0.4))
+    assert not limits.hold("token_mean", difference(gradient=0.1, worst=0.41))
 
 
 def rows(output: str) -> list[str]:
@@ -141,24 +141,18 @@ def test_a_deadline_that_passes_ends_the_command_and_its_processes(tmp_path):
     assert finished.left_behind == ()
 
 
-OPTIONS = CertifyOptions(
-    processes=2,
-    layouts=2,
-    responses=8,
-    longest=64,
-    dtype=None,
-    loss_bound=None,
-    gradient_bound=None,
-    deadline_s=120,
-)
+def exit_code(*overrides: str) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        certify(CONFIG, list(overrides), processes=2, layouts=2, responses=8, longest=64, deadline=120)
+    return ended.value.exit_code
 
 
 def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys):
     """One of about 150 response tokens weighs 5% more, under one aggregation, on the tensor-parallel ranks."""
     honest = run.layout_cases
 
-    def layout_cases(plan, sample, layout, *args, **options):
-        cases = honest(plan, sample, layout, *args, **options)
+    def layout_cases(config, sample, layout, **options):
+        cases = honest(config, sample, layout, **options)
         if layout.tensor == 2:
             weights = cases[2].mini_batch.weights.copy()
             weights[len(weights) // 3] *= 1.05
@@ -168,7 +162,7 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
         return cases
 
     monkeypatch.setattr(run, "layout_cases", layout_cases)
-    assert certify_command(CONFIG, [], OPTIONS) == ExitCode.INEXACT
+    assert exit_code() == ExitCode.INEXACT
     output = capsys.readouterr().out
     wrong = [row for row in rows(output) if "FAIL" in row]
     assert len(rows(output)) == 10
@@ -178,5 +172,5 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
 
 
 def test_a_config_that_cannot_be_certified_here_says_why(capsys):
-    assert certify_command(CONFIG, ["actor.layout.tensor=3"], OPTIONS) == ExitCode.CONFIG
+    assert exit_code("actor.layout.tensor=3") == ExitCode.CONFIG
     assert "actor.layout.tensor = 3: must divide the model's num_key_value_heads = 2" in capsys.readouterr().err

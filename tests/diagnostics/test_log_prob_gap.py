@@ -1,4 +1,4 @@
-"""The chain from engine to trainer with its real parts, on the quickstart's base: SGLang, transformers, Megatron."""
+"""The stages from engine to trainer with their real parts, on the quickstart's base: SGLang, transformers, Megatron."""
 
 import shutil
 from itertools import pairwise
@@ -10,8 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config import load_config
-from megatron_dapo.diagnostics import log_prob_gap as chain
-from megatron_dapo.diagnostics.log_prob_gap import CHAIN, DECODE, LAYOUT, ONE_RANK, PREFILL, REFERENCE, Link, Question
+from megatron_dapo.diagnostics.log_prob_gap import (
+    DECODE,
+    LAYOUT,
+    ONE_RANK,
+    PREFILL,
+    REFERENCE,
+    STAGES,
+    BisectRequest,
+    StageGap,
+    find_gaps,
+    first_gap,
+)
 from tests.processes import ROOT
 
 pytestmark = [
@@ -21,19 +31,16 @@ pytestmark = [
 PERTURBED = "model.layers.1.mlp.down_proj.weight"
 
 
-def question(tmp_path: Path, **weights: Path) -> Question:
+def request_with(weights: dict[str, Path]) -> BisectRequest:
     config = load_config(
         ROOT / "examples" / "quickstart" / "dapo.yaml", [f"model.path={ROOT}/examples/quickstart/base"]
     )
     draw = np.random.default_rng(1)
-    return Question(
+    return BisectRequest(
         config=config,
         prompts=[draw.integers(5, 60, size).astype(np.int32) for size in (3, 9, 30)],
         stop_token_ids=(),
         max_new_tokens=24,
-        device="cpu",
-        gpus=(),
-        logs=tmp_path / "logs",
         deadline_s=300.0,
         weights=weights,
     )
@@ -62,22 +69,22 @@ def perturbed(tmp_path: Path) -> Path:
     ids=["none", "engine", "layout", "one rank"],
 )
 def test_a_gap_is_found_where_it_was_planted(
-    tmp_path: Path, perturbed: Path, parts: tuple[str, ...], expected: list[tuple[str, str]]
+    perturbed: Path, parts: tuple[str, ...], expected: list[tuple[str, str]]
 ) -> None:
     said: list[str] = []
-    links = chain.bisect(question(tmp_path, **dict.fromkeys(parts, perturbed)), said.append)
-    assert [(link.before, link.after) for link in links] == list(pairwise(CHAIN))
-    above = [link for link in links if link.mean_abs > 1e-3]
-    assert [(link.before, link.after) for link in above] == expected
-    assert all(link.max_abs < 2e-4 for link in links if link not in above)
-    assert chain.first_gap(links, 1e-3) == (above[0] if above else None)
+    gaps = find_gaps(request_with(dict.fromkeys(parts, perturbed)), said.append)
+    assert [(gap.before, gap.after) for gap in gaps] == list(pairwise(STAGES))
+    above = [gap for gap in gaps if gap.mean_abs > 1e-3]
+    assert [(gap.before, gap.after) for gap in above] == expected
+    assert all(gap.max_abs < 2e-4 for gap in gaps if gap not in above)
+    assert first_gap(gaps, 1e-3) == (above[0] if above else None)
     assert len(said) == 4
 
 
 def test_a_gap_that_is_no_number_is_a_gap() -> None:
-    links = [
-        Link(before=DECODE, after=PREFILL, mean_abs=1e-6, max_abs=1e-5, response=0, token=0),
-        Link(before=PREFILL, after=REFERENCE, mean_abs=float("nan"), max_abs=float("nan"), response=1, token=2),
+    gaps = [
+        StageGap(before=DECODE, after=PREFILL, mean_abs=1e-6, max_abs=1e-5, response=0, token=0),
+        StageGap(before=PREFILL, after=REFERENCE, mean_abs=float("nan"), max_abs=float("nan"), response=1, token=2),
     ]
-    assert chain.first_gap(links, 1e-3) is links[1]
-    assert chain.first_gap(links[:1], 1e-3) is None
+    assert first_gap(gaps, 1e-3) is gaps[1]
+    assert first_gap(gaps[:1], 1e-3) is None

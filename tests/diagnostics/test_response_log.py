@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, ResponseLog
-from megatron_dapo.experience.responder import Answer
+from megatron_dapo.experience.problem_results import Answer
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
 ANSWER = Answer(
@@ -12,30 +12,26 @@ ANSWER = Answer(
 
 
 def write(folder, count):
-    log = ResponseLog(folder, SETTINGS)
-    for sample in range(count):
-        log.add(("sampled", "p", sample), ANSWER)
-    log.close()
+    with ResponseLog(folder, SETTINGS) as log:
+        for sample in range(count):
+            log.add(("sampled", "p", sample), ANSWER)
 
 
 def test_what_was_added_is_known_to_the_next_start(tmp_path):
     write(tmp_path, 2)
-    log = ResponseLog(tmp_path, SETTINGS)
-    assert log.known == {("sampled", "p", 0): ANSWER, ("sampled", "p", 1): ANSWER}
-    log.close()
+    with ResponseLog(tmp_path, SETTINGS) as log:
+        assert log.known == {("sampled", "p", 0): ANSWER, ("sampled", "p", 1): ANSWER}
 
 
 def test_a_torn_last_line_is_asked_for_again(tmp_path):
     write(tmp_path, 3)
     file = tmp_path / RESPONSES
     file.write_bytes(file.read_bytes()[:-20])
-    log = ResponseLog(tmp_path, SETTINGS)
-    assert len(log.known) == 2
-    log.add(("sampled", "p", 2), ANSWER)
-    log.close()
-    log = ResponseLog(tmp_path, SETTINGS)
-    assert len(log.known) == 3
-    log.close()
+    with ResponseLog(tmp_path, SETTINGS) as log:
+        assert len(log.known) == 2
+        log.add(("sampled", "p", 2), ANSWER)
+    with ResponseLog(tmp_path, SETTINGS) as log:
+        assert len(log.known) == 3
 
 
 def test_a_broken_line_is_named(tmp_path):
@@ -54,8 +50,10 @@ def test_responses_of_other_weights_or_settings_are_not_taken_over(tmp_path, cha
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    log = ResponseLog(tmp_path, SETTINGS)
-    with pytest.raises(EvaluationError, match="another evaluation writes there"):
+    with (
+        ResponseLog(tmp_path, SETTINGS),
+        pytest.raises(EvaluationError, match="another evaluation writes there"),
+    ):
         ResponseLog(tmp_path, SETTINGS)
-    log.close()
-    ResponseLog(tmp_path, SETTINGS).close()
+    with ResponseLog(tmp_path, SETTINGS):
+        pass

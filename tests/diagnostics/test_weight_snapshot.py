@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from megatron_dapo.diagnostics.response_log import EvaluationError
-from megatron_dapo.diagnostics.weight_snapshot import fingerprint, freeze, versions
+from megatron_dapo.diagnostics.weight_snapshot import fingerprint, newest_weights, snapshot, versions
 
 
 def model(folder, weights=b"1" * 100):
@@ -16,10 +16,10 @@ def model(folder, weights=b"1" * 100):
     return folder
 
 
-def test_what_is_frozen_outlives_its_source(tmp_path):
+def test_a_snapshot_outlives_its_source(tmp_path):
     source = model(tmp_path / "v3")
     before = fingerprint(source)
-    assert freeze(source, tmp_path / "kept" / "v3")
+    assert snapshot(source, tmp_path / "kept" / "v3")
     shutil.rmtree(source)
     assert fingerprint(tmp_path / "kept" / "v3") == before
 
@@ -30,7 +30,7 @@ def test_without_hard_links_it_is_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     source = model(tmp_path / "v3")
-    assert freeze(source, tmp_path / "kept" / "v3")
+    assert snapshot(source, tmp_path / "kept" / "v3")
     assert (tmp_path / "kept" / "v3" / "model.safetensors").stat().st_ino != (
         source / "model.safetensors"
     ).stat().st_ino
@@ -45,9 +45,9 @@ def test_a_version_that_goes_away_meanwhile_leaves_nothing(tmp_path, monkeypatch
         link(one, other)
 
     monkeypatch.setattr(os, "link", remove_then_link)
-    assert not freeze(source, tmp_path / "kept" / "v3")
+    assert not snapshot(source, tmp_path / "kept" / "v3")
     assert not (tmp_path / "kept" / "v3").exists()
-    assert not freeze(tmp_path / "nowhere", tmp_path / "kept" / "v4")
+    assert not snapshot(tmp_path / "nowhere", tmp_path / "kept" / "v4")
 
 
 def test_a_change_at_either_end_shows(tmp_path):
@@ -70,3 +70,17 @@ def test_versions_are_numbers(tmp_path):
     for name in ("v10", "v2", "v3.tmp", "very"):
         (tmp_path / name).mkdir()
     assert versions(tmp_path) == [2, 10]
+
+
+def test_the_newest_weights_of_a_run(tmp_path):
+    assert newest_weights(tmp_path) is None
+    for version in (9, 10):
+        (tmp_path / "weights" / f"v{version}").mkdir(parents=True)
+        (tmp_path / "weights" / f"v{version}" / "config.json").write_text("{}")
+    (tmp_path / "weights" / "v11").mkdir()  # begun and not ended
+    assert newest_weights(tmp_path) == (tmp_path / "weights" / "v10", 10)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert newest_weights(tmp_path) == (tmp_path / "weights" / "v10", 10), "its export may not be whole yet"
+    (tmp_path / "summary.json").write_text("{}")
+    assert newest_weights(tmp_path) == (tmp_path / "model", None)

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from megatron_dapo.cli.exit_codes import OF_ERRORS, ExitCode
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config
 from megatron_dapo.monitor.health import RULES
 from tests.docs.documents import ROOT, documents, inline_code
@@ -121,9 +121,21 @@ def test_the_runbook_has_every_exit_code() -> None:
 
 
 def test_the_runbook_has_every_error_with_its_exit_code() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\d+) \|", OPERATIONS, flags=re.MULTILINE)
+    rows = re.findall(r"^- (`\w+`(?:, `\w+`)*) \((\d+)\): ", OPERATIONS, flags=re.MULTILINE)
     stated = {name: int(code) for names, code in rows for name in re.findall(r"\w+", names)}
-    assert stated == {path.rpartition(".")[2]: code.value for path, code in OF_ERRORS.items()}
+    assert stated == error_classes() | {"OSError": ExitCode.FAILED}
+
+
+def error_classes() -> dict[str, int]:
+    """Every class of the product with an `exit_code` of its own."""
+    found: dict[str, int] = {}
+    for package in ("megatron_dapo", "rollout", "reward"):
+        for file in (ROOT / package).rglob("*.py"):
+            for kind in (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)):
+                for line in kind.body:
+                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "exit_code":
+                        found[kind.name] = ExitCode(ast.literal_eval(line.value))
+    return found
 
 
 def wait_names() -> set[str]:
@@ -140,13 +152,13 @@ def wait_names() -> set[str]:
 
 
 def test_the_runbook_has_every_wait() -> None:
-    section = OPERATIONS.partition("## A run that stands still")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w -]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
+    section = OPERATIONS.partition("## A run that hangs")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w -]+)`", "\n".join(re.findall(r"^- (`.*?): ", section, flags=re.MULTILINE)))
     assert len(wait_names()) > 6
     assert not {name for name in wait_names() if not any(row.startswith(name) for row in named)}
 
 
 def test_the_runbook_has_every_alarm() -> None:
     section = OPERATIONS.partition("## Alarms")[2]
-    missing = [rule.__name__ for rule in RULES if f"`{rule.__name__}`" not in section]
+    missing = [rule.name for rule in RULES if f"`{rule.name}`" not in section]
     assert not missing

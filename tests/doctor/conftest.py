@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.doctor.gpu_node import examine_gpu_node
+from megatron_dapo.doctor.examine import examine_gpu_node
 from megatron_dapo.doctor.hardware import probe_gpus
-from megatron_dapo.doctor.node import Node
-from megatron_dapo.doctor.result import Finding, Status
+from megatron_dapo.doctor.probing import Finding, Node, Status
 
 GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default, Disabled, 0"
 NVIDIA_SMI = """#!/bin/sh
@@ -116,6 +115,7 @@ class GpuMachine:
             python=(str(root / "venv/bin/python"), "-S"),  # without this environment's own packages
             headers=root / "include",
             site=self.site,
+            packages=[str(self.site)],
             host="node7",
             resolve=lambda name: "10.0.0.7",
             outgoing=lambda: "10.0.0.7",

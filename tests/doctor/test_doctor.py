@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_dapo.cli.doctor import examine
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
-from megatron_dapo.doctor.node import Node
-from megatron_dapo.doctor.result import Status
-from megatron_dapo.doctor.run import bytes_on_disk, check_data, check_host_memory, check_model, check_tokenizer
-from megatron_dapo.plan.alternatives import changed
-from megatron_dapo.plan.shapes import BUILT_IN
+from megatron_dapo.doctor.config_checks import (
+    bytes_on_disk,
+    check_data,
+    check_host_memory,
+    check_model,
+    check_tokenizer,
+)
+from megatron_dapo.doctor.examine import examine
+from megatron_dapo.doctor.probing import Node, Status
+from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 
@@ -115,7 +120,7 @@ def test_a_dry_run_needs_a_config():
 
 
 def test_a_healthy_model_passes(config):
-    hf, [finding] = check_model(config)
+    hf, finding = check_model(config)
     assert finding.status is Status.PASS
     assert hf is not None
 
@@ -128,7 +133,7 @@ def test_a_healthy_model_passes(config):
     ],
 )
 def test_a_layout_or_length_that_the_model_does_not_know_fails(changes, said, config):
-    _, [finding] = check_model(changed(config, changes))
+    _, finding = check_model(changed(config, changes))
     assert finding.status is Status.FAIL
     assert said in finding.found
 
@@ -138,7 +143,7 @@ def test_a_missing_weight_file_is_named(config):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _, [finding] = check_model(config)
+    _, finding = check_model(config)
     assert finding.status is Status.FAIL
     assert "model-00002-of-00002.safetensors" in finding.found
 

@@ -4,13 +4,12 @@ import shutil
 
 import pytest
 
-from megatron_dapo.cli.doctor import examine
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import hardware
-from megatron_dapo.doctor.gpu_node import on_gpus
+from megatron_dapo.doctor.examine import examine, on_gpus
 from megatron_dapo.doctor.hardware import check_collectives, check_gpus, check_interconnect, gpus_of, probe_gpus
-from megatron_dapo.doctor.result import Status
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.doctor.probing import Status
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 580.65.06, Default, Disabled, 0\n"
@@ -74,13 +73,13 @@ def test_without_a_gpu_the_cpu_takes_what_it_can_hold(config):
 
 @pytest.mark.parametrize(("link", "status"), [("NV18", Status.PASS), ("SYS", Status.WARNING), ("PHB", Status.WARNING)])
 def test_gpus_without_nvlink_between_them_are_a_warning(link, status):
-    [found] = check_interconnect(lambda command: TOPOLOGY.format(link=link))
+    [found] = check_interconnect(TOPOLOGY.format(link=link))
     assert found.status is status
     assert link in found.found
 
 
 def test_without_a_gpu_there_is_no_link_to_speak_of():
-    assert list(check_interconnect(lambda command: None)) == []
+    assert list(check_interconnect("")) == []
 
 
 @pytest.mark.parametrize(

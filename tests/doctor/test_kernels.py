@@ -13,10 +13,10 @@ import pytest
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import kernels
 from megatron_dapo.doctor.hardware import probe_gpus
-from megatron_dapo.doctor.kernels import check_imports, check_pins, check_torch, probe_packages, probe_torch
-from megatron_dapo.doctor.node import Node
-from megatron_dapo.doctor.result import Status
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.doctor.kernels import check_imports, check_pins, check_torch, probe_torch
+from megatron_dapo.doctor.probing import Node, Status
+from megatron_dapo.doctor.software import installed_versions
+from megatron_dapo.plan.scenario import changed
 from tests.doctor.conftest import MODULES, NO_DRIVER, TORCH
 from tests.plan.conftest import RECIPES
 
@@ -141,7 +141,7 @@ def test_an_import_that_hangs_is_ended_at_the_deadline(machine, monkeypatch):
     )
     for deadline_s in (2, 10, 40):  # on a busy machine the import may not have begun by then
         monkeypatch.setattr(kernels, "IMPORT_DEADLINE_S", deadline_s)
-        [finding] = check_imports(machine.node, [kernels.Part(module="flashinfer", lost="")], {})
+        [finding] = check_imports(machine.node, [kernels.Part("flashinfer", "")], {})
         if told.exists() and told.read_text():
             break
     assert finding.status is FAIL
@@ -222,15 +222,13 @@ def test_another_nccl_than_the_installed_one_is_a_warning(machine):
 )
 def test_packages_are_those_that_sglang_asks_for(package, version, status, machine):
     machine.package(package, version)
-    installed, requires = probe_packages(machine.node)
-    [finding] = check_pins(requires, installed)
+    [finding] = check_pins(machine.node, installed_versions(machine.node))
     assert finding.status is status
     assert finding.found.startswith(f"{package} {version or 'is not installed'}")
 
 
 def test_the_installed_sglang_declares_what_is_compared():
-    _, requires = probe_packages(Node())
-    names = [finding.found.split()[0] for finding in check_pins(requires, {})]
+    names = [finding.found.split()[0] for finding in check_pins(Node(), {})]
     assert sorted(names) == ["flashinfer-python", "sglang-kernel", "torch", "torch-memory-saver"]
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import machine
-from megatron_dapo.doctor.result import Status
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.doctor.probing import Status
+from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 
 
@@ -88,21 +88,21 @@ def test_open_files():
 
 
 def test_a_taken_port_fails(config, listener):
-    [finding] = machine.check_ports(changed(config, {"rollout.port": listener.getsockname()[1], "rollout.servers": 1}))
+    finding = machine.check_ports(changed(config, {"rollout.port": listener.getsockname()[1], "rollout.servers": 1}))
     assert finding.status is Status.FAIL
     assert "rollout.port=0" in finding.fix
 
 
 def test_free_ports_pass(config):
-    assert [finding.status for finding in machine.check_ports(config)] == [Status.PASS]
-    assert [finding.status for finding in machine.check_ports(None)] == [Status.PASS]
+    assert machine.check_ports(config).status is Status.PASS
+    assert machine.check_ports(None).status is Status.PASS
 
 
 def test_servers_of_someone_else_must_answer(config, listener):
     here = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert [f.status for f in machine.check_ports(changed(config, {"rollout.urls": (here,)}))] == [Status.PASS]
+    assert machine.check_ports(changed(config, {"rollout.urls": (here,)})).status is Status.PASS
     away = "http://127.0.0.1:1"
-    [finding] = machine.check_ports(changed(config, {"rollout.urls": (here, away)}))
+    finding = machine.check_ports(changed(config, {"rollout.urls": (here, away)}))
     assert finding.status is Status.FAIL
     assert away in finding.found
     assert here not in finding.found

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.cluster import trainer
+from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.doctor import network
-from megatron_dapo.doctor.result import Status
+from megatron_dapo.doctor.probing import Node, Status
 from rollout.server import engine
 
 PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
@@ -196,12 +196,12 @@ def test_a_range_that_is_taken_is_a_warning(machine):
 
 def test_the_ranges_are_those_that_the_run_takes():
     assert engine._PORTS == network.PORTS
-    source = trainer.TrainerRank.endpoint.__code__
+    source = TrainerRank.endpoint.__code__
     assert {network.PORTS.start, network.PORTS.stop} <= set(source.co_consts)
 
 
 def test_this_machine_can_be_asked():
-    node = network.Node()
+    node = Node()
     assert node.host == socket.gethostname()
     assert network.check_host(node, several=False).status in (PASS, WARNING)
     assert all(finding.status is not FAIL for finding in network.check_port_range(node))

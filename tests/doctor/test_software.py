@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.doctor.result import Status
+from megatron_dapo.doctor.probing import Status
 from megatron_dapo.doctor.software import check_lock, check_python, check_versions, declared, lock_of
 
 REQUIREMENTS = ["torch>=2.11,<2.14", "sglang==0.5.17", "Typed_Name>=1"]

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
+from rollout.fleet.weight_update import OnDisk
 from rollout.weights import sender as send
 from rollout.weights.checksums import ChecksumStream
-from rollout.weights.sender import GroupKeeper, SendRequest, Sent, WeightSender
+from rollout.weights.sender import GroupCache, SendRequest, Sent, WeightSender
 from rollout.weights.transport import GroupTransport, Target
-from rollout.weights.weight_update import OnDisk
 from rollout.wire.client import ServerInfo
 from tests.emulated import strict_nccl
 from tests.emulated.played_server import CONTEXT
@@ -100,7 +100,7 @@ class _Watched(GroupTransport):
 
 class _Rank:
     def __init__(self, rank: int) -> None:
-        self.rank, self.groups = rank, GroupKeeper()
+        self.rank, self.groups = rank, GroupCache()
 
     def publish(self, order: Order) -> Report:
         began = time.monotonic()
@@ -176,7 +176,7 @@ def train(rank: int, world: int, rendezvous: str, pipe: Connection, patience_s: 
 
 
 class PlayedTrainer:
-    """All ranks, as a `rollout.weights.weight_update.WeightStream` of the weights in `folder`."""
+    """All ranks, as a `rollout.fleet.weight_update.WeightStream` of the weights in `folder`."""
 
     def __init__(
         self, root: Path, ranks: int, *, backend: str = "nccl", deadline_s: float = 60.0, patience_s: float = PATIENCE_S

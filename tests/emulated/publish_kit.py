@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.config import RolloutConfig
-from rollout.fleet.deadlines import Timing
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import Timing
 from tests.emulated.played_server import PlayedEngine
 
 CALM = Timing(

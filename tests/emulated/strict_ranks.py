@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.emulated import strict_board
 
 GPU = torch.device("cuda", 0)

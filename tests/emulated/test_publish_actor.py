@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.actor.ranks import RankPlace
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.weights.sender import Sent
 from tests.actor.tiny import save_tiny
 from tests.coordinator.sync_kit import PoolTrainer, send

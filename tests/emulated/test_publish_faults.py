@@ -43,10 +43,10 @@ def test_nobody_waits_for_a_lost_server(tmp_path: Path, kind: str, phase: str) -
                 began = time.monotonic()
                 async with asyncio.timeout(DEADLINE_S + SLACK_S):
                     report = await fleet.publish_stream(trainer, 1)
-                    await until(lambda: all(seen.state == "ready" for seen in fleet.status()), SLACK_S)
+                    await until(lambda: all(seen.state == "ready" for seen in fleet.members), SLACK_S)
                 waited = time.monotonic() - began
-                assert [seen.weight_version for seen in fleet.status()] == [1, 1]
-                assert [seen.restarts for seen in fleet.status()] == restarted(phase)
+                assert [seen.weight_version for seen in fleet.members] == [1, 1]
+                assert [seen.restarts for seen in fleet.members] == restarted(phase)
                 assert trainer.report.largest_gap_s < STANDSTILL_S
                 if phase == "checksums":
                     assert report.by_disk == {}
@@ -76,10 +76,10 @@ def test_a_server_of_others_is_asked_for_nothing_while_it_may_wait_in_a_broken_g
             async with played_fleet(engines, deadline_s=DEADLINE_S) as fleet:
                 async with asyncio.timeout(DEADLINE_S + SLACK_S):
                     await fleet.publish_stream(trainer, 1)
-                    await until(lambda: fleet.status()[0].state == "ready", SLACK_S)
+                    await until(lambda: fleet.members[0].state == "ready", SLACK_S)
                 report = await fleet.publish_stream(trainer, 2)
                 assert [server.url for server in report.servers] == [engines[0].url]
-                assert fleet.status()[1].state != "ready"
+                assert fleet.members[1].state != "ready"
                 assert set((await fleet.generate(request())).weight_versions) == {2}
         finally:
             trainer.close()

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import OffloadConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.tiny import save_tiny
 from tests.emulated.strict_ranks import Broken

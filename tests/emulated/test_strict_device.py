@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.actor.ranks import RankPlace
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.emulated.strict_ranks import GPU, full, join
 
 

@@ -103,7 +103,7 @@ def test_a_run_whose_versions_are_not_on_disk_is_not_watched(tmp_path):
 
 
 @pytest.mark.slow
-def test_versions_of_a_live_run_are_evaluated_beside_it_on_frozen_weights(tmp_path):
+def test_versions_of_a_live_run_are_evaluated_beside_it_on_snapshots(tmp_path):
     run = tmp_path / "run"
     small = ("algorithm.prompts_per_step=6", "algorithm.mini_batch_responses=16", "run.rollout_steps=6")
     training = Running(
@@ -122,7 +122,7 @@ def test_versions_of_a_live_run_are_evaluated_beside_it_on_frozen_weights(tmp_pa
     last = json.loads((run / "evaluations" / "v6" / "result.json").read_text())
     assert last["rollout_step"] == 6
     assert last["ways"]["sampled"]["problems"] == 10
-    assert not (run / "evaluations" / ".frozen").exists()
+    assert not (run / "evaluations" / ".snapshots").exists()
     inside = json.loads((run / "evaluations" / "after" / "result.json").read_text())
     assert inside["ways"]["sampled"]["problems"] == 8
     again = evaluate(tmp_path, "evaluation.samples=2", "--watch", "--every", "3", target=str(run)).finish(100)

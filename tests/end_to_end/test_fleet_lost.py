@@ -13,10 +13,11 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
-from megatron_dapo.storage.ledger import check_ledger, read_ledger
+from megatron_dapo.storage.ledger import read_ledger
 from rollout.server import launch_server
 from rollout.server.server_command import ServerSpec, server_arguments
 from tests.end_to_end.test_quickstart import SMALL
+from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
 DEADLINE_S = 15.0

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.storage.ledger import Event, check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
+from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
 VICTIMS = ("coordinator", "trainer", "server", "reward")

@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.storage.ledger import check_ledger, effective_events, read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
+from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 from tools.profile_throughput import main as profile
 
@@ -32,40 +33,6 @@ SMALL = (
     "rollout.deterministic=true",
     "monitor.timeline_every=2",
 )
-METRICS = (
-    "rollout_step",
-    "optimizer_step",
-    "accuracy/mean",
-    "reward/mean",
-    "reward_shaped/mean",
-    "response_length/mean",
-    "response_length/p95",
-    "response_length/max",
-    "truncated_fraction",
-    "entropy",
-    "mean_prob",
-    "clip_fraction/low",
-    "clip_fraction/high",
-    "sampling/generated",
-    "sampling/kept",
-    "sampling/all_correct",
-    "sampling/all_wrong",
-    "sampling/carried",
-    "mismatch/kl",
-    "mismatch/max_abs",
-    "grad_norm",
-    "lr",
-    "weight_version",
-    "timing/rollout",
-    "timing/reward",
-    "timing/logprob",
-    "timing/update",
-    "timing/weight_sync",
-    "timing/step",
-    "tokens_per_second/rollout",
-    "tokens_per_second/train",
-)
-
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -106,8 +73,8 @@ def test_every_step_has_its_metrics(whole):
     assert [step["optimizer_step"] for step in steps] == [3, 6, 9]
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
     for step in steps:
-        missing = [name for name in METRICS if name not in step]
-        assert not missing
+        assert 0 <= step["accuracy/mean"] <= 1
+        assert step["response_length/mean"] <= step["response_length/max"]
         assert step["sampling/kept"] == 6
         assert step["mismatch/max_abs"] < 1e-3, "engine and trainer must agree on the same tokens (float32)"
         assert 0 < step["grad_norm"] < 100
@@ -195,7 +162,7 @@ def test_a_step_comes_out_the_same_when_it_is_replayed_and_a_changed_record_is_f
     assert replayed(other, STEPS).code == ExitCode.INEXACT
 
 
-def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, tmp_path):
+def test_a_run_that_is_killed_stopped_and_loses_a_rank_ends_with_the_same_weights_bit_for_bit(whole, tmp_path):
     """Law 4, with real parts: the same prompts in the same order, none lost, none trained twice, equal weights."""
     run_dir = tmp_path / "run"
     running = start(run_dir)
@@ -206,10 +173,23 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights_bit_for_bit(whole, 
     assert killed.code == -signal.SIGKILL
     assert killed.left_behind == (), "a killed coordinator must not leave servers or ranks behind"
 
-    resumed = start(run_dir, "run.resume=true").finish(300)
-    assert resumed.code == ExitCode.FINISHED, resumed.output
-    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
+    again = ("run.resume=true", "run.checkpoint_every=0")
+    running = start(run_dir, *again)
+    running.wait_for("step 2/3", 240)
+    running.signal(signal.SIGINT, group=True)
+    stopped = running.finish(120)
+    assert stopped.code == ExitCode.CONTINUE, stopped.output
+    assert stopped.left_behind == ()
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() in ("step_2", "step_3"), "what was reached is saved"
 
+    running = start(run_dir, *again)
+    running.wait_for("trainer: rank 0", 240)
+    running.kill_one("ray::TrainerRank")
+    resumed = running.finish(300)
+    assert resumed.code == ExitCode.FINISHED, resumed.output
+    assert "starting again after rollout step" in resumed.output
+    assert resumed.left_behind == ()
+    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
     assert fates(run_dir) == fates(whole)
     assert weights(run_dir / "model") == weights(whole / "model")
 
@@ -242,31 +222,6 @@ def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whol
     assert weights(run_dir / "model") == weights(whole / "model")
     assert all(step["timing/handover"] > 0.002 for step in lines(run_dir)), "servers were not told to leave"
     assert all(step["timing/handover"] < 0.002 for step in lines(whole))
-
-
-def test_a_stop_saves_and_a_lost_rank_is_survived_bit_for_bit(whole, tmp_path):
-    """Ctrl-C in a step saves the steps before it; after the death of a trainer rank the run starts again by itself."""
-    run_dir = tmp_path / "run"
-    running = start(run_dir, "run.checkpoint_every=0")
-    running.wait_for("step 1/3", 240)
-    running.signal(signal.SIGINT, group=True)
-    stopped = running.finish(120)
-    assert stopped.code == ExitCode.CONTINUE, stopped.output
-    assert stopped.left_behind == ()
-    (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
-    assert checkpoint.name in ("step_1", "step_2")
-
-    running = start(run_dir, "run.checkpoint_every=0", "run.resume=true")
-    running.wait_for("resuming after rollout step", 240)
-    running.wait_for("trainer: rank 0", 240)
-    running.kill_one("ray::TrainerRank")
-    resumed = running.finish(300)
-    assert resumed.code == ExitCode.FINISHED, resumed.output
-    assert "starting again after rollout step" in resumed.output
-    assert resumed.left_behind == ()
-    check_ledger(read_ledger(run_dir / "ledger.jsonl"))
-    assert fates(run_dir) == fates(whole)
-    assert weights(run_dir / "model") == weights(whole / "model")
 
 
 @pytest.mark.slow

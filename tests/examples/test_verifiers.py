@@ -17,10 +17,11 @@ from examples.verifiers import shown_work
 from forms import Kind
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.storage.ledger import check_ledger, read_ledger
+from megatron_dapo.storage.ledger import read_ledger
 from reward.registry import load
 from reward.verdict import Judgement, VerificationRequest, VerifierError
 from task import Split
+from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
 FOLDER = ROOT / "examples" / "verifiers"

@@ -14,10 +14,11 @@ from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
-from megatron_dapo.experience.generator import GroupGenerator, Unjudged
+from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.groups import ScoredResponse
+from megatron_dapo.experience.responder import Responder, Unjudged
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
 
 TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
@@ -61,9 +62,7 @@ def groups(*prompts, config=None):
     async def generate():
         pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
         generator = GroupGenerator(
-            fleet=script,
-            pool=pool,
-            decoder=script,
+            responder=Responder(fleet=script, pool=pool, decoder=script),
             prompts=PromptSet(prompts=prompts, spans=spans, **nothing),
             sampling=SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
             group_size=len(TEXTS),
@@ -99,7 +98,7 @@ def test_a_run_mixes_sources_each_with_its_verifier(tmp_path):
 
 def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):
     admission = SimpleNamespace(generated=tuple(groups(*PROMPTS)), kept=())
-    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
     write_samples(record, PROMPTS, tmp_path / "samples.jsonl", 2)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["source"], line["response"], line["other_accuracy"]) for line in lines] == [
@@ -116,7 +115,7 @@ def test_samples_hold_responses_without_a_verdict(tmp_path):
     *judged, last = group.responses
     failed = replace(last, verdict=replace(last.verdict, accuracy=False, error="timeout"))
     admission = SimpleNamespace(generated=(replace(group, responses=(*judged, failed)),), kept=())
-    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
     write_samples(record, PROMPTS[2:], tmp_path / "samples.jsonl", 1)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["response"], line["error"]) for line in lines] == [(judged[0].text, None), (last.text, "timeout")]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.problem_results import Results, figures, gathered, problem_id, write_results
-from megatron_dapo.experience.responder import Answer
+from megatron_dapo.experience.problem_results import Answer, figures, problem_id, write_results
 
 
 def prompt(text="?", answer="42", place="f.jsonl:1"):
@@ -30,11 +29,12 @@ def answers(*given, truth="42"):
     ]
 
 
+PROMPTS = [prompt("one"), prompt("two"), prompt("three"), prompt("four")]
 PROBLEMS = [
-    gathered(prompt("one"), answers("42", "42", "41", None)),
-    gathered(prompt("two"), answers("1/2", "0.5", "42", "7")),  # two ways of writing one wrong answer outvote 42
-    gathered(prompt("three"), answers("1", "2", "3", None)),
-    gathered(prompt("four"), answers("42", "1", "42", "1")),  # a tie
+    answers("42", "42", "41", None),
+    answers("1/2", "0.5", "42", "7"),  # two ways of writing one wrong answer outvote 42
+    answers("1", "2", "3", None),
+    answers("42", "1", "42", "1"),  # a tie
 ]
 
 
@@ -54,13 +54,13 @@ def test_figures_by_hand():
 
 def test_problems_with_unequal_answers_have_no_figures():
     with pytest.raises(ValueError, match=r"\[1, 4\] answers"):
-        figures([*PROBLEMS, gathered(prompt(), answers("1"))])
+        figures([*PROBLEMS, answers("1")])
 
 
 def test_files_hold_every_problem_and_the_figures(tmp_path):
-    result = write_results(tmp_path / "v3", Results(sampled=PROBLEMS), {"rollout_step": 3})
+    result = write_results(tmp_path / "v3", PROMPTS, {"sampled": PROBLEMS}, {"rollout_step": 3})
     lines = [json.loads(line) for line in (tmp_path / "v3" / "problems.jsonl").read_text().splitlines()]
-    assert [line["problem"] for line in lines] == [problem.problem for problem in PROBLEMS]
+    assert [line["problem"] for line in lines] == [problem_id(each) for each in PROMPTS]
     assert lines[0]["correct"] == [True, True, False, False]
     assert lines[1]["extracted"] == ["1/2", "0.5", "42", "7"]
     assert json.loads((tmp_path / "v3" / "result.json").read_text()) == result

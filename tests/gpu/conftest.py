@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.actor.ranks import RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPool
 from tests.actor.gloo import end_workers, run_ranks
 from tests.gpu.place import DEVICE, ON_CPU
 from tests.gpu.runner.recorder import record

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.ranks import RankPlace
 from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import Generation, GenerationRequest
 from tests.coordinator.sync_kit import PoolTrainer

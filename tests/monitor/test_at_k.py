@@ -5,8 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_dapo.monitor.at_k import consensus, mean_with_interval, pass_at_k, sizes
-from megatron_dapo.monitor.statistics import wilson_accuracy
+from megatron_dapo.monitor.statistics import consensus, mean_with_interval, pass_at_k, sizes, wilson_accuracy
 
 
 @pytest.mark.parametrize("n", [1, 5, 8])

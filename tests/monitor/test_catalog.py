@@ -80,10 +80,9 @@ def test_an_undeclared_name_is_refused_with_the_nearest_one():
         check_declared(["xyzzy"])
 
 
-def test_the_page_has_a_row_of_five_cells_for_every_metric():
-    rows = [line for line in metrics_page().splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == list(CATALOG)
-    assert all(row.count("|") - row.count("|engine - trainer|") * 2 == 6 for row in rows)
+def test_the_page_has_an_entry_for_every_metric():
+    entries = [line for line in metrics_page().splitlines() if line.startswith("- `")]
+    assert [entry.split("`")[1] for entry in entries] == list(CATALOG)
 
 
 def test_the_page_on_disk_is_this_page():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.health import RULES, HealthLimits, check_health, new_alarms
+from megatron_dapo.monitor.health import RULES, HealthLimits, HealthMonitor, check_health
 
 
 def history(steps: int = 20, **columns) -> list[dict]:
@@ -84,7 +84,7 @@ def test_what_is_not_finite_stops_the_run():
 
 
 def test_every_rule_is_tried_here():
-    assert len(RULES) == len({*SICK, "non_finite"} - {"mismatch_stop"})
+    assert {rule.name for rule in RULES} == {*SICK, "non_finite"}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 9, 10, 40])
@@ -112,8 +112,22 @@ def test_low_entropy_while_accuracy_rises_is_no_collapse():
 
 def test_an_alarm_is_new_once():
     lines = history(truncated_fraction=lambda way: float(way > 0.5))
-    names = [[alarm.name for alarm in new_alarms(lines[:end])] for end in range(1, len(lines) + 1)]
+    monitor = HealthMonitor()
+    names = [[alarm.name for alarm in monitor.add(line)] for line in lines]
     assert [found for found in names if found] == [["truncation"]]
+    assert [alarm.name for alarm in monitor.alarms] == ["truncation"], "it still holds"
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_resumed_run_raises_what_an_uninterrupted_one_raises(name):
+    """Wherever it was cut: the steps before are read again, and what held at their end is not raised a second time."""
+    lines = history(**SICK[name])
+    whole = HealthMonitor()
+    raised = [whole.add(line) for line in lines]
+    for cut in range(len(lines)):
+        resumed = HealthMonitor(lines[:cut])
+        assert [resumed.add(line) for line in lines[cut:]] == raised[cut:]
+        assert resumed.alarms == check_health(lines)
 
 
 def test_limits_are_read():

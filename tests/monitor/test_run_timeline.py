@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from megatron_dapo.monitor.run_timeline import Timeline
-from megatron_dapo.monitor.spans import FOLDER, read_spans
+from megatron_dapo.monitor.timeline import FOLDER, Timeline, read_spans
 from rollout.generation import FinishReason, ServedPart
 
 PART = ServedPart(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.monitor.spans import FOLDER, SpanError, SpanFile, read_spans
+from megatron_dapo.monitor.timeline import FOLDER, SpanError, SpanFile, read_spans
 
 
 def write(folder, process, *steps, about=None):

@@ -16,9 +16,9 @@ def line(step: int, **values) -> dict:
 
 def write(folder, *lines, tensorboard=False):
     writer = MetricsWriter(folder, tensorboard=tensorboard)
-    flagged = [writer.write(values) for values in lines]
+    returned = [writer.write(values) for values in lines]
     writer.close()
-    return flagged
+    return returned
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -35,8 +35,8 @@ def test_a_line_is_on_disk_before_write_returns(tmp_path):
 
 
 def test_values_that_are_not_finite_are_null_and_flagged(tmp_path):
-    (flagged,) = write(tmp_path, line(1, loss=math.nan, grad_norm=math.inf, entropy=0.1, clip_high_prob=None))
-    assert flagged == ("loss", "grad_norm")
+    (returned,) = write(tmp_path, line(1, loss=math.nan, grad_norm=math.inf, entropy=0.1, clip_high_prob=None))
+    assert [returned] == read_metrics(tmp_path)
     text = (tmp_path / "metrics.jsonl").read_text()
     stored = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (stored["loss"], stored["grad_norm"], stored["clip_high_prob"]) == (None, None, None)

@@ -5,21 +5,21 @@ import dataclasses
 import pytest
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.coordinator import log_prob_stream
-from megatron_dapo.plan import memory, step, sync
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.coordinator import old_log_probs
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
     CHECKPOINT_WEIGHTS,
-    activation_bytes,
+    activation_numbers,
     host_memory,
     server_memory,
     trainer_memory,
 )
-from megatron_dapo.plan.shapes import BUILT_IN
+from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 
@@ -61,7 +61,7 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
             per_layer.append(kept)
     measured = (per_layer[1] - per_layer[0]) / 2
     hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(), recompute=recompute)
-    planned = activation_bytes(hf, actor, 4, tokens, layers=1)
+    planned = tokens * 4 * activation_numbers(hf, actor, recompute)
     assert 1.0 <= measured / planned <= more
 
 
@@ -73,12 +73,12 @@ def test_constants_that_stand_in_modules_with_torch_are_the_same():
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
     assert EXPORT_FILE_BYTES == sync.EXPORT_FILE_BYTES
-    assert log_prob_stream.CHUNKS == step.LOG_PROB_PARTS
+    assert old_log_probs.CHUNKS == step_plan.LOG_PROB_PARTS
 
 
 def update_peak(changes: dict, constants, stage: int = -1) -> float:
     config = changed(load_config(RECIPES / "h100_32.yaml"), changes)
-    return trainer_memory(config, HF, constants)[stage].peaks["update"]
+    return trainer_memory(Scenario(config, HF, constants))[stage].peaks["update"]
 
 
 def test_each_remedy_lowers_the_peak(constants):
@@ -96,11 +96,11 @@ def test_each_remedy_lowers_the_peak(constants):
 
 def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):
     config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.offload.optimizer_state": True})
-    [rank, _] = trainer_memory(config, HF, constants)
+    [rank, _] = trainer_memory(Scenario(config, HF, constants))
     optimizer = {"master weights", "moments"}
     assert {phase for phase, items in rank.items.items() if optimizer <= set(items)} == {"optimizer step"}
     config = changed(config, {"actor.offload.between_phases": "all"})
-    [rank, _] = trainer_memory(config, HF, constants)
+    [rank, _] = trainer_memory(Scenario(config, HF, constants))
     assert set(rank.items["rollout"]) == {"framework"}
     for phase in ("log-probs", "weight sync"):
         assert "parameters" in rank.items[phase]
@@ -114,27 +114,29 @@ def test_a_budget_below_one_sequence_saves_nothing(constants):
 
 def test_the_first_stage_keeps_more_micro_batches_than_the_last(constants):
     config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.layout.pipeline": 4, "actor.recompute": "none"})
-    kept = [rank.items["update"]["activations"] for rank in trainer_memory(config, HF, constants)]
+    kept = [rank.items["update"]["activations"] for rank in trainer_memory(Scenario(config, HF, constants))]
     assert [value / kept[-1] for value in kept] == pytest.approx([4, 3, 2, 1])
 
 
 def test_the_last_stage_holds_two_logits_and_with_sequence_parallel_megatrons_buffer(constants):
     """Against traces at true size: docs/measurements/symbolic.md."""
     config = load_config(RECIPES / "h100_32.yaml")
-    first, last = trainer_memory(config, HF, constants)
+    first, last = trainer_memory(Scenario(config, HF, constants))
     logits, piece = 22528 * 152064 // 8 * 2, 2**26 * 4
     assert "logits and log-probs" not in first.items["log-probs"]
     for phase in ("log-probs", "update"):
         assert last.items[phase]["logits and log-probs"] == 2 * logits + 3 * piece
         assert last.items[phase]["gathered hidden states"] == 22528 * 5120 * 2
     plain = changed(config, {"actor.layout.sequence_parallel": False})
-    assert all("gathered hidden states" not in rank.items["update"] for rank in trainer_memory(plain, HF, constants))
+    assert all(
+        "gathered hidden states" not in rank.items["update"] for rank in trainer_memory(Scenario(plain, HF, constants))
+    )
 
 
 def test_backward_of_a_layer_counts_where_no_logits_are_larger(constants):
     config = load_config(RECIPES / "h100_32.yaml")
     bare = dataclasses.replace(constants, fragmentation=0.0)
-    first, last = (rank.items["update"]["a layer's backward"] for rank in trainer_memory(config, HF, bare))
+    first, last = (rank.items["update"]["a layer's backward"] for rank in trainer_memory(Scenario(config, HF, bare)))
     repeated = 22528 * 2 * (4 * 5120 + (2 * 40 + 2 * 8 + 40 + 8) * 128 + 3 * 27648) / 8
     assert first == pytest.approx(repeated + 22528 * 2 * (2 * 5120 + 27648 / 8), rel=0.05)
     assert last == 0
@@ -142,7 +144,7 @@ def test_backward_of_a_layer_counts_where_no_logits_are_larger(constants):
 
 def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):
     config = load_config(RECIPES / "h100_32.yaml")
-    server = server_memory(config, HF, constants, 80e9)
+    server = server_memory(Scenario(config, HF, constants, Assumptions(gpu_memory=80e9)))
     assert server.kv_bytes_per_token * config.rollout.tensor_parallel == 256 * 1024
     assert server.weights * 4 == pytest.approx(65.5e9, rel=0.001)
     assert server.kv_cache == pytest.approx(0.8 * 80e9 - server.weights)
@@ -151,7 +153,10 @@ def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):
 def test_more_ranks_than_key_heads_store_them_twice(constants):
     config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"rollout.tensor_parallel": 8})
     hf = BUILT_IN["Qwen2.5-7B"]
-    assert server_memory(config, hf, constants, 80e9).kv_bytes_per_token == 2 * 28 * 128 * 2
+    assert (
+        server_memory(Scenario(config, hf, constants, Assumptions(gpu_memory=80e9))).kv_bytes_per_token
+        == 2 * 28 * 128 * 2
+    )
 
 
 def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
@@ -163,7 +168,7 @@ def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     average = 32.76e9 / (layout.tensor * layout.pipeline)
 
     def copied(changes):
-        parts = host_memory(changed(config, changes), HF, constants, 5000.0)
+        parts = host_memory(Scenario(changed(config, changes), HF, constants), 5000.0)
         return [parts[CHECKPOINT_STATE] / average, parts[CHECKPOINT_WEIGHTS] / average]
 
     assert copied({}) == pytest.approx([12 / ranks, 2], rel=0.1)

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.plan.alternatives import changed, other_splits, remedies
-from megatron_dapo.plan.plan import Assumptions, find_misfits, make_plan
-from megatron_dapo.plan.shapes import BUILT_IN, model_shape
+from megatron_dapo.plan.model_dimensions import BUILT_IN, model_dimensions
+from megatron_dapo.plan.planner import find_misfits, make_plan, other_splits, remedies
+from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
 from tests.plan.conftest import RECIPES
 
 FITTING = {
@@ -29,7 +29,8 @@ WITHOUT_LAYOUT = {"paper", "verl"}
 
 def planned(constants, recipe: str, changes: dict | None = None, **assumed):
     config = changed(load_config(RECIPES / f"{recipe}.yaml"), changes or {})
-    return make_plan(config, model_shape(config.model.path).hf, constants, Assumptions(**assumed), steps=1)
+    hf = model_dimensions(config.model.path).hf
+    return make_plan(Scenario(config, hf, constants, Assumptions(**assumed)), steps=1)
 
 
 def test_every_recipe_is_planned_here():
@@ -44,24 +45,25 @@ def test_a_recipe_with_a_layout_fits_on_its_gpus(recipe, constants):
     assert plan.step.optimizer_steps == 16
     assert plan.step.trained_tokens < plan.step.generated_tokens
     assert 0.05 < plan.step.mfu < constants.train_efficiency
-    assert plan.gpu_hours(10) == pytest.approx(plan.step.seconds * 10 * FITTING[recipe] / 3600)
+    steps = 400 if "7b" in recipe or "1.5b" in recipe else 600
+    assert plan.gpu_hours == pytest.approx(plan.step.seconds * steps * FITTING[recipe] / 3600)
 
 
 @pytest.mark.parametrize("recipe", sorted(WITHOUT_LAYOUT))
 def test_one_without_a_layout_does_not_and_the_keys_that_help_are_named(recipe, constants):
     config = load_config(RECIPES / f"{recipe}.yaml")
     hf = BUILT_IN["Qwen2.5-32B"]
-    plan = make_plan(config, hf, constants)
+    plan = make_plan(Scenario(config, hf, constants))
     assert {misfit.part for misfit in plan.misfits} == {"trainer", "server"}
-    ways = remedies(config, hf, constants, plan.gpu_memory)
+    ways = remedies(plan.case)
     assert len(ways) == 2
-    assert make_plan(changed(config, ways[0] | ways[1]), hf, constants, steps=1).fits
+    assert make_plan(plan.case.changed(ways[0] | ways[1]), steps=1).fits
 
 
 def test_what_costs_time_only_is_named_before_more_gpus(constants):
     config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"actor.recompute": "none"})
     hf = BUILT_IN["Qwen2.5-7B"]
-    [way] = remedies(config, hf, constants, 60e9)
+    [way] = remedies(Scenario(config, hf, constants, Assumptions(gpu_memory=60e9)))
     assert not any(key.startswith("actor.layout") for key in way)
 
 
@@ -70,12 +72,12 @@ def test_ways_for_trainer_and_servers_fit_together(constants):
     overrides = ["actor.layout.pipeline=4", "actor.recompute=none", "rollout.memory_fraction=0.3"]
     config = load_config(RECIPES / "h100_32_colocated.yaml", overrides)
     hf = BUILT_IN["Qwen2.5-32B"]
-    together = config
-    ways = remedies(config, hf, constants, 24e9)
+    case = together = Scenario(config, hf, constants, Assumptions(gpu_memory=24e9))
+    ways = remedies(case)
     for way in ways:
-        together = changed(together, way)
-    assert {one.part for one in find_misfits(config, hf, constants, 24e9)} == {"trainer", "server"}
-    left = {one.part for one in find_misfits(together, hf, constants, 24e9)}
+        together = together.changed(way)
+    assert {one.part for one in find_misfits(case)} == {"trainer", "server"}
+    left = {one.part for one in find_misfits(together)}
     assert len(left) == 2 - len(ways)
     assert "trainer" not in left
 
@@ -97,11 +99,11 @@ def test_without_dynamic_sampling_nothing_is_generated_in_vain(constants):
 def test_other_splits_use_the_same_gpus(constants):
     config = load_config(RECIPES / "h100_128.yaml")
     hf = BUILT_IN["Qwen2.5-32B"]
-    plan = make_plan(config, hf, constants)
-    splits = other_splits(config, hf, constants, plan, Assumptions())
-    assert [split.chosen for split in splits].count(True) == 1
-    assert all(124 < split.layout.world_size + 4 * split.servers <= 128 for split in splits)
-    steps = [(split.plan.step.rollout_s, split.servers) for split in splits if split.plan.fits]
+    plan = make_plan(Scenario(config, hf, constants))
+    splits = [(split, split.case.config) for split in other_splits(plan)]
+    assert [split is plan for split, _ in splits].count(True) == 1
+    assert all(124 < one.actor.layout.world_size + 4 * one.rollout.servers <= 128 for _, one in splits)
+    steps = [(split.step.rollout_s, one.rollout.servers) for split, one in splits if split.fits]
     assert len(steps) >= 4
     assert sorted(steps, key=lambda one: one[0]) == sorted(steps, key=lambda one: -one[1]), "more servers, less rollout"
 
@@ -113,7 +115,7 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(constants):
 
 def test_an_unknown_model_is_named_with_those_that_are_known():
     with pytest.raises(ConfigError, match=r"model.path = models/Unknown.*Qwen2.5-32B"):
-        model_shape("models/Unknown")
+        model_dimensions("models/Unknown")
 
 
 def test_the_command_prints_tables_or_json():
@@ -185,4 +187,6 @@ def test_a_colocated_trainer_may_fill_the_gpu_when_the_servers_have_left(constan
     all_away = planned(constants, "qwen2.5_1.5b_1gpu", changes | {"actor.offload.between_phases": "all"})
     assert all_away.fits, all_away.misfits
     peak = max(max(rank.peaks.values()) for rank in all_away.ranks)
-    assert peak > 0.2 * all_away.gpu_memory, "more than what the server leaves free: the test shows nothing otherwise"
+    assert peak > 0.2 * all_away.case.gpu_memory, (
+        "more than what the server leaves free: the test shows nothing otherwise"
+    )

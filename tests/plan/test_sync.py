@@ -6,11 +6,11 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.plan import sync
-from megatron_dapo.plan.alternatives import changed, remedies
 from megatron_dapo.plan.memory import host_memory, trainer_memory
-from megatron_dapo.plan.plan import make_plan
-from megatron_dapo.plan.shapes import BUILT_IN
-from megatron_dapo.plan.state import model_parameters
+from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.planner import make_plan, remedies
+from megatron_dapo.plan.rank_state import model_parameters
+from megatron_dapo.plan.scenario import Scenario, changed
 from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-32B"]
@@ -24,9 +24,7 @@ def recipe(way: str, **changes):
 
 
 def seconds(way: str, constants, **changes) -> float:
-    config = recipe(way, **changes)
-    gpus = config.rollout.servers * config.rollout.tensor_parallel
-    return sync.sync_seconds(config, HF, constants, server_gpus=gpus)
+    return sync.sync_seconds(Scenario(recipe(way, **changes), HF, constants))
 
 
 def test_by_disk_hashing_hides_behind_writing_or_the_other_way_round(constants):
@@ -63,13 +61,15 @@ def test_in_memory_only_links_count(constants):
     ],
 )
 def test_what_rank_0_holds(way, megabytes, expected, constants):
-    [first, *others] = trainer_memory(recipe(way, sync_bucket_mb=megabytes), HF, constants)
+    [first, *others] = trainer_memory(Scenario(recipe(way, sync_bucket_mb=megabytes), HF, constants))
     assert first.items["weight sync"]["sync bucket"] == expected
     assert not any("sync bucket" in rank.items["weight sync"] for rank in others)
 
 
 def test_without_a_disk_no_file_is_held_in_host_memory(constants):
-    kept = {way: set(host_memory(recipe(way), HF, constants, 5000.0)) for way in ("disk", "tensor", "distributed")}
+    kept = {
+        way: set(host_memory(Scenario(recipe(way), HF, constants), 5000.0)) for way in ("disk", "tensor", "distributed")
+    }
     assert kept["disk"] - kept["distributed"] == {
         "rank 0: one file of an export and one tensor",
         "page cache that one weight version fills",
@@ -79,7 +79,7 @@ def test_without_a_disk_no_file_is_held_in_host_memory(constants):
 
 def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):
     config = recipe("distributed", sync_bucket_mb=8192, memory_fraction=0.8)
-    plan = make_plan(config, HF, constants, steps=1)
+    plan = make_plan(Scenario(config, HF, constants), steps=1)
     [misfit] = plan.misfits
     assert (misfit.part, misfit.needed) == ("server", constants.framework_memory + 2 * (8192 << 20))
-    assert remedies(config, HF, constants, plan.gpu_memory) == [{"rollout.sync_bucket_mb": 1024}]
+    assert remedies(plan.case) == [{"rollout.sync_bucket_mb": 1024}]

@@ -28,12 +28,22 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace import cuda_stub, one_rank
-from megatron_dapo.plan.trace.agreement import Call, RankTrace, Shard, covered, disagreements
-from megatron_dapo.plan.trace.findings import CLOSE, SMALL, Findings, Peak, loop_waits
+from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.trace import one_rank, rank_processes
+from megatron_dapo.plan.trace.findings import (
+    CLOSE,
+    SMALL,
+    Call,
+    Findings,
+    Peak,
+    RankTrace,
+    Shard,
+    covered,
+    disagreements,
+    loop_waits,
+)
 from megatron_dapo.plan.trace.meter import Meter
-from megatron_dapo.plan.trace.orchestrate import telling_ranks, trace_ranks
+from megatron_dapo.plan.trace.rank_processes import telling_ranks, trace_ranks
 from tests.plan.conftest import RECIPES
 
 
@@ -126,7 +136,7 @@ def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
 
 def test_the_tables_hold_peaks_waits_and_faults(constants: Calibration) -> None:
     config = load_config(RECIPES / "qwen2.5_1.5b_1gpu.yaml", [])
-    hf = model_shape(config.model.path).hf
+    hf = model_dimensions(config.model.path).hf
     waits = [("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", "forward_backward_x", 2)]
     findings = Findings.of([trace(0, call(), waits=waits, peak=10**9)], config, hf, constants)
     assert "| 0 | TP0 PP0 CP0 DP0 | 1.00 (-96.4%) |" in findings.tables()
@@ -179,18 +189,18 @@ def test_a_cuda_build_without_its_headers_or_a_machine_without_gcc_is_told(
     torch_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch_in(CUDA_FILES[0])
-    with pytest.raises(cuda_stub.TraceError, match="nvidia-cuda-runtime"):
-        cuda_stub.stub_environment(tmp_path)
+    with pytest.raises(rank_processes.TraceError, match="nvidia-cuda-runtime"):
+        rank_processes.stub_environment(tmp_path)
     torch_in(*CUDA_FILES)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(cuda_stub.TraceError, match="no gcc; install gcc"):
-        cuda_stub.stub_environment(tmp_path)
+    with pytest.raises(rank_processes.TraceError, match="no gcc; install gcc"):
+        rank_processes.stub_environment(tmp_path)
 
 
 def test_what_the_compiler_refuses_is_shown(torch_in: Callable[..., None], tmp_path: Path) -> None:
     torch_in(*CUDA_FILES)  # an empty header
-    with pytest.raises(cuda_stub.TraceError, match=r"cuda_stub\.c"):
-        cuda_stub.stub_environment(tmp_path)
+    with pytest.raises(rank_processes.TraceError, match=r"cuda_stub\.c"):
+        rank_processes.stub_environment(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["with blank", "with:colon"])
@@ -199,14 +209,14 @@ def test_a_temporary_folder_that_ld_preload_cannot_take_is_refused(
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
-    with pytest.raises(cuda_stub.TraceError, match="set TMPDIR"):
+    with pytest.raises(rank_processes.TraceError, match="set TMPDIR"):
         traced(0)
     assert not list((tmp_path / name).iterdir())
 
 
 def test_a_temporary_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(cuda_stub.TraceError, match="absent"):
+    with pytest.raises(rank_processes.TraceError, match="absent"):
         traced(0)
 
 
@@ -217,9 +227,9 @@ def test_the_stub_lies_in_the_folder_of_the_trace(
     torch_in(*CUDA_FILES)
     source, folder = tmp_path / "stub.c", tmp_path / "folder"
     source.write_text("int stub;\n")
-    monkeypatch.setattr(cuda_stub, "SOURCE", source)
+    monkeypatch.setattr(rank_processes, "SOURCE", source)
     folder.mkdir()
-    variables = cuda_stub.stub_environment(folder)
+    variables = rank_processes.stub_environment(folder)
     assert [str(file) for file in folder.iterdir()] == [variables["LD_PRELOAD"]]
     assert variables["TMPDIR"] == str(folder)
 
@@ -314,8 +324,8 @@ def test_an_option_that_is_not_read_is_refused(options: list[str], told: str) ->
 COMMAND = """
 import sys
 from megatron_dapo.cli.main import app
-from megatron_dapo.plan.trace import orchestrate
-orchestrate.stub_environment = lambda folder: {"TMPDIR": str(folder)}
+from megatron_dapo.plan.trace import rank_processes
+rank_processes.stub_environment = lambda folder: {"TMPDIR": str(folder)}
 sys.executable = sys.argv[1]
 app(["plan", "--trace", sys.argv[2], "--ranks", "0,1,2", "--jobs", "1"])
 """

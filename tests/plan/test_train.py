@@ -5,10 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.plan.shapes import BUILT_IN
-from megatron_dapo.plan.state import StateBytes
-from megatron_dapo.plan.train import forward_flops, log_prob_time, update_time
+from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.rank_state import StateBytes
+from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.trainer_time import forward_flops, log_prob_time, update_time
+from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-7B"]
 EQUAL = np.full(8, 4096)
@@ -21,8 +24,9 @@ def free(constants):
     return dataclasses.replace(constants, nvlink_bandwidth=1e30, network_bandwidth=1e30)
 
 
-def actor(recompute: str = "none", **layout) -> ActorConfig:
-    return ActorConfig(layout=LayoutConfig(**layout), micro_batch_tokens=4096, recompute=recompute)
+def case(constants, recompute: str = "none", **layout) -> Scenario:
+    actor = ActorConfig(layout=LayoutConfig(**layout), micro_batch_tokens=4096, recompute=recompute)
+    return Scenario(dataclasses.replace(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), actor=actor), HF, constants)
 
 
 def test_forward_costs_two_flops_a_parameter_and_the_causal_half_of_attention():
@@ -34,14 +38,14 @@ def test_forward_costs_two_flops_a_parameter_and_the_causal_half_of_attention():
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 3), ("full", 4)])
 def test_one_rank_takes_its_flops_over_its_speed(recompute, times, free):
-    seconds = update_time(HF, actor(recompute), free, EQUAL, NO_STATE).seconds
+    seconds = update_time(case(free, recompute), EQUAL, NO_STATE).seconds
     speed = free.peak_flops * free.train_efficiency
     assert seconds == pytest.approx(times * forward_flops(HF, EQUAL).sum() / speed)
 
 
 def test_selective_recompute_repeats_attention_only(free):
     none, selective, full = (
-        update_time(HF, actor(recompute), free, EQUAL, NO_STATE).seconds for recompute in ("none", "selective", "full")
+        update_time(case(free, recompute), EQUAL, NO_STATE).seconds for recompute in ("none", "selective", "full")
     )
     attention = 2 * HF.num_layers * HF.num_attention_heads * HF.head_dim * (EQUAL.astype(float) ** 2).sum()
     assert selective - none == pytest.approx(attention / (free.peak_flops * free.train_efficiency))
@@ -52,19 +56,19 @@ def test_selective_recompute_repeats_attention_only(free):
 def test_a_pipeline_waits_for_its_stages(virtual, free):
     """Eight equal micro-batches through four stages: the bubble is 3/8 of the arithmetic, over the virtual chunks."""
     layout = {"pipeline": 4, "virtual_pipeline": virtual}
-    one = update_time(HF, actor(**layout), free, EQUAL, NO_STATE)
+    one = update_time(case(free, **layout), EQUAL, NO_STATE)
     assert one.bubble_s == pytest.approx(one.compute_s * 3 / 8 / (virtual or 1))
 
 
 def test_the_slowest_data_parallel_rank_counts(free):
     lengths = np.array([4096, 2048])
-    uneven = log_prob_time(HF, actor(data=2), free, lengths)
-    alone = log_prob_time(HF, actor(), free, lengths[:1])
+    uneven = log_prob_time(case(free, data=2), lengths)
+    alone = log_prob_time(case(free), lengths[:1])
     assert uneven.seconds == pytest.approx(alone.seconds)
 
 
 def test_tensor_parallel_pays_its_all_reduces(constants):
-    one = update_time(HF, actor(tensor=4), constants, EQUAL, NO_STATE)
+    one = update_time(case(constants, tensor=4), EQUAL, NO_STATE)
     moved = 2 * 3 / 4 * EQUAL.sum() * HF.hidden_size * 2 * HF.num_layers * 4
     link = constants.nvlink_bandwidth * constants.communication_efficiency
     assert one.tensor_s == pytest.approx(moved / link)
@@ -72,6 +76,6 @@ def test_tensor_parallel_pays_its_all_reduces(constants):
 
 def test_data_parallel_moves_gradients_and_weights_once(constants):
     state = StateBytes(parameters=2 * 10**9, gradients=4 * 10**9, master_weights=0, moments=0)
-    one = update_time(HF, actor(tensor=8, data=2), constants, EQUAL[:2] // 8, state)
+    one = update_time(case(constants, tensor=8, data=2), EQUAL[:2] // 8, state)
     link = constants.network_bandwidth * constants.communication_efficiency
     assert one.data_s == pytest.approx(3e9 / link + 6e9 / constants.memory_bandwidth)

@@ -38,7 +38,7 @@ def test_they_are_drawn_over_steps_with_intervals_and_listed(tmp_path):
     write(run, "v0", 0.2)
     write(run, "v4", 0.4)
     page = report_page([read_run(run)])
-    (chart,) = re.findall(r'aria-label="Held-out accuracy over rollout steps, beside it".*?</svg>', page, re.DOTALL)
+    (chart,) = re.findall(r"Evaluations beside it; pale.*?</svg>", page, re.DOTALL)
     assert all(f"var(--c{colour})" in chart for colour in range(3)), "avg, pass, cons"
     assert "opacity: 0.16" in chart
     assert "inside the run; pale" not in page, "one point is no curve"

@@ -9,14 +9,13 @@ import pytest
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.report import report_command
 from megatron_dapo.cli.status import status_command
-from megatron_dapo.report import tables
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import ReportError, read_run
 from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
 
 SECTIONS = {
-    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "wording", "time", "fates", "config",
+    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes", "config",
     "samples", "provenance",
 }  # fmt: skip
 VOID = {"meta", "br", "wbr"}
@@ -91,31 +90,10 @@ def test_departures_from_the_paper_are_named_with_both_values(usual):
     assert "algorithm.group_size16" not in re.sub(r"\s", "", usual.text.split("All ")[0]), "it is the paper's"
 
 
-def test_fates_count_every_prompt_and_token_once(tmp_path):
-    fates = read_run(write_run(tmp_path / "run")).fates
-    assert fates.prompts == {"trained": 1, "all right": 1, "all wrong": 1, "waiting": 1, "in flight": 1}
-    assert fates.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
-
-
-def test_the_accuracy_of_a_wording_is_over_its_responses(tmp_path):
-    """By hand: of 10 groups 20% reflect, half of those right; of 90 groups 40%, none right, nor any other response."""
-    steps = [(10, 0.2, 0.5, 0.3), (90, 0.4, 0.0, 0.0)]
-    folder = write_run(tmp_path / "run")
-    lines = [
-        {
-            "rollout_step": at,
-            "optimizer_step": at,
-            "sampling/generated": groups,
-            "reflection_rate": rate,
-            "reflection_accuracy": among,
-            "accuracy/mean": accuracy,
-        }
-        for at, (groups, rate, among, accuracy) in enumerate(steps, start=1)
-    ]
-    write_lines(folder / "metrics.jsonl", lines)
-    [(name, share, right, _)] = tables.wording_rows(read_run(folder))
-    assert (name, share) == ("reflection", "38.0%")  # (10 x 0.2 + 90 x 0.4) / 100
-    assert right == "2.6%"  # 10 x 0.2 x 0.5 of those 38
+def test_outcomes_count_every_prompt_and_token_once(tmp_path):
+    outcomes = read_run(write_run(tmp_path / "run")).outcomes
+    assert outcomes.prompts == {"trained": 1, "all right": 1, "all wrong": 1, "waiting": 1, "in flight": 1}
+    assert outcomes.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
 
 
 def test_status_does_not_read_the_ledger(tmp_path, capsys):
@@ -218,7 +196,7 @@ def replaced(content, path, value):
 
 @pytest.mark.parametrize("name", ["summary.json", "heldout_before.json", "manifest.json"])
 def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_said_once(tmp_path, name):
-    folder = write_run(tmp_path / "run", steps=1)
+    folder = write_run(tmp_path / "run", steps=0)
     if name == "heldout_before.json":
         (folder / "summary.json").unlink()  # else its figures are not read
     data = {part: {"path": "x.jsonl", "rows": "1 row", "sha256": "abc"} for part in ("train", "heldout")}
@@ -230,8 +208,7 @@ def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_sa
         for value in (5, "text", [1], {"key": 1}, None):
             (folder / name).write_text(json.dumps(replaced(whole, path, value)))
             run = read_run(folder)
-            for shown in (tables.held_out, tables.examples, tables.provenance):  # all that reads these files
-                shown(run)
+            report_page([run])
             assert len(run.notes) <= 1, (path, value)
             assert all(note.startswith(name) and "\n" not in note for note in run.notes), (path, value)
             assert status_command(folder) == ExitCode.FINISHED

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from reward.verdict import Deferred, Judgement, VerificationRequest
 from reward.verifiers import robust
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from reward.config import RewardConfig
-from reward.pool import RewardPool
+from reward.pool.pool import RewardPool
 from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers import robust
 

@@ -7,7 +7,7 @@ import pytest
 
 from reward.answer import symbolic
 from reward.answer.extract import last_statement
-from reward.answer.numeral import read_number
+from reward.answer.number import read_number
 from reward.answer.text import ascii_lower, clean
 from reward.verdict import Deferred, Rule, VerificationRequest, VerifierError
 from reward.verifiers import robust

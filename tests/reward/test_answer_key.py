@@ -2,7 +2,7 @@
 
 import pytest
 
-from reward.answer.key import answer_key
+from reward.answer.compare import answer_key
 
 
 @pytest.mark.parametrize(("one", "other"), [("0.5", "1/2"), ("\\frac{1}{2}", "0.50"), ("1,000", "1000"), ("A B", "AB")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reward.code import lock
+from reward.code import seccomp
 from reward.code.values import NotPlain, decode, encode
 from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import code
@@ -362,9 +362,9 @@ def test_where_no_process_can_be_confined_nothing_is_run(monkeypatch):
 
 
 def test_the_filter_knows_its_machine(monkeypatch):
-    monkeypatch.setattr(lock.platform, "machine", lambda: "aarch64")
-    with pytest.raises(lock.LockError, match="aarch64"):
-        lock.lock()
+    monkeypatch.setattr(seccomp.platform, "machine", lambda: "aarch64")
+    with pytest.raises(seccomp.LockError, match="aarch64"):
+        seccomp.lock()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from fractions import Fraction
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reward.answer.numeral import read_number
+from reward.answer.number import read_number
 from reward.answer.text import clean
 from reward.verdict import Deferred, VerificationRequest, VerifierError
 from reward.verifiers import exact, robust

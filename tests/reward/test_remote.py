@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from reward.config import RemoteConfig, RewardConfig
-from reward.pool import RewardPool
-from reward.remote import RemoteVerifier
+from reward.pool.pool import RewardPool
+from reward.pool.remote import RemoteVerifier
 from reward.verdict import Verdict, VerificationRequest
 
 Answer = tuple[int, bytes]

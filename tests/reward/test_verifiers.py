@@ -34,7 +34,7 @@ def test_an_unknown_name_gets_the_nearest(name, hint):
 
 
 def test_a_path_names_a_function_of_any_module():
-    assert not find("tests.reward.hostile:judge").cheap
+    assert not find("tests.reward.hostile:judge").fast
     judged = load("tests.reward.hostile:judge")(VerificationRequest(response="a", ground_truth="a"))
     assert judged == Judgement(accuracy=True, extracted="a", rule="own")
     with pytest.raises(VerifierError, match="no function nothing"):

@@ -13,8 +13,8 @@ import torch
 
 from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
-from rollout.fleet.deadlines import Timing
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import Timing
 from rollout.server import engine
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec
@@ -146,7 +146,7 @@ def test_a_stopped_server_is_noticed_and_replaced(tmp_path: Path) -> None:
         place.run(fleet.publish(place.folder, 1))
         place.run(work(lambda main: main))
         place.run(work(lambda main: max(main.children(), key=lambda child: child.memory_info().rss)))  # the scheduler
-        assert fleet.status()[0].restarts == 2
+        assert fleet.members[0].restarts == 2
     finally:
         place.run(fleet.close())
         loop.close()

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from megatron_dapo.storage.batch_files import batch_folder, load_batch, save_batch
+from megatron_dapo.storage.group_files import batch_folder, load_batch, save_batch
 from megatron_dapo.storage.run_dir import RunDir
 from tests.coordinator.test_sampler import group
 

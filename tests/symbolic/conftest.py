@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.plan.trace.cuda_stub import TraceError, stub_environment
 from megatron_dapo.plan.trace.findings import CLOSE, SMALL
+from megatron_dapo.plan.trace.rank_processes import TraceError, stub_environment
 
 NO_MACHINE = {"paper", "verl"}
 """Recipes that name no layout: compared with the others, not run."""
 
 TITLES = """# Ranks traced without a GPU
 
-Written by `make test-symbolic SYMBOLIC_PAGE=docs/measurements/symbolic.md`; one config by
+Written by `make test-symbolic SYMBOLIC_PAGE=symbolic.md`; one config by
 `megatron-dapo plan --trace CONFIG.yaml`. {versions}. **No GPU took part, and nothing here says how fast anything is.**
 
 A trace runs a rank's own code on its CUDA path with tensors that have shapes and no numbers: model, first update (it

@@ -11,10 +11,9 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace.cuda_stub import stub_environment
+from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.orchestrate import read_trace
+from megatron_dapo.plan.trace.rank_processes import read_trace, stub_environment
 from tests.symbolic.test_recipes import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -52,5 +51,5 @@ def test_a_planted_fault_is_found(fault: str, told: str, tiny: Path, tmp_path: P
         assert out.is_file(), done.stderr[-3000:]
         traces.append(read_trace(out))
     config = load_config(path, overrides)
-    findings = Findings.of(traces, config, model_shape(config.model.path).hf, load_calibration())
+    findings = Findings.of(traces, config, model_dimensions(config.model.path).hf, load_calibration())
     assert any(re.search(told, line) for line in findings.faults), findings.faults

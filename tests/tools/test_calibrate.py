@@ -8,11 +8,11 @@ import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
-from megatron_dapo.monitor.spans import SpanFile
-from megatron_dapo.plan.alternatives import changed
+from megatron_dapo.monitor.timeline import SpanFile
 from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.scenario import Scenario, changed
 from megatron_dapo.plan.sync import sync_seconds
-from megatron_dapo.plan.train import forward_flops
+from megatron_dapo.plan.trainer_time import forward_flops
 from tests.plan.conftest import RECIPES
 from tests.tools.test_profile_throughput import MODEL, write_run
 from tests.tools.timelines import ZERO, write_timeline
@@ -106,7 +106,7 @@ def test_the_planner_gives_the_weight_sync_that_was_measured(tmp_path, servers, 
     _, constants = calibrate(tmp_path, run=run)
     config = load_config(RECIPES / "qwen2.5_7b_8gpu.yaml", ["rollout.weight_sync=disk"])
     config = changed(config, {"rollout.servers": servers, "rollout.tensor_parallel": parallel})
-    assert sync_seconds(config, HF, constants, server_gpus=servers * parallel) == pytest.approx(4 + 6, rel=1e-4)
+    assert sync_seconds(Scenario(config, HF, constants)) == pytest.approx(4 + 6, rel=1e-4)
 
 
 def test_a_servers_cache_is_the_planners_where_heads_are_stored_twice(tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.tiny import FAMILIES, save_tiny
 from tools.convert_checkpoint import import_megatron, main
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.actor.ranks import RankError
+from megatron_dapo.diagnostics.rank_pool import RankError
 from tests.actor.tiny import save_tiny
 from tools.convert_checkpoint import main
 

@@ -12,7 +12,8 @@ import pytest
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Group, Workload
 from megatron_dapo.plan.rollout import Fleet, fill_batches
-from megatron_dapo.storage.ledger import check_ledger, read_ledger
+from megatron_dapo.storage.ledger import read_ledger
+from tests.ledger_check import check_ledger
 from tools.benchmarks.simulate_sampling import main
 from tools.benchmarks.simulation.modelled_engine import Speed
 from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts, useful

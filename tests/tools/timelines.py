@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_dapo.monitor.spans import SpanFile
+from megatron_dapo.monitor.timeline import SpanFile
 
 ZERO = 1000.0
 

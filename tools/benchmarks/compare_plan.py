@@ -13,12 +13,11 @@ import numpy as np
 import yaml
 
 from megatron_dapo.config import load_config
-from megatron_dapo.plan.alternatives import changed
 from megatron_dapo.plan.calibration import Calibration, load_calibration
-from megatron_dapo.plan.lengths import Workload
 from megatron_dapo.plan.memory import server_memory, trainer_memory
-from megatron_dapo.plan.shapes import BUILT_IN
-from megatron_dapo.plan.step import Servers, plan_step
+from megatron_dapo.plan.model_dimensions import BUILT_IN
+from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
+from megatron_dapo.plan.step_plan import plan_step
 
 RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"
 SIGMA = 0.9
@@ -57,7 +56,7 @@ STEPS = tuple(Published(**step) for step in yaml.safe_load(Path(__file__).with_s
 def modelled_seconds(published: Published, constants: Calibration) -> tuple[float, float, float]:
     """Rollout, log-probs, updates. Without weight sync: the published systems move weights in memory."""
     constants = dataclasses.replace(constants, **published.constants)
-    hf, data = BUILT_IN[published.model], published.gpus // (published.tensor * published.pipeline)
+    data = published.gpus // (published.tensor * published.pipeline)
     config = changed(
         load_config(RECIPE),
         {
@@ -66,6 +65,8 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
             "actor.layout.data": data,
             "actor.layout.sequence_parallel": True,
             "actor.recompute": "full",
+            "run.mode": "colocated",
+            "rollout.servers": published.gpus // 4,
             "rollout.tensor_parallel": 4,
             "rollout.max_new_tokens": published.longest,
             "rollout.memory_fraction": SHARED_MEMORY_FRACTION,
@@ -74,23 +75,13 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
             "algorithm.mini_batch_responses": published.trained_responses // published.optimizer_steps,
         },
     )
-    servers = Servers(count=published.gpus // 4, tensor_parallel=4)
-    workload = Workload(
-        mean_response=uncut_mean(published.mean, published.longest),
-        sigma=SIGMA,
-        difficulty_share=constants.difficulty_share,
-        mean_prompt=constants.mean_prompt,
-        pass_rate=0.5,
-        longest=published.longest,
-        group_size=published.group,
-    )
-    memory = server_memory(config, hf, constants, constants.gpu_memory)
-    state = trainer_memory(config, hf, constants)[0].state
-    common = {"servers": servers, "memory": memory, "state": state, "gpus": published.gpus, "steps": 1}
-    generated = changed(config, {"algorithm.prompts_per_step": published.prompts})
-    trained = changed(config, {"algorithm.prompts_per_step": published.trained_responses // published.group})
-    rollout = plan_step(generated, hf, constants, workload, **common).rollout_s  # type: ignore[arg-type]
-    train = plan_step(trained, hf, constants, workload, **common)  # type: ignore[arg-type]
+    assumed = Assumptions(mean_response=uncut_mean(published.mean, published.longest), sigma=SIGMA, pass_rate=0.5)
+    case = Scenario(config, BUILT_IN[published.model], constants, assumed)
+    memory, state = server_memory(case), trainer_memory(case)[0].state
+    generated = case.changed({"algorithm.prompts_per_step": published.prompts})
+    trained = case.changed({"algorithm.prompts_per_step": published.trained_responses // published.group})
+    rollout = plan_step(generated, memory, state, steps=1).rollout_s
+    train = plan_step(trained, memory, state, steps=1)
     return rollout, train.log_prob_s, train.update_s
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
-from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.benchmarks.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.benchmarks.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 

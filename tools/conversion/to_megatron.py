@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
 from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.ranks import RankPlace, RankPool
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions, put_in_place
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions
 from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.actor.weights.safetensors_file import WeightsError
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.storage.durable import replace_folder
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
 from tools.conversion.progress_line import Progress
 from tools.conversion.row_runs import Run, row_elements, runs_of
@@ -81,7 +82,7 @@ def to_megatron(
         write_metadata(partial, parameters, extra, [results for results, _ in written], ranks=tensor, dtype=dtype)
         digests = {part.file.name: digest for part, (_, digest) in zip(parts, written, strict=True)}
         _write_small_files(partial, source, tensor, digests)
-        put_in_place(partial, target)
+        replace_folder(partial, target)
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
 

@@ -20,10 +20,10 @@ from megatron_dapo.actor.device import prepare, process_groups
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.model.model_chunks import build_model
 from megatron_dapo.actor.model.packed_sequences import packed_sequences, padded_lengths
-from megatron_dapo.actor.ranks import RankPlace, RankPool
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.actor.weights.safetensors_file import bytes_of
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.progress_line import Progress
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters

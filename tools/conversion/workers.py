@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.actor.ranks import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.progress_line import Progress
 
 DEADLINE_S = 24 * 3600

@@ -43,7 +43,6 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import (
     make_empty,
     put_in_place,
     read_manifest,
-    write_synced,
 )
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
@@ -51,7 +50,7 @@ from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written
 from megatron_dapo.actor.device.host_memory import available_bytes
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.storage.durable import sync_file
+from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
@@ -117,7 +116,7 @@ def begin(
         str(aside),
         sharded_strategy=_PlanOnly(writer),
     )
-    _on_rank_0(folder, lambda: write_synced(aside / STATE_FILE, text))
+    _on_rank_0(folder, lambda: replace_file(aside / STATE_FILE, text))
     if background and _has_room(writer.bytes_to_copy):
         writer.copy()
         writer.start()

@@ -10,7 +10,6 @@ No torch and no ranks here: whoever looks at a checkpoint from outside needs nei
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 import xxhash
 
 from megatron_dapo.actor.step_data import CheckpointDamagedError
-from megatron_dapo.storage.durable import sync_folder
+from megatron_dapo.storage.durable import replace_file, replace_folder
 
 STATE_FILE = "actor.json"
 MANIFEST_FILE = "manifest.json"
@@ -120,23 +119,8 @@ def make_empty(aside: Path) -> None:
     aside.mkdir(parents=True)
 
 
-def write_synced(file: Path, text: str) -> None:
-    """Returns when `text` is on disk."""
-    with file.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def put_in_place(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
     """Write the manifest of `digests` by file and rename `aside` to `folder`. A checkpoint that stands there is deleted
     last."""
-    write_synced(aside / MANIFEST_FILE, Manifest(files=digests).text())
-    sync_folder(aside)
-    old = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_file(aside / MANIFEST_FILE, Manifest(files=digests).text())
+    replace_folder(aside, folder, durable=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.actor.weights.safetensors_file import FilePlan, SafetensorsFile, WeightsError
-from megatron_dapo.storage.durable import put_in_place
+from megatron_dapo.storage.durable import replace_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -174,7 +174,7 @@ class FolderPlan:
         copy_companions(companions, partial)
         _set_dtype(partial / "config.json", self.dtype)
         written = sum(file.stat().st_size for file in partial.iterdir())
-        put_in_place(partial, folder)
+        replace_folder(partial, folder)
         return written
 
 

@@ -1,56 +1,41 @@
-"""A certificate from beginning to end: reference, layouts, verdicts. Starts processes; imports no Megatron itself."""
+"""The exactness certificate: one mini-batch on many layouts, its loss and every parameter's gradient against one
+process in float32 (law 1).
 
-import dataclasses
+`measure_layouts` starts rank processes, the reference first; what they run stands at the end of this file. The
+reference's gradients lie in files, one for each aggregation: only rank 0 of a layout reads them, one tensor at a time.
+"""
+
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.actor.ranks import RankPool
+from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation
+from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts
-from megatron_dapo.diagnostics.certificate.measure import (
-    Difference,
-    Job,
-    compare,
-    current_log_probs,
-    sampled_responses,
-    write_reference,
-)
 from megatron_dapo.diagnostics.certificate.sample_batch import Sample, random_responses, random_sample
+from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+
+LOSS = "loss"
+"""Name of the loss among the reference's gradients."""
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a certificate measures."""
-
-    job: Job
-    device: Literal["cpu", "cuda"]
-    processes: int
-    """Most ranks of a layout."""
-
-    layouts: int
-    responses: int
-    longest: int
-    """Tokens of the longest response, its prompt included."""
-
-    correction: bool
-    """Whether the mini-batch has importance-correction weights."""
-
-    constant_length: int
-    """Divisor of `sequence_sum_constant`, in tokens."""
-
-    deadline_s: float
-    """Seconds that the reference, and then each layout, may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,66 +51,68 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """A case and how far it is from the reference."""
+class Difference:
+    """One mini-batch on one layout against the reference."""
 
-    case: Case
-    difference: Difference
+    loss: float
+    """|loss - reference| / |reference|."""
+
+    gradient: float
+    """|gradient - reference| / |reference| of all parameters together, L2 norms."""
+
+    worst: float
+    """Largest such difference of a single parameter, against that parameter's own gradient."""
+
+    parameter: str
+    """Which one, by its Hugging Face name."""
 
 
-def certify(plan: Plan, hf: HFModelConfig, say: Callable[[str], None]) -> Iterator[Measured]:
-    """Every case, as soon as its layout is done; `say` gets a line about the mini-batch first.
+def measure_layouts(
+    config: Config,
+    *,
+    processes: int,
+    layouts: int,
+    responses: int,
+    longest: int,
+    deadline_s: float,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Case, Difference]]:
+    """Every case with its difference, as soon as its layout is done; `say` gets a line about the mini-batch first.
+
+    Args:
+        config: with the device and the type of the layouts.
+        processes: most ranks of a layout.
+        layouts: how many to try.
+        responses: of the mini-batch.
+        longest: tokens of the longest one, its prompt included.
+        deadline_s: seconds that the reference, and then each layout, may take.
 
     Raises:
         RankError: a rank died, raised, or gave no result in time (RankTimeout); no process is left.
     """
-    seed = plan.job.seed
-    prompts = random_responses(count=plan.responses, longest=plan.longest, vocabulary=hf.vocab_size, seed=seed)
-    own = plan.job.actor.layout
-    always = own if own.world_size <= plan.processes else LayoutConfig()
-    layouts = choose_layouts(fitting_layouts(hf, plan.processes), plan.layouts, seed=seed, always=always)
-    reference = plan.job.reference()
-    one_rank = plan_for_actor(prompts.sequence_lengths, reference.actor, hidden_size=hf.hidden_size)
-    with tempfile.TemporaryDirectory(prefix="certify-") as name, RankPool(plan.device) as ranks:
-        folder = Path(name)
-        responses = ranks.run(1, sampled_responses, reference, prompts, timeout_s=plan.deadline_s)[0]
-        current = ranks.run(1, current_log_probs, reference, responses, one_rank, timeout_s=plan.deadline_s)[0]
-        sample = random_sample(
-            responses,
-            current,
-            plan.job.objective,
-            dtype=plan.job.model.dtype,
-            correction=plan.correction,
-            seed=seed,
-        )
-        say(describe(responses))
+    seed, own, hf = config.run.seed, config.actor.layout, HFModelConfig.load(Path(config.model.path))
+    always = own if own.world_size <= processes else LayoutConfig()
+    chosen = choose_layouts(fitting_layouts(hf, processes), layouts, seed=seed, always=always)
+    with tempfile.TemporaryDirectory(prefix="certify-") as folder, RankPool(local_device(config)) as ranks:
+        reference = ActorJob(ranks=ranks, config=_reference(config), deadline_s=deadline_s)
+        prompts = random_responses(count=responses, longest=longest, vocabulary=hf.vocab_size, seed=seed)
+        drawn = ranks.run(1, sampled_responses, reference.config, prompts, timeout_s=deadline_s)[0]
+        one_rank = packing(reference.config, drawn)
+        current = reference.run(MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.
-        weights_plan = _plan_on(plan, responses, LayoutConfig(), int(responses.sequence_lengths.max()), hf.hidden_size)
-        references = {
-            aggregation: sample.mini_batch(
-                aggregation, one_rank, constant_length=plan.constant_length, weights_plan=weights_plan
-            )
-            for aggregation in AGGREGATIONS
-        }
-        losses = ranks.run(1, write_reference, reference, references, folder, timeout_s=plan.deadline_s)[0]
-        for index, layout in enumerate(layouts):
-            cases = layout_cases(plan, sample, layout, hf.hidden_size, seed=[seed, 2, index], weights_plan=weights_plan)
+        weights_plan = _packing_on(config, drawn, LayoutConfig(), int(drawn.sequence_lengths.max()))
+        sample = random_sample(config, drawn, current, weights_plan)
+        say(describe(drawn))
+        references = {aggregation: sample.mini_batch(aggregation, one_rank) for aggregation in AGGREGATIONS}
+        reference.run(write_reference, config, references, Path(folder))
+        for index, layout in enumerate(chosen):
+            cases = layout_cases(config, sample, layout, seed=[seed, 2, index])
+            job = replace(reference, config=replace(config, actor=replace(config.actor, layout=layout)))
             batches = [(case.aggregation, case.mini_batch) for case in cases]
-            job = plan.job.on(layout)
-            found = ranks.run(layout.world_size, compare, job, batches, losses, folder, timeout_s=plan.deadline_s)[0]
-            for case, difference in zip(cases, found, strict=True):
-                yield Measured(case=case, difference=difference)
+            yield from zip(cases, job.run(compare, config, batches, Path(folder)), strict=True)
 
 
-def layout_cases(
-    plan: Plan,
-    sample: Sample,
-    layout: LayoutConfig,
-    hidden_size: int,
-    *,
-    seed: Sequence[int],
-    weights_plan: MicroBatchPlan,
-) -> list[Case]:
+def layout_cases(config: Config, sample: Sample, layout: LayoutConfig, *, seed: Sequence[int]) -> list[Case]:
     """Each aggregation once on a layout, with a micro-batch budget drawn between one response and all of them."""
     rng = np.random.default_rng(seed)
     lengths = sample.responses.sequence_lengths
@@ -133,10 +120,7 @@ def layout_cases(
     cases = []
     for aggregation in AGGREGATIONS:
         budget = budgets[int(rng.integers(len(budgets)))]
-        packing = _plan_on(plan, sample.responses, layout, budget, hidden_size)
-        mini_batch = sample.mini_batch(
-            aggregation, packing, constant_length=plan.constant_length, weights_plan=weights_plan
-        )
+        mini_batch = sample.mini_batch(aggregation, _packing_on(config, sample.responses, layout, budget))
         cases.append(Case(layout=layout, aggregation=aggregation, budget=budget, mini_batch=mini_batch))
     return cases
 
@@ -150,6 +134,108 @@ def describe(responses: Responses) -> str:
     )
 
 
-def _plan_on(plan: Plan, responses: Responses, layout: LayoutConfig, budget: int, hidden_size: int) -> MicroBatchPlan:
-    actor = dataclasses.replace(plan.job.actor, layout=layout, micro_batch_tokens=budget)
-    return plan_for_actor(responses.sequence_lengths, actor, hidden_size=hidden_size)
+def _reference(config: Config) -> Config:
+    """The same in one process, in float32, every saving of memory switched off."""
+    actor = replace(config.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
+    return replace(config, actor=actor, model=replace(config.model, dtype="float32"))
+
+
+def _packing_on(config: Config, responses: Responses, layout: LayoutConfig, budget: int) -> MicroBatchPlan:
+    return packing(replace(config, actor=replace(config.actor, layout=layout, micro_batch_tokens=budget)), responses)
+
+
+def sampled_responses(place: RankPlace, config: Config, responses: Responses) -> Responses:
+    """The same prompts and lengths with response tokens drawn from the model, as in training.
+
+    Tokens at random would not do: a trained model gives some of them exp(-30), and one such token is the largest part
+    of the gradient and of its rounding.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = prepare(config.actor.device).device
+    torch.set_num_threads(config.actor.threads)
+    set_seed(config.run.seed)
+    network = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, local_files_only=True)
+    sequences = np.split(responses.token_ids, np.cumsum(responses.sequence_lengths)[:-1])
+    prompts = [ids[:length] for ids, length in zip(sequences, responses.prompt_lengths, strict=True)]
+    longest = max(len(prompt) for prompt in prompts)
+    # Padded on the left: all responses begin at the same place.
+    padded = torch.tensor(np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])).long()
+    mask = torch.arange(longest) >= longest - torch.tensor(responses.prompt_lengths)[:, None]
+    tokens = int(responses.response_lengths.max())
+    drawn = network.to(device).generate(
+        padded.to(device),
+        attention_mask=mask.long().to(device),
+        do_sample=True,
+        temperature=config.rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+    )[:, longest:]
+    parts = []
+    for prompt, answer, length in zip(prompts, drawn.cpu().numpy(), responses.response_lengths, strict=True):
+        parts += [prompt, answer[:length].astype(np.int32)]
+    return replace(responses, token_ids=np.concatenate(parts))
+
+
+def write_reference(actor: MegatronActor, config: Config, mini_batches: Mapping[str, MiniBatch], folder: Path) -> None:
+    """The gradient and the loss of each mini-batch go to a file of its name."""
+    for name, mini_batch in mini_batches.items():
+        result = _loss_and_gradients(actor, config, mini_batch)
+        assert result is not None
+        loss, gradients = result
+        save_file(gradients | {LOSS: torch.tensor(loss)}, _file(folder, name))
+
+
+def compare(
+    actor: MegatronActor, config: Config, mini_batches: Sequence[tuple[str, MiniBatch]], folder: Path
+) -> list[Difference]:
+    """On rank 0 each mini-batch's difference from the reference of its name; none on the other ranks."""
+    differences = []
+    for name, mini_batch in mini_batches:
+        result = _loss_and_gradients(actor, config, mini_batch)
+        if result is not None:
+            differences.append(_difference(*result, _file(folder, name)))
+    return differences
+
+
+def _loss_and_gradients(
+    actor: MegatronActor, config: Config, mini_batch: MiniBatch
+) -> tuple[float, dict[str, Tensor]] | None:
+    return actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
+
+
+def _difference(loss: float, gradients: Mapping[str, Tensor], file: Path) -> Difference:
+    worst, parameter, distance, size = -1.0, "", 0.0, 0.0
+    with safe_open(file, framework="pt") as reference:
+        names = set(reference.keys()) - {LOSS}
+        if names != set(gradients):
+            missing = sorted(names ^ set(gradients))
+            raise ValueError(f"parameters with a gradient on one side only: {', '.join(missing)}")
+        for name in sorted(names):
+            wanted = reference.get_tensor(name).double()
+            error = relative_error(gradients[name], wanted)
+            # Not max(): it would pass over a nan.
+            if not (error <= worst or math.isnan(worst)):
+                worst, parameter = error, name
+            distance = math.hypot(distance, float((gradients[name] - wanted).norm()))
+            size = math.hypot(size, float(wanted.norm()))
+        loss_error = relative_error(torch.tensor(loss), reference.get_tensor(LOSS))
+    return Difference(loss=loss_error, gradient=distance / size, worst=worst, parameter=parameter)
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted| in the L2 norm, in float64; 0 if both are 0, infinite if only `wanted` is."""
+    distance, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf
+    return distance / size

@@ -28,33 +28,32 @@ def choose_layouts(
     left = [layout for layout in candidates if layout not in chosen]
     seen = {kind for layout in chosen for kind in kinds(layout)}
     while left and len(chosen) < count:
-        news = [len(kinds(layout) - seen) for layout in left]
+        news = [len(kinds(layout).keys() - seen) for layout in left]
         best = [layout for layout, new in zip(left, news, strict=True) if new == max(news)]
         layout = best[int(rng.integers(len(best)))]
         chosen.append(layout)
         left.remove(layout)
-        seen |= kinds(layout)
+        seen |= kinds(layout).keys()
     return chosen
 
 
-def kinds(layout: LayoutConfig) -> set[str]:
-    """The kinds of parallelism in a layout: of DP, TP, SP, PP, VPP, CP."""
-    present = {
-        "TP": layout.tensor > 1,
-        "SP": layout.sequence_parallel,
-        "PP": layout.pipeline > 1,
-        "VPP": layout.virtual_pipeline is not None,
-        "CP": layout.context > 1,
-        "DP": layout.data > 1,
+def kinds(layout: LayoutConfig) -> dict[str, int]:
+    """The kinds of parallelism in a layout, of TP, SP, PP, VPP, CP, DP, with their sizes."""
+    sizes = {
+        "TP": layout.tensor,
+        "SP": layout.tensor if layout.sequence_parallel else 1,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline or 1,
+        "CP": layout.context,
+        "DP": layout.data,
     }
-    return {kind for kind, there in present.items() if there}
+    return {kind: size for kind, size in sizes.items() if size > 1}
 
 
 def label(layout: LayoutConfig) -> str:
     """A layout in a table: "TP2+SP PP2 VPP2", or "one process"."""
-    parts = [f"TP{layout.tensor}+SP" if layout.sequence_parallel else f"TP{layout.tensor}"]
-    parts += [f"PP{layout.pipeline}", f"VPP{layout.virtual_pipeline}", f"CP{layout.context}", f"DP{layout.data}"]
-    return " ".join(part for part in parts if not part.endswith(("P1", "PNone"))) or "one process"
+    text = " ".join("+SP" if kind == "SP" else f"{kind}{size}" for kind, size in kinds(layout).items())
+    return text.replace(" +SP", "+SP") or "one process"
 
 
 def _all_layouts(num_layers: int, processes: int) -> Iterator[LayoutConfig]:

@@ -8,7 +8,8 @@ import torch
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation, token_weights
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config import Config
+from megatron_dapo.coordinator.batch import objective_of
 
 GROUP = 4
 """Responses a prompt."""
@@ -32,19 +33,22 @@ class Sample:
     columns: dict[str, np.ndarray]
     """Columns of `MiniBatch` by name, float32 [N] each."""
 
-    def mini_batch(
-        self, aggregation: Aggregation, plan: MicroBatchPlan, *, constant_length: int, weights_plan: MicroBatchPlan
-    ) -> MiniBatch:
-        """The mini-batch packed by `plan`. `weights_plan` is the packing that `verl_legacy` takes its weights from:
-        they are part of the mini-batch, so one for all layouts."""
+    constant_length: int
+    """Divisor of `sequence_sum_constant`, in tokens."""
+
+    weights_plan: MicroBatchPlan
+    """Packing that `verl_legacy` takes its weights from: they are part of the mini-batch, so one for all layouts."""
+
+    def mini_batch(self, aggregation: Aggregation, plan: MicroBatchPlan) -> MiniBatch:
+        """The mini-batch packed by `plan`."""
         lengths = torch.from_numpy(self.responses.response_lengths.astype(np.int64))
         weights = token_weights(
             lengths,
             torch.arange(len(lengths)) // GROUP,
             aggregation,
             mask=torch.from_numpy(self.carries_loss),
-            constant_length=constant_length,
-            micro_batch_index=torch.from_numpy(weights_plan.micro_batch_index()),
+            constant_length=self.constant_length,
+            micro_batch_index=torch.from_numpy(self.weights_plan.micro_batch_index()),
         )
         return MiniBatch(responses=self.responses, plan=plan, weights=weights.numpy(), **self.columns)
 
@@ -63,19 +67,17 @@ def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) ->
     )
 
 
-def random_sample(
-    responses: Responses, current: LogProbs, objective: PolicyObjective, *, dtype: str, correction: bool, seed: int
-) -> Sample:
+def random_sample(config: Config, responses: Responses, current: LogProbs, weights_plan: MicroBatchPlan) -> Sample:
     """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens."""
-    rng = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([config.run.seed, 1])
     tokens, lengths = responses.num_response_tokens, responses.response_lengths
     columns = {
         "advantages": np.repeat(_advantages(rng, len(lengths)), lengths),
-        "old_log_probs": current.log_probs - _log_ratios(rng, tokens, objective, KINK_DISTANCE[dtype]),
+        "old_log_probs": current.log_probs - _log_ratios(rng, tokens, config),
     }
-    if objective.kl_coefficient > 0:
+    if config.algorithm.kl.coefficient > 0:
         columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
-    if correction:
+    if config.algorithm.importance.mode != "none":
         columns["correction"] = rng.uniform(0.5, 2.0, tokens)
     carries_loss = np.ones(len(lengths), dtype=bool)
     carries_loss[len(lengths) // 2] = False
@@ -83,6 +85,8 @@ def random_sample(
         responses=responses,
         carries_loss=carries_loss,
         columns={name: column.astype(np.float32) for name, column in columns.items()},
+        constant_length=config.rollout.max_new_tokens,
+        weights_plan=weights_plan,
     )
 
 
@@ -96,8 +100,9 @@ def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
     return np.where(np.arange(responses) % GROUP == 1, -size / 4, size)
 
 
-def _log_ratios(rng: np.random.Generator, tokens: int, objective: PolicyObjective, distance: float) -> np.ndarray:
+def _log_ratios(rng: np.random.Generator, tokens: int, config: Config) -> np.ndarray:
     """float64 [tokens]: log(pi / pi_old), kept away from the clip bounds."""
+    objective, distance = objective_of(config.algorithm), KINK_DISTANCE[config.model.dtype]
     drawn = rng.normal(0, RATIO_SPREAD, tokens)
     for bound in (1 - objective.clip_low, 1 + objective.clip_high, objective.clip_dual):
         if bound:

@@ -1,15 +1,19 @@
-"""What a set of traces says: peaks against the plan, waits inside the loops over micro-batches, disagreements."""
+"""What traced ranks say together: equal calls over every group they share, sends that are received, shards that do not
+overlap; peaks against the plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
-from megatron_dapo.plan.trace.agreement import RankTrace, disagreements
+from megatron_dapo.plan.scenario import Scenario
 
 CLOSE = 0.03
 """How far a traced peak may be from the planned one, relative."""
@@ -29,6 +33,161 @@ KNOWN_WAITS = {
 
 _PHASE = {"optimizer step": "update, optimizer step"}
 """Of the plan, under which name the trace has it."""
+
+
+class Call(NamedTuple):
+    """One collective, send or receive of a rank."""
+
+    group: str
+    """Backend and Megatron's name of the group: "nccl TENSOR_MODEL_PARALLEL_GROUP"."""
+
+    ranks: tuple[int, ...]
+    op: str
+    tensors: str
+    """Types and shapes: "bfloat16[2816, 1, 5120]"."""
+
+    peer: int | None
+    """Global rank on the other side of a send or receive."""
+
+    phase: str
+    place: str
+    on_cpu: bool
+    """A CPU tensor in an NCCL group."""
+
+
+class Shard(NamedTuple):
+    """A block of a tensor in a checkpoint, as one rank writes it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank did."""
+
+    rank: int
+    world_size: int
+    place: Mapping[str, int]
+    kernels: str
+    calls: Sequence[Call]
+    waits: Sequence[tuple[str, str, str, int]]
+    """What, place, loop over micro-batches or "", how often."""
+
+    peaks: Mapping[str, int]
+    """Bytes on the device by phase."""
+
+    shards: Sequence[Shard]
+    """Those that this rank writes."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def disagreements(traces: Sequence[RankTrace]) -> list[str]:
+    """What the ranks would fail or hang at, a line each."""
+    return [
+        *(line for trace in traces for line in _cpu_tensors(trace)),
+        *(line for one, other in itertools.combinations(traces, 2) for line in _pair(one, other)),
+        *_overlaps(traces),
+    ]
+
+
+def covered(traces: Iterable[RankTrace]) -> float:
+    """Share of the checkpoint's numbers that the traced ranks write; 1 only if every number has a writer."""
+    written: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
+    for trace in traces:
+        for shard in trace.shards:
+            sizes[shard.key] = math.prod(shard.shape)
+            written[shard.key] += math.prod(shard.size)
+    return sum(written.values()) / sum(sizes.values()) if sizes else 0.0
+
+
+def _cpu_tensors(trace: RankTrace) -> Iterator[str]:
+    places = Counter((call.place, call.op, call.tensors) for call in trace.calls if call.on_cpu)
+    for (where, op, tensors), count in places.items():
+        yield f"rank {trace.rank}: {op} of a CPU tensor {tensors} over NCCL at {where}, {count} times"
+
+
+def _by_group(trace: RankTrace) -> dict[tuple[str, tuple[int, ...]], list[Call]]:
+    groups: dict[tuple[str, tuple[int, ...]], list[Call]] = defaultdict(list)
+    for call in trace.calls:
+        groups[call.group, call.ranks].append(call)
+    return groups
+
+
+def _pair(one: RankTrace, other: RankTrace) -> Iterator[str]:
+    calls = {trace.rank: _by_group(trace) for trace in (one, other)}
+    for group in dict.fromkeys([*calls[one.rank], *calls[other.rank]]):
+        if not {one.rank, other.rank} <= set(group[1]):
+            continue
+        mine, theirs = calls[one.rank].get(group, []), calls[other.rank].get(group, [])
+        name = f"{group[0]} of ranks {_shown(group[1])}: call"
+        yield from _first_difference(
+            name,
+            (one.rank, [call for call in mine if call.peer is None]),
+            (other.rank, [call for call in theirs if call.peer is None]),
+        )
+        for sender, sent, receiver, received in ((one, mine, other, theirs), (other, theirs, one, mine)):
+            yield from _first_difference(
+                f"{group[0]}: message",
+                (sender.rank, [call for call in sent if (call.op, call.peer) == ("send", receiver.rank)]),
+                (receiver.rank, [call for call in received if (call.op, call.peer) == ("receive", sender.rank)]),
+            )
+
+
+def _first_difference(name: str, one: tuple[int, list[Call]], other: tuple[int, list[Call]]) -> Iterator[str]:
+    """The first of two ranks' calls that do not belong together: another operation (a send to a receive is none), or
+    other tensors."""
+
+    def kind(call: Call) -> tuple[str, str]:
+        return "message" if call.peer is not None else call.op, call.tensors
+
+    for index, (left, right) in enumerate(itertools.zip_longest(one[1], other[1])):
+        if left is None or right is None or kind(left) != kind(right):
+            yield f"{name} {index} is {_told(left)} on rank {one[0]} and {_told(right)} on rank {other[0]}"
+            return
+
+
+def _told(call: Call | None) -> str:
+    return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _overlaps(traces: Sequence[RankTrace]) -> Iterator[str]:
+    """Blocks out of bounds, written twice, or of a tensor that ranks size differently."""
+    blocks: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+    for trace in traces:
+        for shard in trace.shards:
+            blocks[shard.key].append((trace.rank, shard))
+    for key, own in blocks.items():
+        first = own[0][1]
+        for rank, shard in own:
+            ends = [start + count for start, count in zip(shard.offset, shard.size, strict=True)]
+            if (shard.shape, shard.dtype) != (first.shape, first.dtype):
+                texts = [f"{part.dtype}{list(part.shape)}" for part in (first, shard)]
+                yield f"{key}: {texts[0]} on rank {own[0][0]}, {texts[1]} on rank {rank}"
+            elif any(end > whole for end, whole in zip(ends, shard.shape, strict=True)):
+                yield f"{key}: rank {rank} writes up to {ends} of {list(shard.shape)}"
+        own.sort(key=lambda one: one[1].offset)
+        for (rank, left), (other, right) in itertools.combinations(own, 2):
+            if right.offset[0] >= left.offset[0] + left.size[0]:
+                continue
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(left.offset, left.size, right.offset, right.size, strict=True)
+            ):
+                yield f"{key}: ranks {rank} and {other} both write at {right.offset}"
+                break
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +213,7 @@ class Peak:
 def peaks(traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> list[Peak]:
     """Every phase that the plan has a figure for, rank by rank. Only rank 0 gathers weights."""
     bare = dataclasses.replace(constants, framework_memory=0.0, fragmentation=0.0)
-    stages = trainer_memory(config, hf, bare)
+    stages = trainer_memory(Scenario(config, hf, bare))
     return [
         Peak(
             rank=trace.rank,
@@ -87,7 +246,7 @@ def _reason(place: str) -> str | None:
     return KNOWN_WAITS.get((file, rest.partition(" ")[2]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Findings:
     """All that is said about a config's traces."""
 
@@ -99,12 +258,8 @@ class Findings:
     @classmethod
     def of(cls, traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> "Findings":
         """Of the traces of one config."""
-        return cls(
-            traces=traces,
-            peaks=peaks(traces, config, hf, constants),
-            waits=loop_waits(traces),
-            disagreements=disagreements(traces),
-        )
+        found = peaks(traces, config, hf, constants)
+        return cls(traces, found, loop_waits(traces), disagreements(traces))
 
     @property
     def faults(self) -> list[str]:

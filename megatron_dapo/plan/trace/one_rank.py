@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.plan.memory import row_tokens
-from megatron_dapo.plan.shapes import model_shape
-from megatron_dapo.plan.trace.agreement import RankTrace, Shard
+from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.trace.findings import RankTrace, Shard
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
 from rollout.server.parent_death import end_with
@@ -35,7 +35,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     start = time.monotonic()
     meter = Meter()
     recorder = RecordingGroup.recorder = Recorder(meter)
-    hf = model_shape(config.model.path).hf
+    hf = model_dimensions(config.model.path).hf
     layout = config.actor.layout
     # Of a row that is full, on a pipeline rank.
     split = layout.tensor if layout.sequence_parallel else 1

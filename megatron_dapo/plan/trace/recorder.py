@@ -1,12 +1,13 @@
 """Process groups that note every call and send nothing, in the place of torch's NCCL and gloo groups."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.plan.trace.agreement import Call
+from megatron_dapo.plan.trace.findings import Call
 from megatron_dapo.plan.trace.meter import Meter, place
 
 
@@ -18,7 +19,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.pipeline_shape: list[int] = []
 
-    def note(self, group: "RecordingGroup", op: str, tensors: Any, peer: int | None = None) -> "_Done":
+    def note(self, group: "RecordingGroup", op: str, tensors: Iterable[Any], peer: int | None = None) -> "_Done":
         """Note a call over `group`; `peer`: global rank of a send's or receive's other side."""
         flat = [tensor for one in tensors for tensor in (one if isinstance(one, list | tuple) else [one])]
         ranks = dist.get_process_group_ranks(group)
@@ -108,51 +109,9 @@ class RecordingGroup(_ProcessGroup):
     def _end_coalescing(self, *args: Any) -> _Done:
         return _Done()
 
-    def _note(self, op: str, tensors: Any) -> _Done:
-        return self.recorder.note(self, op, tensors)
-
-    def broadcast(self, tensors: Any, options: Any = None, *rest: Any) -> _Done:
-        return self._note(f"broadcast from {getattr(options, 'rootRank', options)}", [tensors])
-
-    def allreduce(self, tensors: Any, options: Any = None, *rest: Any) -> _Done:
-        return self._note(f"all_reduce {_reduction(options)}", [tensors])
-
-    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> _Done:
-        return self._note(f"all_reduce_coalesced {_reduction(options)}", [tensors])
-
-    def reduce(self, tensors: Any, options: Any) -> _Done:
-        return self._note(f"reduce {_reduction(options)} to {options.rootRank}", [tensors])
-
     def barrier(self, *args: Any) -> _Done:
         self.recorder.meter.wait("a barrier")
-        return self._note("barrier", [])
-
-    def allgather(self, outputs: Any, tensors: Any, *rest: Any) -> _Done:
-        return self._note("all_gather", [tensors])
-
-    def reduce_scatter(self, output: Any, tensors: Any, options: Any = None) -> _Done:
-        return self._note(f"reduce_scatter {_reduction(options)}", [output])
-
-    def gather(self, outputs: Any, tensors: Any, options: Any) -> _Done:
-        return self._note(f"gather to {options.rootRank}", [tensors])
-
-    def scatter(self, outputs: Any, tensors: Any, options: Any) -> _Done:
-        return self._note(f"scatter from {options.rootRank}", [outputs])
-
-    def _allgather_base(self, output: Any, tensor: Any, *rest: Any) -> _Done:
-        return self._note("all_gather_into_tensor", [output, tensor])
-
-    def _reduce_scatter_base(self, output: Any, tensor: Any, options: Any = None) -> _Done:
-        return self._note(f"reduce_scatter_tensor {_reduction(options)}", [output, tensor])
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, *rest: Any) -> _Done:
-        return self._note("all_gather_coalesced", [outputs, tensors])
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> _Done:
-        return self._note(f"reduce_scatter_coalesced {_reduction(options)}", [outputs, tensors])
-
-    def alltoall_base(self, output: Any, tensor: Any, *rest: Any) -> _Done:
-        return self._note("all_to_all", [output, tensor])
+        return self.recorder.note(self, "barrier", [])
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> _Done:
         return self.recorder.note(self, "send", [tensors], dist.get_process_group_ranks(self)[peer])
@@ -160,10 +119,40 @@ class RecordingGroup(_ProcessGroup):
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> _Done:
         return self.recorder.note(self, "receive", [tensors], dist.get_process_group_ranks(self)[peer])
 
-    # Their names since torch 2.13.
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+_FIRST, _SECOND, _BOTH = slice(0, 1), slice(1, 2), slice(0, 2)
+
+_COLLECTIVES = {
+    "broadcast": ("broadcast from {root}", _FIRST),
+    "allreduce": ("all_reduce {reduction}", _FIRST),
+    "allreduce_coalesced": ("all_reduce_coalesced {reduction}", _FIRST),
+    "reduce": ("reduce {reduction} to {root}", _FIRST),
+    "allgather": ("all_gather", _SECOND),
+    "reduce_scatter": ("reduce_scatter {reduction}", _FIRST),
+    "gather": ("gather to {root}", _SECOND),
+    "scatter": ("scatter from {root}", _FIRST),
+    "_allgather_base all_gather_single": ("all_gather_into_tensor", _BOTH),
+    "_reduce_scatter_base reduce_scatter_single": ("reduce_scatter_tensor {reduction}", _BOTH),
+    "alltoall_base all_to_all_single": ("all_to_all", _BOTH),
+    "allgather_into_tensor_coalesced all_gather_single_coalesced": ("all_gather_coalesced", _BOTH),
+    "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced": ("reduce_scatter_coalesced {reduction}", _BOTH),
+}
+"""Methods of a process group, the second name since torch 2.13: how a call is noted, and which arguments are tensors
+whose shapes are."""
+
+
+def _collective(text: str, tensors: slice) -> Any:
+    def call(self: RecordingGroup, *args: Any) -> _Done:
+        options = next((one for one in args if hasattr(one, "rootRank") or hasattr(one, "reduceOp")), None)
+        op = text.format(root=getattr(options, "rootRank", ""), reduction=_reduction(options))
+        return self.recorder.note(self, op, args[tensors])
+
+    return call
+
+
+for _names, _noted in _COLLECTIVES.items():
+    for _name in _names.split():
+        setattr(RecordingGroup, _name, _collective(*_noted))
 
 
 class RecordingGloo(RecordingGroup):

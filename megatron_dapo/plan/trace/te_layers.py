@@ -20,7 +20,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from megatron_dapo.plan.trace.cuda_stub import TraceError
+from megatron_dapo.plan.trace.rank_processes import TraceError
 
 _TYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
 _TORCH_TYPES = {2: torch.float32, 3: torch.float16, 4: torch.bfloat16}
@@ -58,8 +58,8 @@ def install() -> None:
         setattr(extension, name, make(name, list(members), start=0))
     for name in set(re.findall(r"\btex\.(\w+)", text)):
         getattr(extension, name)  # `import *` takes only what is there
-    for kernel in _KERNELS:
-        setattr(extension, kernel.__name__, kernel)
+    for name, kernel in _KERNELS.items():
+        setattr(extension, name, kernel)
     extension.get_cudnn_version = lambda: 91900
     backend = extension.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     extension.get_fused_attn_backend = lambda *args: backend
@@ -105,21 +105,6 @@ def rmsnorm_fwd(inp: Tensor, weight: Tensor, eps: float, out: Any, *rest: Any) -
     return torch.empty_like(inp) if out is None else out, None, rows
 
 
-def rmsnorm_bwd(grad: Tensor, inp: Tensor, deviations: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight."""
-    return torch.empty_like(inp), torch.empty_like(weight)
-
-
-def fused_rope_forward(values: Tensor, *rest: Any) -> Tensor:
-    """Rotated values."""
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
-
-
-def fused_rope_backward(grad: Tensor, *rest: Any) -> Tensor:
-    """Gradient of the values."""
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
-
-
 def fused_attn_fwd(*args: Any) -> list[Tensor]:
     """Output [tokens, heads, size], statistics and random state, for packed sequences."""
     query, _, value = args[16:19]
@@ -128,24 +113,23 @@ def fused_attn_fwd(*args: Any) -> list[Tensor]:
     return [out, statistics, torch.empty(2, dtype=torch.int64, device=query.device)]
 
 
-def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
-    """Gradients of query, key and value."""
-    return [*(torch.empty_like(one) for one in args[19:22]), None, None]
-
-
 def multi_tensor_l2norm(chunk: int, flag: Tensor, lists: Any, per_tensor: bool = False, *rest: Any) -> Any:
     """Norm of all numbers, and of each tensor where asked."""
     each = torch.empty(len(lists[0]) if per_tensor else 0, dtype=torch.float32, device=flag.device)
     return torch.empty(1, dtype=torch.float32, device=flag.device), each
 
 
-_KERNELS: tuple[Callable[..., Any], ...] = (
-    generic_gemm,
-    rmsnorm_fwd,
-    rmsnorm_bwd,
-    fused_rope_forward,
-    fused_rope_backward,
-    fused_attn_fwd,
-    fused_attn_bwd,
-    multi_tensor_l2norm,
-)
+def _rotated(values: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "generic_gemm": generic_gemm,
+    "rmsnorm_fwd": rmsnorm_fwd,
+    "rmsnorm_bwd": lambda grad, inp, deviations, weight, *rest: (torch.empty_like(inp), torch.empty_like(weight)),
+    "fused_rope_forward": _rotated,
+    "fused_rope_backward": _rotated,
+    "fused_attn_fwd": fused_attn_fwd,
+    "fused_attn_bwd": lambda *args: [*map(torch.empty_like, args[19:22]), None, None],
+    "multi_tensor_l2norm": multi_tensor_l2norm,
+}

@@ -61,8 +61,8 @@ def test_a_refused_request_is_not_repeated() -> None:
             with pytest.raises(ServerRefused, match="scripted"):
                 await fleet.generate(request())
             assert len(server.prompts) == 1
-            assert fleet.status()[0].state == "ready"
-            assert fleet.status()[0].in_flight == 0
+            assert fleet.members[0].state == "ready"
+            assert fleet.members[0].in_flight == 0
 
     run(test)
 
@@ -115,8 +115,8 @@ def test_a_killed_server_is_restarted_and_every_request_answered() -> None:
             await servers[0].die()
             for answer in await asyncio.gather(*tasks):
                 check_tokens(answer, 1, 10)
-            await until(lambda: fleet.status()[0].state == "ready")
-            assert fleet.status()[0].restarts == servers[0].starts - 1 == 1
+            await until(lambda: fleet.members[0].state == "ready")
+            assert fleet.members[0].restarts == servers[0].starts - 1 == 1
         assert any("its process ended" in line for line in reports)
 
     run(test)
@@ -165,7 +165,7 @@ def test_a_cancelled_request_is_ended_at_its_server() -> None:
             (rid,) = server.running
             task.cancel()
             await until(lambda: server.aborted_single == [rid])
-            assert fleet.status()[0].in_flight == 0
+            assert fleet.members[0].in_flight == 0
 
     run(test)
 
@@ -256,7 +256,7 @@ def test_sixty_four_servers_start_without_six_bad_ones_which_are_brought_up_late
         for bad in servers[7:56:9]:
             bad.start_fails = True
         async with fleet_of(*servers, reports=reports) as fleet:
-            assert [status.state == "ready" for status in fleet.status()] == [not one.start_fails for one in servers]
+            assert [status.state == "ready" for status in fleet.members] == [not one.start_fails for one in servers]
             assert "the run begins without 6 of 64 servers" in reports
             asked = [request(f"r{i}") for i in range(128)]
             for answer in await asyncio.gather(*map(fleet.generate, asked)):
@@ -264,7 +264,7 @@ def test_sixty_four_servers_start_without_six_bad_ones_which_are_brought_up_late
             await until(lambda: sum("is down: http" in line and "ended while it" in line for line in reports) == 6)
             for server in servers:
                 server.start_fails = False
-            await until(lambda: all(status.state == "ready" for status in fleet.status()))
+            await until(lambda: all(status.state == "ready" for status in fleet.members))
 
     run(test)
 
@@ -287,10 +287,10 @@ def test_a_server_that_takes_far_longer_than_the_others_comes_later() -> None:
         servers, reports = [StandIn() for _ in range(10)], list[str]()
         servers[4].may_start.clear()
         async with fleet_of(*servers, reports=reports) as fleet:  # which gives the start 5 s
-            assert [status.state for status in fleet.status()].count("ready") == 9
+            assert [status.state for status in fleet.members].count("ready") == 9
             assert "the run begins without 1 of 10 servers" in reports
             servers[4].may_start.set()
-            await until(lambda: fleet.status()[4].state == "ready")
+            await until(lambda: fleet.members[4].state == "ready")
 
     run(test)
 

@@ -16,7 +16,7 @@ from tests.rollout.standin import StandIn
 
 def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path]) -> None:
     async def test() -> None:
-        servers = [StandIn(seconds_a_token=0.1) for _ in range(2)]
+        servers = [StandIn(seconds_a_token=0.05) for _ in range(2)]
         async with fleet_of(*servers, max_running_requests=4) as fleet:
             await fleet.publish(folders[0], 1)
             tasks = [asyncio.ensure_future(fleet.generate(request(f"r{i}", tokens=30))) for i in range(12)]
@@ -98,8 +98,8 @@ def test_a_server_that_dies_in_a_publish_gets_the_weights_later(folders: list[Pa
             report = await fleet.publish(folders[0], 1)
             assert len(report.servers) == len(report.down) == 1
             servers[0].may_start.set()
-            await until(lambda: fleet.status()[0].state == "ready")
-            assert [status.weight_version for status in fleet.status()] == [1, 1]
+            await until(lambda: fleet.members[0].state == "ready")
+            assert [status.weight_version for status in fleet.members] == [1, 1]
             assert servers[0].loaded == folders[0]
             # The only server may die too: publish waits for its return.
             servers[1].start_fails = True

@@ -8,7 +8,7 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.errors import FleetLost, ServerStartError
 from rollout.fleet.fleet import RolloutFleet
-from rollout.fleet.gpu_memory import Occupation
+from rollout.fleet.gpu_memory import GpuMemory
 from tests.rollout.fleet_kit import FAST, VOCABULARY, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -70,9 +70,9 @@ def test_a_server_that_was_only_slow_is_not_started_again() -> None:
     async def test() -> None:
         slow = SlowToAnswer()
         async with fleet_of(*(StandIn() for _ in range(9)), slow) as fleet:
-            assert fleet.status()[9].state != "ready"
+            assert fleet.members[9].state != "ready"
             slow.healthy = True
-            await until(lambda: fleet.status()[9].state == "ready")
+            await until(lambda: fleet.members[9].state == "ready")
         assert slow.starts == 1
 
     run(test)
@@ -85,7 +85,7 @@ def test_a_server_that_comes_late_is_looked_at_like_the_others() -> None:
         async with fleet_of(*(StandIn() for _ in range(9)), unfit, reports=reports) as fleet:
             unfit.healthy = True
             await until(lambda: any("it runs with quantization" in line for line in reports))
-            assert fleet.status()[9].state != "ready"
+            assert fleet.members[9].state != "ready"
 
     run(test)
 
@@ -93,16 +93,16 @@ def test_a_server_that_comes_late_is_looked_at_like_the_others() -> None:
 def test_servers_restart_side_by_side_and_memory_is_left_when_none_starts() -> None:
     async def test() -> None:
         async with fleet_of(StandIn()) as fleet:
-            occupation: Occupation = fleet._occupation
-            async with occupation.start_of_a_server(), asyncio.timeout(5), occupation.start_of_a_server():
-                leaving = asyncio.ensure_future(occupation.release())
+            memory: GpuMemory = fleet._gpu_memory
+            async with memory.server_start(), asyncio.timeout(5), memory.server_start():
+                leaving = asyncio.ensure_future(memory.release())
                 await asyncio.sleep(0.1)
                 assert not leaving.done()
             await leaving
-            late = asyncio.ensure_future(occupation.start_of_a_server().__aenter__())
+            late = asyncio.ensure_future(memory.server_start().__aenter__())
             await asyncio.sleep(0.1)
             assert not late.done(), "the trainer has the memory"
-            await occupation.resume()
+            await memory.resume()
             began = time.monotonic()
             await late
             assert time.monotonic() - began < 5

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from rollout.errors import FleetLost, WeightMismatch
+from rollout.fleet.weight_update import OnDisk
 from rollout.weights.checksums import expected_checksums
 from rollout.weights.sender import Sent
 from rollout.weights.transport import Failure, Target
-from rollout.weights.weight_update import OnDisk
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import INFO, StandIn
 
@@ -81,7 +81,7 @@ def test_a_server_that_could_not_take_them_but_answers_reads_them_from_disk(fold
             assert (stream.written, servers[0].starts, servers[1].starts) == (1, 1, 1)
             assert "update 1" in servers[0].calls
             assert "update 1" not in servers[1].calls
-            assert {member.weight_version for member in fleet.status()} == {1}
+            assert {member.weight_version for member in fleet.members} == {1}
 
     run(test)
 
@@ -94,9 +94,9 @@ def test_a_server_that_does_not_answer_is_restarted_and_reads_them_from_disk(fol
             stream.fails = {servers[0].url: Failure(reason="no answer", answers=False)}
             report = await fleet.publish_stream(stream, 1)
             assert len(report.servers) == 1
-            await until(lambda: all(seen.state == "ready" for seen in fleet.status()))
-            assert [seen.restarts for seen in fleet.status()] == [1, 0]
-            assert {seen.weight_version for seen in fleet.status()} == {1}
+            await until(lambda: all(seen.state == "ready" for seen in fleet.members))
+            assert [seen.restarts for seen in fleet.members] == [1, 0]
+            assert {seen.weight_version for seen in fleet.members} == {1}
             assert stream.written == 1
 
     run(test)
@@ -130,14 +130,14 @@ def test_a_server_of_others_is_asked_for_nothing_until_it_left_a_broken_group(fo
             stream.fails = {servers[1].url: Failure(reason="the group broke", answers=False)}
             await fleet.publish_stream(stream, 2)
             await asyncio.sleep(2.5)  # more than two deadlines of its scheduler
-            assert fleet.status()[1].state != "ready"
+            assert fleet.members[1].state != "ready"
             assert set(servers[1].calls[calls:]) <= {"pause", "resume", "flush"}, "of the publish itself"
             assert not any(call.startswith("update") for call in servers[1].calls[calls:])
             after = len(servers[1].calls)
             assert set((await fleet.generate(request())).weight_versions) == {2}
             assert len(servers[1].calls) == after
             servers[1].free.set()
-            await until(lambda: fleet.status()[1].state == "ready")
+            await until(lambda: fleet.members[1].state == "ready")
             assert "update 2" in servers[1].calls[after:]
 
     run(test)
@@ -154,7 +154,7 @@ def test_a_server_that_reports_no_checksums_keeps_a_publish_for_its_deadline_alo
             async with asyncio.timeout(10):
                 report = await fleet.publish_stream(FromMemory(folders[0], *servers), 1)
             assert [server.url for server in report.servers] == [servers[0].url]
-            assert fleet.status()[1].state != "ready"
+            assert fleet.members[1].state != "ready"
 
     run(test)
 
@@ -170,7 +170,7 @@ def test_a_server_that_dies_meanwhile_keeps_nobody_waiting(folders: list[Path]) 
             await fleet.publish_stream(stream, 1)
             for generation in await asyncio.gather(*(fleet.generate(request(f"r{i}")) for i in range(4))):
                 assert set(generation.weight_versions) == {1}
-            await until(lambda: all(seen.weight_version == 1 and seen.state == "ready" for seen in fleet.status()))
+            await until(lambda: all(seen.weight_version == 1 and seen.state == "ready" for seen in fleet.members))
 
     run(test)
 
@@ -185,8 +185,8 @@ def test_a_server_restarted_later_gets_them_while_the_trainer_has_them(folders: 
             for _ in range(2):  # written for the first restart alone
                 starts = servers[0].starts
                 await servers[0].die()
-                await until(lambda before=starts: servers[0].starts > before and fleet.status()[0].state == "ready")
-            assert fleet.status()[0].weight_version == 1
+                await until(lambda before=starts: servers[0].starts > before and fleet.members[0].state == "ready")
+            assert fleet.members[0].weight_version == 1
             assert stream.written == 1
 
     run(test)
@@ -198,14 +198,14 @@ def test_weights_that_are_gone_are_not_served_and_the_next_ones_are(folders: lis
         async with fleet_of(*servers) as fleet:
             await fleet.publish_stream(FromMemory(folders[0], *servers, writes=False), 1)
             await servers[0].die()
-            await until(lambda: "waits for the next publish" in fleet.status()[0].reason)
+            await until(lambda: "waits for the next publish" in fleet.members[0].reason)
             assert set((await fleet.generate(request())).weight_versions) == {1}  # by the other one
             stream = FromMemory(folders[1], *servers)
             report = await fleet.publish_stream(stream, 2)
             assert stream.sent == [(servers[1].url,)]
             assert report.servers[0].url == servers[1].url
-            await until(lambda: fleet.status()[0].state == "ready")
-            assert fleet.status()[0].weight_version == 2
+            await until(lambda: fleet.members[0].state == "ready")
+            assert fleet.members[0].weight_version == 2
 
     run(test)
 
@@ -213,7 +213,8 @@ def test_weights_that_are_gone_are_not_served_and_the_next_ones_are(folders: lis
 def test_with_every_server_lost_a_publish_ends_by_its_deadline(folders: list[Path]) -> None:
     async def test() -> None:
         server = StandIn()
-        async with fleet_of(server, fleet_deadline_s=0.5) as fleet:
+        timing = replace(FAST, load_deadline_s=0.5)
+        async with fleet_of(server, timing=timing, start_s=1.0, fleet_deadline_s=0.5) as fleet:
             stream = FromMemory(folders[0], server)
             stream.may_write.clear()
             stream.fails = {server.url: Failure(reason="no answer", answers=False)}
@@ -235,16 +236,16 @@ def test_a_server_restarted_while_the_others_are_sent_to_is_left_to_its_supervis
             async def slow(targets: Sequence[Target], label: str) -> Sent:
                 stream.fails = {old: Failure(reason="connection reset", answers=False)}
                 await servers[0].die()
-                await until(lambda: servers[0].starts == 2 and fleet.status()[0].state == "ready")
+                await until(lambda: servers[0].starts == 2 and fleet.members[0].state == "ready")
                 return await both(targets, label)
 
             stream.send = slow  # type: ignore[method-assign]
             report = await fleet.publish_stream(stream, 1)
             assert [server.url for server in report.servers] == [servers[1].url]
             assert list(report.by_disk) == [old]
-            assert [seen.state for seen in fleet.status()] == ["ready", "ready"]
-            assert [seen.weight_version for seen in fleet.status()] == [1, 1]
-            assert [seen.restarts for seen in fleet.status()] == [1, 0]
+            assert [seen.state for seen in fleet.members] == ["ready", "ready"]
+            assert [seen.weight_version for seen in fleet.members] == [1, 1]
+            assert [seen.restarts for seen in fleet.members] == [1, 0]
 
     run(test)
 
@@ -256,7 +257,7 @@ def test_a_wrong_tensor_is_named_and_never_serves(folders: list[Path]) -> None:
             servers[1].corrupt = "model.layers.0.mlp.down_proj.weight"
             with pytest.raises(WeightMismatch, match=r"down_proj\.weight has 0000000000000000"):
                 await fleet.publish_stream(FromMemory(folders[0], *servers), 1)
-            assert fleet.status()[1].state != "ready"
+            assert fleet.members[1].state != "ready"
 
     run(test)
 

@@ -50,11 +50,11 @@ def test_a_server_that_dies_meanwhile_is_restarted_only_when_the_memory_is_the_s
             await fleet.publish(folders[0], 3)
             await fleet.release_memory()
             await server.die()
-            await until(lambda: fleet.status()[0].state == "down")
+            await until(lambda: fleet.members[0].state == "down")
             await asyncio.sleep(0.5)
             assert server.starts == 1, "it would take memory that is the trainer's"
             await fleet.resume_memory()
-            await until(lambda: fleet.status()[0].state == "ready")
+            await until(lambda: fleet.members[0].state == "ready")
             assert server.starts == 2
             assert server.loaded == folders[0]
 
@@ -78,14 +78,14 @@ def test_a_server_that_does_not_leave_is_ended_and_so_is_one_that_is_starting() 
         async with fleet_of(stuck, starting, good, timing=replace(FAST, load_deadline_s=0.3)) as fleet:
             starting.loaded_model = False
             await starting.die()
-            await until(lambda: fleet.status()[1].state == "starting" and starting.alive())
+            await until(lambda: fleet.members[1].state == "starting" and starting.alive())
             await fleet.release_memory()
             assert good.released
             assert not stuck.alive(), "what it holds can be had only by its end"
             assert not starting.alive()
             stuck.hangs_on_release, starting.loaded_model = False, True
             await fleet.resume_memory()
-            await until(lambda: all(status.state == "ready" for status in fleet.status()))
+            await until(lambda: all(status.state == "ready" for status in fleet.members))
 
     run(test)
 

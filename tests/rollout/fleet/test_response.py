@@ -154,7 +154,7 @@ def test_the_only_server_left_gets_what_it_failed_before() -> None:
         async with fleet_of(*servers) as fleet:
             servers[1].start_fails = True
             await servers[1].die()
-            await until(lambda: fleet.status()[1].state == "down")
+            await until(lambda: fleet.members[1].state == "down")
             servers[0].fails = lambda number: 500 if number == 0 else None
             check_tokens(await fleet.generate(request()), 1, 5)
 
@@ -283,7 +283,7 @@ def test_servers_that_die_together_in_a_publish_all_come_back_with_its_weights(f
             for generation in await asyncio.gather(*tasks):
                 check_tokens(generation, 1, 40)
                 assert set(np.unique(generation.weight_versions)) <= {1, 2}
-            await until(lambda: all(seen.state == "ready" for seen in fleet.status()))
-            assert {seen.weight_version for seen in fleet.status()} == {2}
+            await until(lambda: all(seen.state == "ready" for seen in fleet.members))
+            assert {seen.weight_version for seen in fleet.members} == {2}
 
     run(test)

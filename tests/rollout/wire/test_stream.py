@@ -10,8 +10,7 @@ import pytest
 from rollout.errors import RolloutError, ServerRefused
 from rollout.generation import FinishReason
 from rollout.wire.array_frames import Segment, frame
-from rollout.wire.reply import Finish, StreamedError
-from rollout.wire.stream import events, join_segments, read_segment
+from rollout.wire.reply import Finish, StreamedError, events, join_segments, read_part
 from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -45,11 +44,11 @@ def test_events_are_put_together_however_they_are_cut(size: int) -> None:
 
 
 def test_segments_make_the_response() -> None:
-    first, ends = read_segment(
+    first, ends = read_part(
         b'{"output_ids":[3],"meta_info":{"finish_reason":null,"output_token_logprobs":[[-1,3,null]]}}'
     )
     assert (ends, first.finish_reason) == (False, FinishReason.ABORT)
-    last, ends = read_segment(
+    last, ends = read_part(
         b'{"output_ids":[4],"meta_info":{"finish_reason":{"type":"stop","matched":4},"weight_version":"5",'
         b'"output_token_logprobs":[[-0.5,4,null]]}}'
     )
@@ -59,7 +58,7 @@ def test_segments_make_the_response() -> None:
     assert whole.log_probs.tolist() == [-1.0, -0.5]
     assert (whole.finish_reason, whole.weight_label) == (FinishReason.STOP, "5")
     with pytest.raises(StreamedError, match="too long") as caught:
-        read_segment(b'{"error":{"message":"too long","type":"invalid_request_error","code":400}}')
+        read_part(b'{"error":{"message":"too long","type":"invalid_request_error","code":400}}')
     assert caught.value.status == 400
 
 
@@ -95,8 +94,7 @@ def test_what_a_killed_server_had_passed_on_is_not_drawn_again() -> None:
     async def test() -> None:
         servers = [streaming(4, 0.02) for _ in range(2)]
         parts = []
-        async with fleet_of(*servers) as fleet:
-            fleet._observe = parts.append
+        async with fleet_of(*servers, observe=parts.append) as fleet:
             answer = asyncio.ensure_future(fleet.generate(request(tokens=40)))
             await until(lambda: sum(server.segments for server in servers) == 3)
             first = next(server for server in servers if server.running)

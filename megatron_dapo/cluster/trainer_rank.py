@@ -1,0 +1,210 @@
+"""One Megatron rank as the body of a Ray actor, and its part of the timeline."""
+
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
+
+import ray
+
+from megatron_dapo.actor.packing import MicroBatchPlan
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.cluster.gpu_handover import GpuMemory
+from megatron_dapo.config.root import Config
+from megatron_dapo.monitor.timeline import SpanFile
+from rollout.server.engine import group_environment
+from rollout.wire.client import ServerInfo
+
+if TYPE_CHECKING:
+    from megatron_dapo.actor.actor import MegatronActor
+    from rollout.weights.checksums import Checksums
+    from rollout.weights.sender import SendRequest, Sent
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+
+class TrainerRank:
+    """Body of one Ray actor. Everything it prints goes to its own log file."""
+
+    def __init__(self, run_dir: Path, threads: int) -> None:
+        self._run_dir = run_dir
+        self._timeline: RankTimeline | None = None
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+    def place(self) -> tuple[str, str]:
+        """Ray's name of this process's node, and its GPU there."""
+        return ray.get_runtime_context().get_node_id(), self.gpu()
+
+    def become(self, rank: int) -> None:
+        """Gives this process its number, and its output a file."""
+        self._rank = rank
+        log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file, stream.fileno())
+        os.close(file)
+
+    def endpoint(self) -> str:
+        """A free port on this process's node, for the ranks to meet."""
+        host = ray.util.get_node_ip_address()
+        # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
+        for port in random.SystemRandom().sample(range(20000, 32768), 100):
+            with socket.socket() as free:
+                if free.connect_ex((host, port)) != 0:
+                    return f"tcp://{host}:{port}"
+        raise OSError(f"no free port between 20000 and 32767 on {host} for the trainer's ranks to meet")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def gpu(self) -> str:
+        """Name of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES knows it; empty on the CPU."""
+        return next(iter(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), "")
+
+    def device_memory(self) -> GpuMemory | None:
+        """Of this rank's GPU now; None on the CPU."""
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return GpuMemory(rank=self._rank, free=free, total=total, reserved=torch.cuda.memory_reserved())
+
+    def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
+        """Join the other ranks and load the model. Returns MegatronActor.describe()."""
+        os.environ.update(_environment(config) | os.environ)
+        from megatron_dapo.actor.actor import MegatronActor
+
+        self._actor = MegatronActor(
+            config.actor,
+            config.model,
+            rank=self._rank,
+            world_size=config.actor.layout.world_size,
+            rendezvous=rendezvous,
+            steps_per_rollout=config.algorithm.mini_batches_per_step,
+            seed=config.run.seed,
+            timeout_s=config.run.step_deadline_s,
+            keep_reference=config.algorithm.kl.coefficient > 0,
+        )
+        from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
+
+        self._weights = RankWeights(self._actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        return self._actor.describe()
+
+    def perform(self, call: "Callable[[Self, *Arguments], T]", recorded_step: int | None, *arguments: *Arguments) -> T:
+        """One of the methods below; with `recorded_step` its spans are written down as that rollout step's."""
+        if recorded_step is None:
+            return call(self, *arguments)
+        if self._timeline is None:
+            self._timeline = RankTimeline(self._run_dir, self._actor)
+        with self._timeline.call(recorded_step, call.__name__):
+            return call(self, *arguments)
+
+    def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
+        return self._actor.log_probs(responses, plan, temperature)
+
+    def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
+        return self._actor.reference_log_probs(responses, plan, temperature)
+
+    def update(
+        self, batches: list[MiniBatch], objective: PolicyObjective, temperature: float
+    ) -> list[UpdateMetrics] | None:
+        return self._actor.update(batches, objective, temperature)
+
+    def export_hf(self, folder: Path) -> int:
+        return self._actor.export_hf(folder)
+
+    def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
+        return self._weights.write(folder, kinds)
+
+    def send(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent | None":
+        return self._weights.send(request, kinds)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self._actor.save_checkpoint(folder)
+
+    def begin_checkpoint(self, folder: Path) -> bool:
+        return self._actor.begin_checkpoint(folder)
+
+    def finish_checkpoint(self, wait: bool) -> bool:
+        return self._actor.finish_checkpoint(wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self._actor.load_checkpoint(folder)
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Of a rank, before it uses NCCL, where nobody has set it."""
+    group = group_environment(config.rollout)
+    # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a rank.
+    return group and group | {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class RankTimeline:
+    """Writes `timeline/rank<N>.jsonl`."""
+
+    def __init__(self, run_dir: Path, actor: "MegatronActor") -> None:
+        self._actor = actor
+        about = {
+            "rank": actor.rank,
+            "stages": actor.config.layout.pipeline,
+            "chunks": len(actor.optimizer.chunks),  # that each micro-batch passes on this rank
+        }
+        self._file = SpanFile(run_dir, f"rank{actor.rank}", about | actor.place())
+
+    @contextmanager
+    def call(self, step: int, method: str) -> Iterator[None]:
+        """Record what runs inside as rollout step `step`'s call of `method`."""
+        self._file.begin(step)
+        on_cuda = self._actor.device.device.type == "cuda"
+        _forget_peak(on_cuda=on_cuda)
+        began = time.time()
+        with self._actor.timed() as clock:
+            yield
+        passes = clock.times()
+        self._file.add("calls", method, began, time.time(), **_peak(on_cuda=on_cuda))
+        if method == "update":
+            self._probe(max((about.get("tokens", 0) for *_, about in passes), default=0))
+        for name, start, end, about in passes:
+            self._file.add(method, name, start, end, **about)
+        self._file.write()
+
+    def _probe(self, tokens: int) -> None:
+        began = time.time()
+        measured = self._actor.time_tensor_parallel(tokens) if tokens else None
+        if measured is not None:
+            self._file.add("probe", "all-reduce", began, time.time(), **measured)
+
+
+def _forget_peak(*, on_cuda: bool) -> None:
+    if on_cuda:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # a container may forbid it; the peak is then that of the whole life
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(*, on_cuda: bool) -> dict[str, Any]:
+    """Most memory since `_forget_peak`: that of the device, or on a CPU the process's own."""
+    if on_cuda:
+        import torch
+
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "memory": "device",
+        }
+    status = Path("/proc/self/status").read_text()
+    kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return {"peak_bytes": int(kilobytes) * 1024, "memory": "process"}

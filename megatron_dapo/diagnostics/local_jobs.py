@@ -1,0 +1,109 @@
+"""What the diagnostics start on this machine, without Ray: rollout servers with no trainer beside them, and trainer
+ranks with no servers."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
+from megatron_dapo.actor.step_data import Responses
+from megatron_dapo.cluster.engines import api_key, lone_engines, visible_gpus
+from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.config import Config
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from rollout.fleet.fleet import RolloutFleet
+
+
+def local_device(config: Config) -> Literal["cpu", "cuda"]:
+    """What `actor.device` means on this machine."""
+    return "cuda" if config.actor.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def with_own_servers(config: Config, model: Path) -> Config:
+    """The same config, its servers started here with `model`, on free ports."""
+    rollout = replace(config.rollout, urls=(), api_key_file=None, port=0, weight_sync="disk")
+    run = replace(config.run, mode="sync")  # nobody trains beside them
+    return replace(config, run=run, rollout=rollout, model=replace(config.model, path=str(model)))
+
+
+@asynccontextmanager
+async def local_fleet(
+    config: Config, folder: Path, waits: Waits, *, vocab_size: int, report: Callable[[str], None]
+) -> AsyncIterator[RolloutFleet]:
+    """The servers of `rollout.urls`, or started ones that load `model.path`; those end with the context.
+
+    Args:
+        folder: gets the servers' logs and key.
+
+    Raises:
+        RolloutError, PlacementError: a server did not start.
+        Stalled, StopRequested: as `Waits.wait_for`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    gpus = visible_gpus(torch.cuda.device_count()) if local_device(config) == "cuda" else ()
+    engines = lone_engines(config, folder / "logs", gpus=gpus)
+    key = api_key(config, folder)
+    fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key)
+    deadline = config.run.start_deadline_s
+    try:
+        await waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), stoppable=True)
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def packing(config: Config, responses: Responses) -> MicroBatchPlan:
+    """How the actor of `config` packs the responses into micro-batches."""
+    hidden_size = HFModelConfig.load(Path(config.model.path)).hidden_size
+    return plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorJob:
+    """Functions of an actor, run on processes of this machine."""
+
+    ranks: RankPool
+    config: Config
+    """Its layout says how many processes; every call starts the actor anew."""
+    deadline_s: float
+    """Seconds of each call."""
+    checkpoint: Path | None = None
+    """Loaded before the call."""
+    keep_reference: bool = False
+    """As in MegatronActor."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What `function(actor, *args)` returns on rank 0; every rank makes the call.
+
+        `function` stands at module level or is a method of MegatronActor; arguments and result travel pickled.
+
+        Raises:
+            RankError: a rank died, raised, or gave no result in time (RankTimeout).
+        """
+        settings = (self.config, self.checkpoint, self.keep_reference, self.deadline_s)
+        world_size = self.config.actor.layout.world_size
+        return self.ranks.run(world_size, _on_rank, settings, function, args, timeout_s=self.deadline_s)[0]
+
+
+def _on_rank(place: RankPlace, settings: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    config, checkpoint, keep_reference, timeout_s = settings
+    actor = MegatronActor(
+        config.actor,
+        config.model,
+        rank=place.rank,
+        world_size=place.world_size,
+        rendezvous=place.rendezvous,
+        steps_per_rollout=config.algorithm.mini_batches_per_step,
+        seed=config.run.seed,
+        timeout_s=timeout_s,
+        keep_reference=keep_reference,
+    )
+    if checkpoint is not None:
+        actor.load_checkpoint(checkpoint)
+    return function(actor, *args)

@@ -1,0 +1,220 @@
+"""Runs a function on several ranks of one machine, each its own process, with a deadline; without Ray.
+
+The processes are kept between calls (importing Megatron-Core costs seconds): a call takes idle workers, and workers
+whose call failed are ended and replaced. Every call has its own rendezvous file, and what it leaves initialised in
+torch.distributed or Megatron's parallel state is taken down after it.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+STACK_LINES = 12
+"""Innermost lines of a hanging rank's stack that an error shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a rank stands: first argument of the function that `RankPool.run` runs."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    """`file://...`, fresh for every call."""
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message holds its number and traceback or exit code."""
+
+    exit_code = 6
+
+
+class RankTimeout(RankError):
+    """The deadline passed; the message says which ranks gave no result, and where they stand."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+    device_index: int
+    stack: Path
+    """Where the process writes its stack when it gets SIGUSR1."""
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class RankPool:
+    """Worker processes of one device type; `close` (or leaving `with`) ends them. They also end with this process."""
+
+    def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self._device = device
+        self._idle: list[_Worker] = []
+        self._calls = 0
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """Results of `function(place, *args)` on ranks 0..n-1, in rank order.
+
+        `function` stands at module level; arguments and results travel pickled. The first rank that fails ends the
+        others: they would wait for it in vain.
+
+        Raises:
+            RankError: a rank raised or died.
+            RankTimeout: not all have answered `timeout_s` seconds after the call.
+        """
+        deadline = time.monotonic() + timeout_s
+        # Taken out of the pool: one call inside another would get other workers.
+        workers = [self._take(rank) for rank in range(n)]
+        self._calls += 1
+        rendezvous = f"file://{self._folder.name}/rendezvous-{self._calls}"
+        try:
+            for rank, worker in enumerate(workers):
+                place = RankPlace(rank=rank, world_size=n, rendezvous=rendezvous)
+                with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, below
+                    worker.pipe.send_bytes(pickle.dumps((function, place, args)))
+            results = _collect(workers, deadline, timeout_s)
+        except BaseException:
+            for worker in workers:
+                worker.end()
+            raise
+        self._idle.extend(workers)
+        return results
+
+    def close(self) -> None:
+        """End the idle workers and remove the pool's files."""
+        while self._idle:
+            self._idle.pop().end()
+        self._folder.cleanup()
+
+    @cached_property
+    def _folder(self) -> "tempfile.TemporaryDirectory[str]":
+        # Made on first use: a pool at module level exists in its workers too, which are killed and clean up nothing.
+        return tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def _take(self, rank: int) -> _Worker:
+        """An idle worker, or a new one. On CUDA one whose GPU is number `rank`; on the CPU any."""
+        for place, worker in enumerate(self._idle):
+            if self._device == "cpu" or worker.device_index == rank:
+                return self._idle.pop(place)
+        return self._start(rank)
+
+    def _start(self, device_index: int) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        handle, stack = tempfile.mkstemp(prefix="stack-", dir=self._folder.name)
+        os.close(handle)
+        process = context.Process(target=_serve, args=(theirs, self._device, device_index, stack), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process=process, pipe=ours, device_index=device_index, stack=Path(stack))
+
+
+def _collect(workers: list[_Worker], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(workers):
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(waiting.values())
+            stacks = "\n".join(f"rank {rank} stands at\n{_stack(workers[rank])}" for rank in late)
+            raise RankTimeout(f"ranks {late} gave no result within {timeout_s:g} s\n{stacks}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                workers[rank].process.join(10)
+                raise RankError(f"rank {rank} died, exit code {workers[rank].process.exitcode}") from None
+            if not ok:
+                raise RankError(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _stack(worker: _Worker) -> str:
+    """The innermost lines of a live worker's Python stack, as far as it still answers signals."""
+    pid = worker.process.pid
+    if pid is None or not worker.process.is_alive():
+        return f"its end, exit code {worker.process.exitcode}"
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    lines = worker.stack.read_text().splitlines()[1:]
+    return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
+
+
+def _serve(pipe: Connection, device: Literal["cpu", "cuda"], device_index: int, stack: str) -> None:
+    """The worker's life: one function after the other until the parent is gone."""
+    # Before torch is imported, which reads them.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(device_index)}
+    warnings.simplefilter("ignore")
+    # The file stays open as long as the process: the handler writes to its descriptor.
+    stack_file = open(stack, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    # An interrupt from the keyboard goes to the whole group: the parent ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    from megatron_dapo.actor.device import prepare
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            prepare(device)  # before a function imports anything of Megatron
+            function, place, args = pickle.loads(message)
+            answer = pickle.dumps((True, function(place, *args)))
+        except Exception:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+        _take_down()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and one that waits in a collective would not see the closed pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _take_down() -> None:
+    """Leave nothing of one call for the next."""
+    import torch
+
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,195 @@
+"""Seconds of a rollout step's phases, and what each process did when, in the steps that `monitor.timeline_every` names.
+
+`timeline/<process>.jsonl`: a process begins each step with a line that says what it is; its spans follow. Times are
+seconds since 1970 by the clock of its machine, so that the processes of several nodes agree as well as their clocks do.
+A step that a resumed run does again begins again; readers take the newest beginning.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_dapo.storage.durable import drop_torn_line, naming
+from rollout.generation import ServedPart
+
+FOLDER = "timeline"
+PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
+
+
+class SpanError(ValueError):
+    """A timeline file that cannot be read. The message names file and line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Span(track="update", name="forward-compute", start=1763740000.25, end=1763740000.31, about={"tokens": 4096})"""
+
+    track: str
+    """What the process does one thing of at a time: a call, a server's requests."""
+    name: str
+    start: float
+    end: float
+    about: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStep:
+    """One process in one rollout step."""
+
+    process: str
+    step: int
+    about: Mapping[str, Any]
+    """Of a trainer rank: its place in the layout."""
+    spans: tuple[Span, ...]
+
+
+class SpanFile:
+    """Gathers the spans of one process and writes them when the step, or a part of it, is over."""
+
+    def __init__(self, run_dir: Path, process: str, about: Mapping[str, Any] | None = None) -> None:
+        self._path = run_dir / FOLDER / f"{process}.jsonl"
+        self._about = dict(about or {})
+        self._begun: int | None = None
+        self._lines: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """What follows belongs to `step`; harmless when it does already."""
+        if step != self._begun:
+            self.write()
+            self._begun = step
+            self._lines.append(json.dumps({"step": step, "about": self._about}))
+
+    def add(self, track: str, name: str, start: float, end: float, **about: Any) -> None:
+        """`start`, `end`: seconds since 1970."""
+        self._lines.append(json.dumps({"track": track, "name": name, "start": start, "end": end, "about": about}))
+
+    def write(self) -> None:
+        """Append what was gathered to the file."""
+        if self._lines:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            drop_torn_line(self._path)
+            with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines = []
+
+
+class StepTimer:
+    """Adds up a rollout step's seconds by phase; what no phase claims is the coordinator's own share of `step`."""
+
+    def __init__(self, spans: SpanFile | None = None) -> None:
+        """`spans`: gets each phase as it was, before `move`."""
+        self._spans = spans
+        self._began = time.monotonic()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        began, start = time.monotonic(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - began
+            if self._spans is not None:
+                self._spans.add("phases", name, start, time.time())
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` of one phase as another's."""
+        seconds = min(seconds, self._seconds[source])
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, and `step` for all since the start."""
+        return self._seconds | {"step": time.monotonic() - self._began}
+
+
+class Recorder(Protocol):
+    """What is used of cluster.trainer.Trainer."""
+
+    recorded_step: int | None
+
+
+class Timeline:
+    """Records every so many rollout steps: phases and requests here, calls and passes on the trainer's ranks."""
+
+    def __init__(self, run_dir: Path, *, every: int) -> None:
+        """`every`: 0 records nothing."""
+        self._file = SpanFile(run_dir, "coordinator")
+        self._every = every
+        self._trainer: Recorder | None = None
+        self._recording = False
+
+    def follow(self, trainer: Recorder) -> None:
+        """From now on the trainer's ranks record the same steps."""
+        self._trainer = trainer
+
+    def begin(self, step: int) -> StepTimer:
+        """The clock of rollout step `step`, which writes its phases down if the step is recorded."""
+        self._file.write()
+        self._recording = bool(self._every) and step % self._every == 0
+        if self._trainer is not None:
+            self._trainer.recorded_step = step if self._recording else None
+        if self._recording:
+            self._file.begin(step)
+        return StepTimer(self._file if self._recording else None)
+
+    def served(self, part: ServedPart) -> None:
+        """A server's answer to a request."""
+        if self._recording:
+            self._file.add(
+                f"server {part.url}",
+                part.request_id,
+                part.start,
+                part.end,
+                prompt=part.prompt_tokens,
+                tokens=part.tokens,
+                version=part.weight_version,
+                reason=str(part.finish_reason),
+            )
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.write()
+
+
+def read_spans(run_dir: Path) -> dict[int, list[ProcessStep]]:
+    """Rollout step -> its processes, by name. Empty where nothing was recorded.
+
+    Raises:
+        SpanError: a line other than a torn last one is no span.
+    """
+    steps: dict[int, list[ProcessStep]] = {}
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        for process in _read_file(path):
+            steps.setdefault(process.step, []).append(process)
+    return dict(sorted(steps.items()))
+
+
+def _read_file(path: Path) -> list[ProcessStep]:
+    content = path.read_bytes()
+    steps: dict[int, tuple[dict[str, Any], list[Span]]] = {}
+    spans: list[Span] | None = None
+    for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            if "step" in line:
+                for later in [step for step in steps if step >= line["step"]]:
+                    del steps[later]  # done again after a resume
+                spans = []
+                steps[line["step"]] = (line["about"], spans)
+            elif spans is not None:
+                spans.append(Span(**line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SpanError(f"{path}:{number}: no span ({error!r}); remove the line or the file") from None
+    return [
+        ProcessStep(process=path.stem, step=step, about=about, spans=tuple(spans))
+        for step, (about, spans) in steps.items()
+    ]

@@ -1,0 +1,229 @@
+"""The whole plan of a config: does it fit, how long does it take, what to change where it does not fit, and how other
+splits between trainer and servers would do."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_dapo.actor.model.hf_config import check_layout
+from megatron_dapo.config import ConfigError
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.root import contradictions
+from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
+from megatron_dapo.plan.scenario import Changes, Scenario
+from megatron_dapo.plan.step_plan import StepPlan, plan_step
+from megatron_dapo.plan.sync import server_bytes
+
+_LARGEST_TENSOR = 8
+_LARGEST_PIPELINE = 16
+_SPLITS = 12
+_SPLITS_OF_A_SIZE = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Misfit:
+    """Something that does not fit."""
+
+    part: Literal["trainer", "server"]
+    what: str
+    needed: float
+    """Bytes."""
+
+    there: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that is printed."""
+
+    case: Scenario
+    ranks: list[RankMemory]
+    server: ServerMemory | None
+    """None where `rollout.urls` names servers that someone else runs."""
+
+    misfits: list[Misfit]
+    step: StepPlan | None
+    """None where something does not fit."""
+
+    host: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Nothing exceeds the GPUs."""
+        return not self.misfits
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        assert self.step is not None
+        return self.step.seconds * self.case.config.run.rollout_steps * self.step.gpus / 3600
+
+
+def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
+    """Memory of everything, and time if it fits.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or an assumption is impossible.
+    """
+    check_layout(case.hf, case.config.actor.layout)
+    workload, heads = case.workload, case.hf.num_attention_heads
+    if heads % case.servers.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {case.servers.tensor_parallel}: must divide the model's num_attention_heads = "
+            f"{heads}"
+        )
+    ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
+    step = None
+    if not misfits:
+        state = max((rank.state for rank in ranks), key=lambda one: one.total)
+        step = plan_step(case, server, state, steps=steps)
+    mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
+    own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
+    return Plan(case=case, ranks=ranks, server=own_server, misfits=misfits, step=step, host=host)
+
+
+def find_misfits(case: Scenario) -> list[Misfit]:
+    """What needs more of a GPU than there is, the trainer's pipeline stages first."""
+    config, gpu_memory, framework = case.config, case.gpu_memory, case.constants.framework_memory
+    server = server_memory(case)
+    room = dict.fromkeys(PHASES, gpu_memory)
+    if case.shares_gpus:  # beside the server
+        room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
+    if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
+        room = dict.fromkeys(PHASES, gpu_memory - framework) | {"rollout": room["rollout"]}
+    found = []
+    for rank in trainer_memory(case):
+        phase, peak = max(rank.peaks.items(), key=lambda one: one[1] - room[one[0]])
+        if peak > room[phase]:
+            what = f"pipeline stage {rank.stage}, {phase}"
+            found.append(Misfit(part="trainer", what=what, needed=peak, there=room[phase]))
+    if config.rollout.urls:
+        return found
+    longest = config.model.context_length * server.kv_bytes_per_token
+    if server.kv_cache < longest:
+        held = config.rollout.memory_fraction * gpu_memory
+        what = "weights and the KV cache of one response of full length"
+        found.append(Misfit(part="server", what=what, needed=server.weights + longest, there=held))
+    buckets = server_bytes(case)
+    if buckets and framework + buckets > server.rest:
+        what = "framework and two sync buckets, outside memory_fraction"
+        found.append(Misfit(part="server", what=what, needed=framework + buckets, there=server.rest))
+    return found
+
+
+def remedies(case: Scenario) -> list[Changes]:
+    """The least that makes it fit: what costs time only, else more GPUs. Nothing: no such change is known.
+
+    First the trainer's, then the servers' way with the trainer's taken: two are meant together, since both may share
+    GPUs. Of one that would not help without breaking the other nothing is said.
+    """
+
+    def misfits(other: Scenario) -> set[str]:
+        return {one.part for one in find_misfits(other)}
+
+    now = misfits(case)
+    found: list[Changes] = []
+    for part, ways in (("trainer", _trainer_ways(case)), ("server", _server_ways(case))):
+        if part in now:
+            way = next((way for way in ways if misfits(case.changed(way)) <= now - {part}), None)
+            if way is not None:
+                found.append(way)
+                case, now = case.changed(way), now - {part}
+    return found
+
+
+def _trainer_ways(case: Scenario) -> Iterator[Changes]:
+    actor, context, share = case.config.actor, case.config.model.context_length, case.config.rollout.memory_fraction
+    if case.shares_gpus:  # the server can be given less of it
+        yield {"rollout.memory_fraction": round(share / 2, 2)}
+    budgets: list[dict[str, Any]] = [{}]
+    if actor.micro_batch_tokens > context:
+        budgets.append({"actor.micro_batch_tokens": context})
+    recomputes: list[dict[str, Any]] = [{}] if actor.recompute == "full" else [{}, {"actor.recompute": "full"}]
+    if not actor.offload.optimizer_state:
+        recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
+    fused = [{}] if actor.fused_linear_log_prob else [{}, {"actor.fused_linear_log_prob": True}]
+    for parts in itertools.product([{}, *_larger_layouts(case)], budgets, recomputes, fused):
+        yield {key: value for part in parts for key, value in part.items()}
+
+
+def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
+    """Larger tensor- and pipeline-parallel sizes that divide the model, few GPUs first, tensor parallel first."""
+    now = case.config.actor.layout
+    tensors = [size for size in (1, 2, 4, 8) if now.tensor <= size <= _LARGEST_TENSOR]
+    pipelines = range(now.pipeline, _LARGEST_PIPELINE + 1)
+    for tensor, pipeline in sorted(itertools.product(tensors, pipelines), key=lambda one: (one[0] * one[1], -one[0])):
+        sizes = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1}
+        if (tensor, pipeline) != (now.tensor, now.pipeline) and _possible(
+            case.changed({f"actor.layout.{name}": size for name, size in sizes.items()})
+        ):
+            yield {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}
+
+
+def _server_ways(case: Scenario) -> list[Changes]:
+    now = case.config.rollout
+    ways: list[Changes] = [] if now.kv_cache_tokens is None else [{"rollout.kv_cache_tokens": None}]
+    ways += [{"rollout.memory_fraction": 0.85}] if now.memory_fraction < 0.85 else []
+    ways += [{"rollout.tensor_parallel": size} for size in (2, 4, 8) if size > now.tensor_parallel]
+    if now.weight_sync == "distributed":
+        ways += [{"rollout.sync_bucket_mb": size} for size in (1024, 256) if size < now.sync_bucket_mb]
+        ways.append({"rollout.weight_sync": "disk"})
+    return ways
+
+
+def other_splits(plan: Plan) -> list[Plan]:
+    """The same GPUs with another data-parallel size of the trainer, the rest to servers of the same size; `plan` itself
+    among them.
+
+    Tried are half and twice the tensor- and pipeline-parallel sizes and data-parallel sizes that are powers of two;
+    shown, at most `_SPLITS_OF_A_SIZE` of each number of trainer GPUs, those most like the config's own first. Empty
+    where nothing can be divided: one GPU, or servers that someone else runs.
+    """
+    case = plan.case
+    if case.shares_gpus or case.config.rollout.urls:
+        return []
+    own = case.config.actor.layout
+    found: list[Plan] = []
+    for layout in _layouts_like(own):
+        rows = sum(split.case.config.actor.layout.world_size == layout.world_size for split in found)
+        servers = (case.gpus - layout.world_size) // case.servers.tensor_parallel
+        if servers < 1 or rows == _SPLITS_OF_A_SIZE or len(found) == _SPLITS:
+            continue
+        actor = dataclasses.replace(case.config.actor, layout=layout)
+        other = case.changed({"actor": actor, "rollout.servers": servers})
+        if layout == own or _possible(other):
+            found.append(plan if layout == own else make_plan(other))
+    return sorted(found, key=lambda split: _sizes(split.case.config.actor.layout))
+
+
+def _sizes(layout: LayoutConfig) -> tuple[int, int, int]:
+    return layout.world_size, layout.tensor, layout.pipeline
+
+
+def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
+    """Candidates, the config's own first, then by likeness."""
+    tensors = [size for size in {own.tensor, own.tensor // 2, own.tensor * 2} if 1 <= size <= _LARGEST_TENSOR]
+    pipelines = {own.pipeline, max(1, own.pipeline // 2), own.pipeline * 2}
+    found = [
+        dataclasses.replace(
+            own, tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=own.sequence_parallel and tensor > 1
+        )
+        for tensor, pipeline, data in itertools.product(tensors, pipelines, {1, 2, 4, 8, 16, 32, own.data})
+    ]
+
+    def unlikeness(one: LayoutConfig) -> tuple[object, ...]:
+        distance = abs(math.log2(one.world_size / own.world_size))
+        return (one != own, distance, one.tensor != own.tensor, one.pipeline != own.pipeline, one.tensor, one.pipeline)
+
+    return sorted(found, key=unlikeness)
+
+
+def _possible(case: Scenario) -> bool:
+    try:
+        check_layout(case.hf, case.config.actor.layout)
+    except ConfigError:
+        return False
+    return not list(contradictions(case.config))

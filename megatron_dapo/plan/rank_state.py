@@ -1,0 +1,157 @@
+"""Bytes of parameters, gradients and optimizer state of one trainer rank, as Megatron-Core lays them out.
+
+Megatron keeps a model chunk's gradients, and with the distributed optimizer its parameters too, in one buffer: the
+parameters in reverse order, each beginning at a multiple of 64 elements, cut into buckets whose ends are multiples of
+lcm(data-parallel size, 128). Every data-parallel rank owns an equal part of each bucket, and keeps master weights and
+moments of the parameter elements in it. The figures are exact for Megatron's local layer spec; TransformerEngine's
+orders a layer's vectors otherwise, which moves padding and the borders of the parts by a few kilobytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.packing import round_up
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+
+GRADIENT_BYTES = 4
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS_A_RANK = 1_000_000
+
+
+class Parameter(NamedTuple):
+    """One tensor of a rank: Parameter(5120)."""
+
+    elements: int
+    shared: bool = False
+    """The tied embedding, which the first and the last pipeline stage both hold: a bucket of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """What a rank holds from start to end."""
+
+    parameters: int
+    gradients: int
+    master_weights: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """Of all four."""
+        return sum(self.items().values())
+
+    def items(self) -> dict[str, int]:
+        """Bytes by what they hold."""
+        return {name.replace("_", " "): value for name, value in dataclasses.asdict(self).items()}
+
+
+def rank_state(
+    hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int, data_rank: int, overlap: bool
+) -> StateBytes:
+    """State of any tensor-parallel rank of pipeline stage `stage`.
+
+    Args:
+        data_rank: number of the rank among data x context parallel ones, over which the optimizer is sharded.
+        overlap: whether gradients are reduced while backward runs (on CUDA with several data-parallel ranks); it cuts
+            the first stage's buffers into smaller buckets.
+    """
+    layout, size = actor.layout, DTYPE_BYTES[dtype]
+    ranks = layout.data * layout.context
+    parameters = gradients = owned = 0
+    for chunk in range(layout.virtual_pipeline or 1):
+        tensors = list(chunk_parameters(hf, layout, stage=stage, chunk=chunk))
+        elements = sum(tensor.elements for tensor in tensors)
+        if not actor.optimizer.distributed:
+            parameters, gradients, owned = parameters + elements, gradients + elements, owned + elements
+            continue
+        bucketed = overlap and stage == 0 and chunk == 0
+        limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * ranks) if bucketed else None
+        places, buckets = _lay_out(tensors, ranks, limit)
+        parameters, gradients = parameters + buckets[-1][1], gradients + buckets[-1][1]
+        owned += sum(_owned(places, bucket, data_rank, ranks) for bucket in buckets)
+    # Weights that are float32 already are their own master weights.
+    masters = owned if dtype != "float32" else 0
+    return StateBytes(
+        parameters=parameters * size,
+        gradients=gradients * GRADIENT_BYTES,
+        master_weights=masters * MASTER_BYTES,
+        moments=owned * MOMENT_BYTES,
+    )
+
+
+def chunk_parameters(hf: HFModelConfig, layout: LayoutConfig, *, stage: int, chunk: int) -> Iterator[Parameter]:
+    """The tensors of a model chunk in Megatron's order, each as large as one tensor-parallel rank has it."""
+    tensor, stages, chunks = layout.tensor, layout.pipeline, layout.virtual_pipeline or 1
+    first, last = stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1
+    vocabulary = math.ceil(hf.vocab_size / tensor) * hf.hidden_size
+    shared = hf.tied and stages > 1
+    if first:
+        yield Parameter(vocabulary, shared)
+    for _ in range(hf.num_layers // (stages * chunks)):
+        yield from _layer_parameters(hf, tensor)
+    if last:
+        yield Parameter(hf.hidden_size)
+        if not hf.tied or shared:
+            yield Parameter(vocabulary, shared)
+
+
+def model_parameters(hf: HFModelConfig) -> int:
+    """Elements of the whole model, a tied embedding counted once."""
+    return sum(parameter.elements for parameter in chunk_parameters(hf, LayoutConfig(), stage=0, chunk=0))
+
+
+def _layer_parameters(hf: HFModelConfig, tensor: int) -> Iterator[Parameter]:
+    hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
+    fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
+    ffn = hf.ffn_hidden_size // tensor
+    yield from (Parameter(hidden), Parameter(hidden * queries))  # input norm, output projection
+    yield Parameter(fused * hidden)
+    if hf.qkv_bias:
+        yield Parameter(fused)
+    if hf.qk_norm:
+        yield from (Parameter(hf.head_dim), Parameter(hf.head_dim))
+    yield Parameter(hidden)  # norm before the MLP
+    yield from (Parameter(2 * ffn * hidden), Parameter(hidden * ffn))
+
+
+def _lay_out(
+    tensors: Sequence[Parameter], ranks: int, limit: int | None
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(start, end) of every parameter in the padded buffer, and of every bucket."""
+    multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    start = at = 0
+
+    def close() -> int:
+        buckets.append((start, round_up(at, multiple)))
+        return buckets[-1][1]
+
+    for tensor in reversed(tensors):
+        at = round_up(at, _PARAMETER_ALIGNMENT)
+        if tensor.shared and at > start:
+            start = at = close()
+        places.append((at, at + tensor.elements))
+        at += tensor.elements
+        if tensor.shared or (limit is not None and at - start >= limit):
+            start = at = close()
+    if at > start:
+        close()
+    return places, buckets
+
+
+def _owned(places: Sequence[tuple[int, int]], bucket: tuple[int, int], rank: int, ranks: int) -> int:
+    """Elements of parameters in the rank's equal part of a bucket; what pads it belongs to nobody."""
+    part = (bucket[1] - bucket[0]) // ranks
+    low, high = bucket[0] + rank * part, bucket[0] + (rank + 1) * part
+    return sum(max(0, min(end, high) - max(start, low)) for start, end in places)

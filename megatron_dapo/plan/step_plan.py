@@ -1,0 +1,191 @@
+"""One rollout step in seconds, and the run in GPU-hours.
+
+Phases follow `coordinator.loop`: the servers fill the batch while the trainer takes old log-probs of what is already
+kept; then the optimizer steps; then the new weights to the servers. Evaluation, checkpoints and the
+start of the run are not counted; verdicts are taken to be judged while the servers write.
+
+By `run.mode`: in `sync` one phase follows the other. In `colocated` all log-probs come after the rollout, and both
+sides move between GPU and host memory. In `async` the servers never wait for the trainer, nor for the slowest response
+of a batch: the step takes as long as the slower side, and the sync, which stops both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_dapo.plan.lengths import groups
+from megatron_dapo.plan.memory import ServerMemory
+from megatron_dapo.plan.rank_state import StateBytes
+from megatron_dapo.plan.rollout import Filled, Fleet, fill_batches, mean_running_context
+from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.sync import sync_seconds
+from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
+
+WARM_STEPS = 1
+"""Simulated before those that count: the first one has nothing carried over and knows no pass rate."""
+
+LOG_PROB_PARTS = 8
+"""As `coordinator.old_log_probs.CHUNKS`; a test compares."""
+
+_SAMPLED_GROUPS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """A rollout step, mean of those simulated."""
+
+    rollout_s: float
+    tail_s: float
+    """Part of `rollout_s` in which fewer than half as many responses run as could."""
+
+    log_prob_s: float
+    """What of it is left when the rollout is over."""
+
+    log_prob_total_s: float
+    update_s: float
+    update: PassTime
+    """Of one optimizer step: the mean."""
+
+    optimizer_steps: float
+    sync_s: float
+    handover_s: float
+    """`colocated`: servers' weights and trainer's state to host memory and back."""
+
+    overlaps: bool
+    """`async`: servers and trainer work at the same time."""
+
+    generated_tokens: float
+    trained_tokens: float
+    generated_groups: float
+    mean_length: float
+    """Trained response tokens."""
+
+    longest: int
+    cut_off: float
+    """Share of the trained responses that reach `rollout.max_new_tokens`."""
+
+    slots: int
+    """Responses that run at once, over all servers."""
+
+    gpus: int
+    mfu: float
+    """Model FLOPs of log-probs and updates over what the trainer's GPUs could do in those seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """From batch to batch."""
+        training = self.log_prob_s + self.update_s
+        if self.overlaps:
+            return max(self.rollout_s - self.tail_s, training) + self.sync_s
+        return self.rollout_s + training + self.sync_s + self.handover_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Trained prompt-less tokens over the whole step and all GPUs."""
+        return self.trained_tokens / self.seconds / self.gpus
+
+
+def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps: int = 2, seed: int = 0) -> StepPlan:
+    """Time of a rollout step in the long run.
+
+    Args:
+        memory: of one GPU of a server; says how many responses fit.
+        state: of the fullest trainer rank.
+        steps: rollout steps that are simulated and averaged, after `WARM_STEPS`.
+    """
+    config, workload, fleet = case.config, case.workload, fleet_of(case, memory)
+    filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
+    trained = [_trained(case, one, state) for one in filled]
+    lengths = np.concatenate([np.array(one.lengths) for one in filled])
+    busy = sum(one.log_prob_total_s + one.update_s for one in trained)
+    flops = sum(one.flops for one in trained)
+    updates = [update for one in trained for update in one.updates]
+    seconds = [field.name for field in fields(PassTime) if field.name != "flops"]
+    return StepPlan(
+        rollout_s=_mean([one.seconds for one in filled]),
+        tail_s=_mean([one.tail_s for one in filled]),
+        log_prob_s=_mean([one.log_prob_s for one in trained]),
+        log_prob_total_s=_mean([one.log_prob_total_s for one in trained]),
+        update_s=_mean([one.update_s for one in trained]),
+        update=PassTime(**{name: _mean([getattr(update, name) for update in updates]) for name in seconds}),
+        optimizer_steps=len(updates) / len(trained),
+        sync_s=sync_seconds(case),
+        handover_s=handover_seconds(case, memory, state),
+        overlaps=config.run.mode == "async",
+        generated_tokens=_mean([one.tokens for one in filled]),
+        trained_tokens=_mean([sum(one.lengths) for one in filled]),
+        generated_groups=_mean([one.groups for one in filled]),
+        mean_length=float(lengths.mean()),
+        longest=int(lengths.max()),
+        cut_off=float((lengths >= workload.longest).mean()),
+        slots=fleet.slots,
+        gpus=case.gpus,
+        mfu=flops / (busy * config.actor.layout.world_size * case.constants.peak_flops),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    log_prob_s: float
+    log_prob_total_s: float
+    updates: Sequence[PassTime]
+    flops: float
+
+    @property
+    def update_s(self) -> float:
+        return sum(update.seconds for update in self.updates)
+
+
+def _trained(case: Scenario, filled: Filled, state: StateBytes) -> _Trained:
+    sequences = np.array(filled.lengths) + round(case.workload.mean_prompt)
+    parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
+    whole = sum(part.seconds for part in parts)
+    # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
+    # and so does one whose batch was written while it trained on the one before.
+    after = case.shares_gpus or case.config.run.mode == "async"
+    left = whole if after else max(parts[-1].seconds, whole - filled.seconds)
+    sequences = np.random.default_rng(0).permutation(sequences)
+    size = case.config.algorithm.mini_batch_responses
+    batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+    updates = [update_time(case, batch, state) for batch in batches]
+    return _Trained(left, whole, updates, sum(one.flops for one in (*parts, *updates)))
+
+
+def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
+    """The servers as one: what limits a decode step and how many responses run."""
+    hf, constants, workload, servers = case.hf, case.constants, case.workload, case.servers
+    sample = groups(workload, seed=1)
+    lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
+    context = mean_running_context(lengths, workload.mean_prompt)
+    each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
+    bandwidth = constants.memory_bandwidth * constants.decode_efficiency
+    reductions = 2 * hf.num_layers if servers.tensor_parallel > 1 else 0
+    overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
+    prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
+    speed = constants.peak_flops * constants.prefill_efficiency * servers.tensor_parallel
+    return Fleet(
+        slots=servers.count * each,
+        mean_prompt=workload.mean_prompt,
+        prefill_s=prefill / speed / servers.count,
+        fixed_s=overhead + memory.weights / bandwidth,
+        cache_s=memory.kv_bytes_per_token / bandwidth / servers.count,
+        overhead_s=overhead,
+        response_s=2 * matrix_parameters(hf) / speed / servers.count,
+    )
+
+
+def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) -> float:
+    """Out and in again, once a step: a server's weights; the trainer's, twice (log-probs, then update), and what the
+    optimizer has."""
+    if case.config.run.mode != "colocated":
+        return 0.0
+    offload, optimizer = case.config.actor.offload, state.master_weights + state.moments
+    moved = memory.weights + (0 if offload.optimizer_state else optimizer)
+    if offload.between_phases == "all":
+        moved += 2 * state.parameters
+    return 2 * moved / case.constants.host_bandwidth
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

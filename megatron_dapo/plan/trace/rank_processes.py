@@ -1,0 +1,157 @@
+"""Traces of several ranks of a config, each in a process of its own, under a stand-in for the CUDA driver. Imports no
+torch: the processes do."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from megatron_dapo.config import Config
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.plan.trace.findings import RankTrace
+
+SOURCE = Path(__file__).with_name("cuda_stub.c")
+
+Layers = Literal["te", "local"]
+"""Whose transformer layers: TransformerEngine's, which a GPU node has, or those of Megatron and this project."""
+
+RANK_SECONDS = 1800
+"""Longest that one rank may take; measured: about a minute on one core."""
+
+
+class TraceError(Exception):
+    """A trace cannot be made; the message says what to do."""
+
+
+def stub_environment(folder: Path) -> dict[str, str]:
+    """The variables that a traced process needs: the stub, compiled into `folder`, is loaded first, Dynamo stays off,
+    and temporary files lie in `folder`.
+
+    Raises:
+        TraceError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
+    """
+    if any(character.isspace() or character == ":" for character in str(folder)):
+        raise TraceError(
+            f"--trace: LD_PRELOAD takes no blank or colon, and {folder} has one; set TMPDIR to another folder"
+        )
+    headers = _headers()
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise TraceError("--trace compiles a small stand-in for the CUDA driver, and there is no gcc; install gcc")
+    # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
+    library = folder / "cuda_stub.so"
+    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    command = [compiler, *options, "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
+    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder)}
+
+
+def _headers() -> Path:
+    """The folder of cuda_runtime_api.h that torch's CUDA packages brought."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        build = ""
+    remedy = "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
+    if spec is None or spec.origin is None:
+        raise TraceError(f"--trace needs a CUDA build of torch, and there is no torch here; {remedy}")
+    torch = Path(spec.origin).parent
+    if not (torch / "lib" / "libtorch_cuda.so").is_file():
+        raise TraceError(
+            f"--trace needs a CUDA build of torch (no GPU), and torch {build} here is a build for the CPU; {remedy}"
+        )
+    found = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
+    if not found:
+        raise TraceError(
+            f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
+        )
+    return found[0].parent
+
+
+def telling_ranks(layout: LayoutConfig) -> list[int]:
+    """One rank of each pipeline stage, and of the last one also its neighbours in the tensor-, context- and
+    data-parallel groups: every kind of group has two traced members."""
+    stage = layout.tensor * layout.context * layout.data
+    last = (layout.pipeline - 1) * stage
+    steps = {1: layout.tensor, layout.tensor: layout.context, layout.tensor * layout.context: layout.data}
+    neighbours = [last + step for step, size in steps.items() if size > 1]
+    return sorted({number * stage for number in range(layout.pipeline)} | set(neighbours))
+
+
+def trace_ranks(
+    path: Path,
+    overrides: Sequence[str],
+    config: Config,
+    ranks: Sequence[int],
+    *,
+    layers: Layers,
+    jobs: int,
+    told: Callable[[RankTrace], None] = lambda trace: None,
+) -> list[RankTrace]:
+    """The traces of `ranks`, in that order; `told` hears of each when it is there.
+
+    Raises:
+        TraceError: something is missing here, a rank does not exist, or one failed: then with what it printed last.
+    """
+    world = config.actor.layout.world_size
+    if wrong := [rank for rank in ranks if not 0 <= rank < world]:
+        raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
+    started: list[subprocess.Popen[str]] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+            environment = os.environ | stub_environment(Path(folder)) | {"OMP_NUM_THREADS": "1"}
+
+            def one(rank: int) -> RankTrace:
+                job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
+                trace = _run(Path(folder) / f"{rank}.json", job | {"parent": os.getpid()}, environment, started)
+                told(trace)
+                return trace
+
+            try:
+                return list(pool.map(one, ranks))
+            finally:  # after a failure or a signal the pool would wait for the other ranks
+                for process in started:
+                    process.kill()
+    except OSError as error:
+        raise TraceError(f"--trace: {error}") from error
+
+
+def _run(
+    file: Path, job: dict[str, Any], environment: dict[str, str], started: list[subprocess.Popen[str]]
+) -> RankTrace:
+    out = file.with_suffix(".trace.json")
+    file.write_text(json.dumps(job | {"out": str(out)}))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", str(file)]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        started.append(process)
+        try:
+            _, errors = process.communicate(timeout=RANK_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise TraceError(
+                f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller"
+            ) from None
+    if process.returncode or not out.is_file():
+        last = "\n".join(errors.strip().splitlines()[-25:])
+        raise TraceError(f"rank {job['rank']}: the trace ended with exit code {process.returncode}:\n{last}")
+    return read_trace(out)
+
+
+def read_trace(file: Path) -> RankTrace:
+    """What `one_rank` wrote."""
+    return TypeAdapter(RankTrace).validate_json(file.read_bytes())

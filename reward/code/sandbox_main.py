@@ -1,0 +1,142 @@
+"""The sandboxed process: `python -I -S sandbox_main.py MODE REQUESTS REPLIES`, started by `reward.code.sandbox`.
+
+It gets the program as text and imports what that names of the standard library, behind a first lock, under which
+nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: runs it
+with the standard input and output it was given. MODE `functions`: runs it and answers calls.
+"""
+
+import ast
+import builtins
+import importlib
+import os
+import sys
+from typing import Any
+
+_NOT_IMPORTED = {"antigravity", "idlelib", "test", "this", "tkinter", "turtle", "turtledemo"}
+_ALWAYS = ("_strptime", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "linecache", "traceback")
+"""What modules of the standard library import late, when no file can be read any more."""
+
+
+def main() -> None:
+    """Runs the program that the first frame holds."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, root)
+    from reward.code import seccomp, values
+
+    sys.path.remove(root)
+    mode, requests, replies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    seccomp.die_with_parent()
+    values.send(replies, "started")
+    order = values.receive(requests)
+    seccomp.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
+    code = None
+    failure = ""
+    try:
+        seccomp.lock(seccomp.READING | seccomp.LOCKING)
+        try:
+            tree = ast.parse(order["source"], "<response>")
+            _import_named(tree)
+            code = compile(tree, "<response>", "exec")
+        except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
+            failure = type(error).__name__
+        seccomp.lock()
+    except seccomp.LockError as error:
+        values.send(replies, {"open": str(error)})
+        return
+    values.send(replies, {"locked": failure})
+    if code is None:
+        return
+    sys.argv = ["response.py"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as `site` does, which -S leaves out
+    if mode == "program":
+        exec(code, {"__name__": "__main__", "__builtins__": builtins})
+        return
+    namespace: dict[str, Any] = {"__name__": "response", "__builtins__": builtins}
+    exec(code, namespace)
+    _serve(requests, replies, namespace, values)
+
+
+def _import_named(tree: ast.AST) -> None:
+    """Imports every module of the standard library that the program names anywhere."""
+    names = set(_ALWAYS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for name in sorted(names):
+        top = name.partition(".")[0]
+        runs = any(part.startswith("__") for part in name.split("."))  # `venv.__main__` is a program, not a module
+        if top in sys.stdlib_module_names and top not in _NOT_IMPORTED and not runs:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                continue  # `from math import sin`: no module; what is really missing fails when the program asks for it
+
+
+def _serve(requests: int, replies: int, namespace: dict[str, Any], values: Any) -> None:
+    """Answers until the tests end. Nothing here needs to be true: the tests believe no word, they compare."""
+    objects: list[Any] = []
+    while True:
+        try:
+            request = values.receive(requests)
+        except EOFError:
+            return
+        try:
+            if "names" in request:
+                reply = {name: _described(namespace[name], values) for name in request["names"] if name in namespace}
+            else:
+                reply = _answer(request, namespace, objects, values)
+        except BaseException as error:  # the tests are told, whatever it is
+            reply = {"raised": _kind(error), "message": str(error)[:1000]}
+        values.send(replies, reply)
+
+
+def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any], values: Any) -> Any:
+    def resolve(target: dict[str, Any]) -> Any:
+        """What a stand-in of the tests stands for."""
+        found = namespace[target["name"]] if "name" in target else objects[target["object"]]
+        return getattr(found, target["method"]) if "method" in target else found
+
+    target = resolve(request)
+    if "attribute" in request:
+        return _described(getattr(target, request["attribute"]), values)
+    arguments, keywords = values.decode(request["arguments"], resolve)
+    result = target(*arguments, **keywords)
+    if result is not None:
+        return _result(result, objects, values)
+    return {"value": None, "left": [_left(argument, values) for argument in (*arguments, *keywords.values())]}
+
+
+def _left(argument: Any, values: Any) -> Any:
+    """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
+    if not isinstance(argument, values.CHANGEABLE):
+        return None
+    try:
+        return {"value": values.encode(argument)}
+    except values.NotPlain:
+        return None
+
+
+def _kind(error: BaseException) -> str:
+    """The nearest class of Python's own: a test that expects a ValueError takes what is derived from it."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+def _described(value: Any, values: Any) -> Any:
+    try:
+        return {"value": values.encode(value)}
+    except values.NotPlain:
+        return {"callable": True}
+
+
+def _result(value: Any, objects: list[Any], values: Any) -> Any:
+    try:
+        return {"value": values.encode(value)}
+    except values.NotPlain:
+        objects.append(value)
+        return {"object": len(objects) - 1, "type": type(value).__name__}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Verdicts from worker processes that may be killed."""

@@ -1,0 +1,172 @@
+"""A server as the fleet sees it: its engine, the client to it, its state, and how long its answers may take."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from rollout.errors import ServerUnavailable
+from rollout.server.engine import Engine
+from rollout.wire.client import ServerInfo, SglangClient
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """How long the fleet waits for a server's answers, in seconds. Section `rollout` of the config has the waits that
+    a user sets."""
+
+    probe_interval_s: float = 1.0
+    """Between two checks of a server's process and /health."""
+    probe_deadline_s: float = 5.0
+    """For one answer of /health."""
+    failed_probes: int = 3
+    """Failed probes in a row after which a server is restarted."""
+    scheduler_interval_s: float = 15.0
+    """Between two questions to a server's scheduler: the HTTP process alone answers /health."""
+    scheduler_deadline_s: float = 180.0
+    """For its answer, which comes between two forward passes."""
+    control_deadline_s: float = 30.0
+    """For pause, continue, abort and flush."""
+    load_deadline_s: float = 1800.0
+    """For loading weights from a folder, and for computing checksums."""
+    first_backoff_s: float = 1.0
+    """Pause after a start that failed; doubled up to `longest_backoff_s`."""
+    longest_backoff_s: float = 30.0
+    report_interval_s: float = 15.0
+    """Between two reports of a wait that goes on."""
+    silence_s: float = 60.0
+    """Between two checks whether any server has sent anything (`rollout.fleet.request_loop.RequestLoop.watch`)."""
+
+    def backoff_s(self, attempt: int) -> float:
+        """The pause after a failed attempt, counted from 0."""
+        return min(self.first_backoff_s * 2**attempt, self.longest_backoff_s)
+
+
+class State(StrEnum):
+    """STARTING -> READY <-> SUSPECT -> DOWN -> STARTING ..."""
+
+    STARTING = "starting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    """A request failed. The server gets no new ones until it answers a probe."""
+    DOWN = "down"
+
+
+class Member:
+    """One server of the fleet."""
+
+    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing, api_key: str | None = None) -> None:
+        self.engine = engine
+        self.state = State.STARTING
+        self.reason = ""
+        self.since = time.monotonic()
+        self.in_flight = 0
+        self.restarts = 0
+        self.restart_deadline = 0.0
+        """Monotonic time. Until then its first restart since it last served is under way, and it does not count as
+        lost."""
+        self.late = False
+        """Whether it was slower than the others when the fleet started, and is still starting."""
+        self.weight_version = 0
+        self.weight_label: str | None = None
+        self.info: ServerInfo | None = None
+        self.last_answer = 0.0
+        """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
+        probes are late."""
+        self.attention = asyncio.Event()
+        """Set to make the supervisor check the server at once."""
+        self._busy = 0
+        self._deadlines = (request_deadline_s, timing.control_deadline_s)
+        self._api_key = api_key
+        self._client: SglangClient | None = None
+        self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    @property
+    def serving(self) -> bool:
+        """Whether it holds the current weights and may have requests."""
+        return self.state in (State.READY, State.SUSPECT)
+
+    @property
+    def client(self) -> SglangClient:
+        """A client to the engine's current address."""
+        if self._client is None or self._client.url != self.engine.url:
+            request_s, control_s = self._deadlines
+            self._client = SglangClient(
+                self.engine.url, request_deadline_s=request_s, control_deadline_s=control_s, api_key=self._api_key
+            )
+        return self._client
+
+    async def probe(self, deadline_s: float) -> None:
+        """Returns if its HTTP process answers. Raises what `client` raises."""
+        await (self.client.health(deadline_s) if self.engine.ours else self.client.answers(deadline_s))
+
+    async def forget_client(self) -> None:
+        """Closes the connections; the next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def enter(self, state: State, reason: str = "") -> None:
+        """Changes the state; DOWN also ends the calls that wait for an answer."""
+        self.state, self.reason, self.since = state, reason, time.monotonic()
+        if state is State.DOWN:
+            if not self._down.done():
+                self._down.set_result(reason)
+        elif self._down.done():
+            self._down = asyncio.get_running_loop().create_future()
+        if state in (State.SUSPECT, State.DOWN):
+            self.attention.set()
+
+    def suspect(self, reason: str) -> None:
+        """A request failed here: no new ones until the supervisor has probed the server."""
+        if self.state is State.READY:
+            self.enter(State.SUSPECT, reason)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around calls that load, hash or move weights. The scheduler answers nothing else meanwhile, so its silence
+        says nothing; the call has its own deadline."""
+        self._busy += 1
+        try:
+            yield
+            self.last_answer = time.monotonic()
+        finally:
+            self._busy -= 1
+
+    def silent_since(self, moment: float) -> bool:
+        """Whether it has sent nothing since then, although nothing keeps it from answering."""
+        return not self._busy and self.last_answer < moment
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call to the server, but no longer than the server is up.
+
+        Raises:
+            ServerUnavailable: the server went DOWN meanwhile.
+        """
+        task, down = asyncio.ensure_future(coroutine), self._down
+        either: set[asyncio.Future[Any]] = {task, down}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ServerUnavailable(f"{self.url}: {down.result()}")
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def describe(members: Sequence[Member]) -> str:
+    """Each server's state and the tail of its log, for errors."""
+    now = time.monotonic()
+    return "\n".join(
+        f"{member.url}: {member.state} for {now - member.since:.0f} s: {member.reason}\n{member.engine.log_tail()}"
+        for member in members
+    )

@@ -1,0 +1,342 @@
+"""The way of one request: a place at a server, one call to it, what came of that, and again until the response ends.
+
+    generate:  Response -> [ Balancer.acquire -> _attempt -> Response.add ] until complete -> Generation
+    _attempt:  _call (deadline, cancellation, abort) -> check -> Attempt
+
+An attempt ends in one of four ways:
+  - complete: the reply ends the response.
+  - interrupted: a publish ended it. The response goes on with the new weights; no server failed.
+  - failed: the server gave no usable answer, or stopped early. What it streamed is kept, the rest is asked for at
+    another server, and the failure counts towards `rollout.max_attempts`.
+  - refused: the request is wrong, and the error goes to the caller.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rollout.config import RolloutConfig
+from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
+from rollout.fleet.balancer import Balancer
+from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.weight_update import Publisher
+from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
+from rollout.wire.reply import Reply, check_reply, join_segments
+
+CONTEXT_RESERVE = 8
+"""SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What one call to a server brought."""
+
+    reply: Reply | None
+    """None: nothing that can be used."""
+    weight_version: int
+    failure: str | None = None
+    """Why the server did not finish its part; None: it did, or a publish interrupted it."""
+
+
+@dataclass(slots=True)
+class Response:
+    """A response under way: what all attempts so far have drawn."""
+
+    request: GenerationRequest
+    parts: list[tuple[Reply, int]] = field(default_factory=list)
+    """(tokens, weight version that drew them), in order."""
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [P + T]: the prompt, and the tokens drawn so far."""
+        return np.concatenate([self.request.prompt_ids, *(reply.token_ids for reply, _ in self.parts)])
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.token_ids.size for reply, _ in self.parts)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.sampling.max_new_tokens - self.tokens
+
+    def add(self, attempt: Attempt) -> None:
+        if attempt.reply is not None:
+            self.parts.append((attempt.reply, attempt.weight_version))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last part ends the response. An aborted part ends it too if it reached the limit, or drew a stop
+        token last: a server that is told to abort between two tokens does not look for one."""
+        if not self.parts:
+            return False
+        reply = self.parts[-1][0]
+        stopped = reply.token_ids.size > 0 and int(reply.token_ids[-1]) in self.request.sampling.stop_token_ids
+        return reply.finish_reason is not FinishReason.ABORT or self.tokens_left <= 0 or stopped
+
+    def generation(self) -> Generation:
+        """The complete response."""
+        reason = self.parts[-1][0].finish_reason
+        if reason is FinishReason.ABORT:  # the limit counts before the stop token, as in a server
+            reason = FinishReason.LENGTH if self.tokens_left <= 0 else FinishReason.STOP
+        return Generation(
+            request_id=self.request.request_id,
+            token_ids=np.concatenate([reply.token_ids for reply, _ in self.parts]),
+            log_probs=np.concatenate([reply.log_probs for reply, _ in self.parts]),
+            weight_versions=np.concatenate([np.full(part.token_ids.size, by, np.int32) for part, by in self.parts]),
+            finish_reason=reason,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Awaited:
+    """A response that a server owes."""
+
+    request_id: str
+    url: str
+    segments: Sequence[Reply]
+    since: float = field(default_factory=time.monotonic)
+
+
+class RequestLoop:
+    """Sends requests to the fleet's servers until each has its response."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        members: Sequence[Member],
+        balancer: Balancer,
+        publisher: Publisher,
+        timing: Timing,
+        *,
+        vocab_size: int,
+        observe: Callable[[ServedPart], None] | None,
+    ) -> None:
+        self.config, self.members, self.timing = config, members, timing
+        self.balancer, self.publisher = balancer, publisher
+        self.vocab_size = vocab_size
+        self.observe = observe
+        self._awaited: dict[_Awaited, None] = {}
+        """In the order in which they were asked for."""
+        self._calls = 0
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `RolloutFleet.generate`."""
+        self._check_vocabulary(request)
+        response = Response(request)
+        failures, failed = 0, None
+        while True:
+            member = await self.balancer.acquire(request.group_id, request.priority, avoid=failed)
+            try:
+                attempt = await self._attempt(member, response)
+            finally:
+                self.balancer.release(member)
+            response.add(attempt)
+            if response.complete:
+                return response.generation()
+            failed = None
+            if attempt.failure is not None:
+                failures, failed = failures + 1, member
+                await self._after_failure(request.request_id, failures, attempt.failure)
+
+    async def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+        """See `RolloutFleet.score`."""
+        token_ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+        if prompt_ids.size == 0 or token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+            raise ValueError(f"score: needs a prompt, and token ids in 0 .. {self.vocab_size - 1}")
+        failures = 0
+        while True:
+            member = await self.balancer.acquire(uuid.uuid4().hex)
+            publishes = self.publisher.interruptions
+            try:
+                return await member.call(member.client.score(uuid.uuid4().hex, token_ids, prompt_ids.size))
+            except ServerUnavailable as error:
+                problem = str(error)
+            finally:
+                self.balancer.release(member)
+            if self.publisher.interruptions == publishes:
+                member.suspect(problem)
+                failures += 1
+                await self._after_failure("score", failures, problem)
+
+    async def watch(self, report: Callable[[str], None]) -> None:
+        """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth
+        of a request's deadline. The supervisor's probes find single servers that are silent."""
+        deadline_s = self.config.request_deadline_s
+        activity, since = self._activity(), time.monotonic()
+        while True:
+            await asyncio.sleep(self.timing.silence_s)
+            before, activity, now = activity, self._activity(), time.monotonic()
+            if activity != before or not self._awaited:
+                since = now
+            elif now - since >= deadline_s / 10:
+                oldest = next(iter(self._awaited))
+                tokens = sum(segment.token_ids.size for segment in oldest.segments)
+                report(
+                    f"no server has sent anything for {now - since:.0f} s; responses owed: {len(self._awaited)}, the "
+                    f"longest {oldest.request_id} by {oldest.url}, {tokens} tokens in {now - oldest.since:.0f} s "
+                    f"(asked for again after rollout.request_deadline_s = {deadline_s:g} s)"
+                )
+
+    def _activity(self) -> tuple[int, int, int]:
+        """Changes with every request, answer and segment."""
+        return self._calls, len(self._awaited), sum(len(each.segments) for each in self._awaited)
+
+    async def close(self) -> None:
+        """Ends the aborts that are still being sent."""
+        for task in tuple(self._aborts):
+            task.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    async def _attempt(self, member: Member, response: Response) -> Attempt:
+        """Asks one server for the rest of the response."""
+        request, prompt, left = response.request, response.prompt_ids, response.tokens_left
+        version, publishes, start = member.weight_version, self.publisher.interruptions, time.time()
+        segments: list[Reply] = []
+        reply: Reply | None
+        failure = None
+        try:
+            reply = await self._call(member, request, prompt, left, segments)
+            member.last_answer = time.monotonic()
+            if reply.finish_reason is FinishReason.ABORT and self.publisher.interruptions == publishes:
+                failure = f"{member.url} ended the response before its end"
+        except ServerUnavailable as error:
+            member.suspect(str(error))
+            reply, failure = self._streamed_so_far(member, segments, left), str(error)
+        except ServerRefused:
+            if not response.parts or left > CONTEXT_RESERVE:
+                raise
+            # The response fills the context. A response that goes on may not use the last tokens of it.
+            ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+        if self.observe is not None and reply is not None:
+            part = ServedPart(
+                request_id=request.request_id,
+                url=member.url,
+                start=start,
+                end=time.time(),
+                prompt_tokens=prompt.size,
+                tokens=reply.token_ids.size,
+                weight_version=version,
+                finish_reason=reply.finish_reason,
+            )
+            self.observe(part)
+        return Attempt(reply=reply, weight_version=version, failure=failure)
+
+    async def _call(
+        self, member: Member, request: GenerationRequest, prompt: np.ndarray, left: int, segments: list[Reply]
+    ) -> Reply:
+        """A checked answer of the server. Whoever stops waiting for it has the server abort it.
+
+        Args:
+            prompt: int32 [P + T], with what was drawn before.
+            left: tokens to draw at most.
+            segments: filled with what the server streams.
+        """
+        assert member.info is not None
+        rid = uuid.uuid4().hex
+        sampling = replace(request.sampling, max_new_tokens=left)
+        # Where seeds count, a server uses one fixed seed for all requests without: equal prompts, equal responses.
+        seed = request.seed if member.info.deterministic else None
+        # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
+        streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
+        ask = partial(member.client.generate, rid, prompt, sampling, seed=seed, segments=segments if streams else None)
+        awaited = _Awaited(request.request_id, member.url, segments)
+        self._awaited[awaited] = None
+        self._calls += 1
+        try:
+            reply = await member.call(self._abort_at_deadline(member, rid, ask))
+            self._check_reply(member, reply, left)
+            return reply
+        except (ServerUnavailable, asyncio.CancelledError):
+            self._abort(member, rid)
+            raise
+        finally:
+            del self._awaited[awaited]
+
+    async def _abort_at_deadline(
+        self, member: Member, rid: str, ask: Callable[[], Coroutine[Any, Any, Reply]]
+    ) -> Reply:
+        """A server that is merely slow answers the abort with what it has."""
+        task = asyncio.ensure_future(ask())
+        try:
+            await asyncio.wait({task}, timeout=self.config.request_deadline_s)
+            if not task.done():
+                self._abort(member, rid)
+            return await task
+        finally:
+            task.cancel()
+
+    def _abort(self, member: Member, rid: str) -> None:
+        """In the background: without it a server notices only seconds later that nobody waits for an answer."""
+        if not member.serving:
+            return
+
+        async def abort() -> None:
+            try:
+                await member.client.abort(rid)
+            except (ServerUnavailable, ServerRefused):
+                return  # the server is dead then, and so is the request
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _streamed_so_far(self, member: Member, segments: list[Reply], left: int) -> Reply | None:
+        """What a server that failed had streamed of a response, if it can be used."""
+        if not segments:
+            return None
+        reply = join_segments(segments)
+        try:
+            self._check_reply(member, reply, left)
+        except RolloutError:
+            return None
+        return reply if reply.token_ids.size else None
+
+    def _check_reply(self, member: Member, reply: Reply, left: int) -> None:
+        """
+        Raises:
+            ServerUnavailable: the server has other weights than it was given, or its answer cannot be used.
+            ServerRefused: the server has no room for the `left` tokens that it was asked for.
+        """
+        if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
+            problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
+            member.enter(State.DOWN, problem)
+            raise ServerUnavailable(f"{member.url}: {problem}")
+        try:
+            check_reply(reply, asked=left, vocab_size=self.vocab_size)
+        except ValueError as error:
+            raise ServerUnavailable(f"{member.url}/generate: cannot use the answer: {error}") from None
+        if reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < left - CONTEXT_RESERVE:
+            raise ServerRefused(
+                f"{member.url}: cut a response off at {reply.token_ids.size} tokens of {left}: its context or KV cache "
+                "holds no more, and all longer responses would count as truncated; raise model.context_length, "
+                "rollout.memory_fraction or rollout.kv_cache_tokens, or lower rollout.max_new_tokens"
+            )
+
+    def _check_vocabulary(self, request: GenerationRequest) -> None:
+        bias = request.sampling.logit_bias or {}
+        largest = max(int(request.prompt_ids.max()), *request.sampling.stop_token_ids, *bias, 0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"request {request.request_id}: token id {largest} is outside the vocabulary of {self.vocab_size}; "
+                "a server would crash on it. Do tokenizer and model belong together?"
+            )
+
+    async def _after_failure(self, request_id: str, failures: int, problem: str) -> None:
+        """Gives up after `max_attempts`. The second attempt starts at once, since it goes to another server. Later ones
+        wait; otherwise all would be used up within a second."""
+        if failures >= self.config.max_attempts:
+            tails = "\n".join(member.engine.log_tail() for member in self.members if not member.serving)
+            raise RolloutError(
+                f"request {request_id}: gave up after rollout.max_attempts = {failures} attempts; last words: {problem}"
+                + (f"\n{tails}" if tails else "")
+            )
+        if failures > 1:
+            await asyncio.sleep(self.timing.backoff_s(failures - 2))

@@ -1,0 +1,332 @@
+"""New weights on every server, each server checked tensor by tensor before it serves.
+
+    publish:  close the balancer -> pause every server -> send to all of them at once (or nothing, with weights in a
+              folder) -> per server: read the folder if nothing came -> compare checksums -> resume -> open the balancer
+
+A server that fails on the way goes DOWN. Its supervisor restarts it and calls `bring_up_to_date`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.errors import FleetLost, ServerUnavailable
+from rollout.fleet.balancer import Balancer
+from rollout.fleet.member import Member, State, Timing, describe
+from rollout.weights.checksums import Checksums, expected_checksums, verify
+from rollout.weights.sender import Sent
+from rollout.weights.transport import Target
+from rollout.wire.client import ServerInfo
+
+_DRAIN_POLL_S = 0.02
+_ABORT_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPublish:
+    """One server's share: ServerPublish(url="http://127.0.0.1:30000", tensors=290, seconds=1.4)"""
+
+    url: str
+    tensors: int
+    """Checksums compared, over all ranks."""
+    seconds: float
+    """From the start of the publish to the server's last checksum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """What a publish did. Servers in `down` get the weights when they are back, before they serve."""
+
+    weight_version: int
+    servers: tuple[ServerPublish, ...]
+    down: tuple[str, ...]
+    interrupted: int
+    """Responses that were being drawn. They go on with the new weights, after the tokens they have."""
+    seconds: float
+    bytes: int
+    """Of the weights."""
+    by_disk: Mapping[str, str]
+    """{url: why} of servers that read a folder because sending from memory failed."""
+
+
+class WeightStream(Protocol):
+    """Weights in the trainer's memory."""
+
+    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+        """Into servers that are paused. The answer names the servers that failed, and has the checksums of each kind
+        of server."""
+        ...
+
+    async def to_disk(self) -> "OnDisk | None":
+        """The same weights as a folder; None when the trainer has other ones by now."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnDisk:
+    """A folder in Hugging Face layout, and the checksums that were computed while it was written."""
+
+    folder: Path
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
+
+class Published:
+    """Weights that every server must hold: in a folder, in the trainer's memory, or in both."""
+
+    def __init__(self, weight_version: int, *, on_disk: OnDisk | None = None, stream: WeightStream | None = None):
+        self.weight_version = weight_version
+        self.label = str(weight_version)
+        """The servers' name of these weights."""
+        self.superseded = asyncio.Event()
+        """Set when the next weights are published."""
+        self.stream = stream
+        self.known_checksums = dict(on_disk.checksums) if on_disk else {}
+        """The trainer's, by kind of server."""
+        self._on_disk = on_disk
+        self._writing: asyncio.Task[OnDisk | None] | None = None
+        self._computing: dict[ServerInfo, asyncio.Task[Checksums]] = {}
+
+    async def folder(self) -> Path | None:
+        """Where they are on disk; written now if need be. None: the trainer has changed them."""
+        if self._on_disk is None and self.stream is not None:
+            if _must_start(self._writing):
+                self._writing = asyncio.ensure_future(self.stream.to_disk())
+            assert self._writing is not None
+            self._on_disk = await asyncio.shield(self._writing)
+            if self._on_disk is not None:
+                self.known_checksums = {**self._on_disk.checksums, **self.known_checksums}
+        return None if self._on_disk is None else self._on_disk.folder
+
+    async def checksums(self, info: ServerInfo) -> Checksums:
+        """Computed from the folder, once, for a kind of server that the trainer did not know in time."""
+        if info in self.known_checksums:
+            return self.known_checksums[info]
+        if _must_start(self._computing.get(info)):
+            folder = await self.folder()
+            if folder is None:
+                raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
+            self._computing[info] = asyncio.ensure_future(asyncio.to_thread(expected_checksums, folder, info))
+        return await asyncio.shield(self._computing[info])
+
+
+class Publisher:
+    """Holds the newest published weights and brings servers to them."""
+
+    def __init__(
+        self, members: Sequence[Member], balancer: Balancer, timing: Timing, *, sync_deadline_s: float
+    ) -> None:
+        """`sync_deadline_s`: for the checksums of weights that came without a file."""
+        self.members = members
+        self.balancer = balancer
+        self.timing = timing
+        self.sync_deadline_s = sync_deadline_s
+        self.current: Published | None = None
+        self.interruptions = 0
+        """Publishes that ended running requests. It tells a request whether a publish aborted it."""
+        self._one_at_a_time = asyncio.Lock()
+
+    async def publish(self, weights: OnDisk, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+        """Every serving server holds the folder on return, verified; see `RolloutFleet.publish`."""
+        folder = weights.folder.resolve()
+        if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{folder}: publish needs config.json and .safetensors files in one folder")
+        on_disk = OnDisk(folder=folder, checksums=weights.checksums)
+        return await self._publish(Published(weight_version, on_disk=on_disk), on_disk.bytes, fleet_deadline_s)
+
+    async def publish_stream(self, stream: WeightStream, weight_version: int, fleet_deadline_s: float) -> PublishReport:
+        """The same without a folder; see `RolloutFleet.publish_stream`."""
+        return await self._publish(Published(weight_version, stream=stream), 0, fleet_deadline_s)
+
+    async def bring_up_to_date(self, member: Member) -> None:
+        """Gives a server that just started the newest weights and marks it READY.
+
+        It reads them from disk, however they were published. When they are on no disk and the trainer has begun to
+        change them, it waits for the next ones.
+        """
+        while True:
+            published = self.current
+            if published is not None:
+                folder = await published.folder()
+                if folder is None:
+                    member.reason = f"weight version {published.weight_version} is gone; it waits for the next publish"
+                    await published.superseded.wait()
+                    continue
+                await self._stop_drawing(member)
+                await self._load(member, published, folder)
+                await self._verify_and_resume(member, published, self.timing.load_deadline_s)
+            if published is self.current:
+                member.enter(State.READY)
+                self.balancer.dispatch()
+                return
+
+    async def _publish(self, published: Published, size: int, fleet_deadline_s: float) -> PublishReport:
+        """Updates the serving servers while no request starts. `size`: bytes of a folder's weights."""
+        async with self._one_at_a_time:
+            started = time.monotonic()
+            self.balancer.close()
+            try:
+                # From here on a server that comes back gets these weights too.
+                if self.current is not None:
+                    self.current.superseded.set()
+                self.current = published
+                serving = [member for member in self.members if member.serving]
+                interrupted = sum(member.in_flight for member in serving)
+                self.interruptions += interrupted > 0
+                paused = await self._each(serving, published, self._pause)
+                sent = await self._send(published, paused)
+                finish = partial(self._finish, published=published, targets=paused, sent=sent, started=started)
+                updated = await self._each(paused, published, finish)
+                servers = tuple(share for share in updated.values() if share is not None)
+                if not servers:
+                    await self._any_ready(fleet_deadline_s)
+            finally:
+                self.balancer.open()
+            return PublishReport(
+                weight_version=published.weight_version,
+                servers=servers,
+                down=tuple(member.url for member in self.members if not member.serving),
+                interrupted=interrupted,
+                seconds=time.monotonic() - started,
+                bytes=sent.bytes if sent is not None else size,
+                by_disk={} if sent is None else {url: failure.reason for url, failure in sent.failures.items()},
+            )
+
+    async def _each(
+        self, members: Sequence[Member] | Mapping[Member, Any], published: Published, work: Callable[..., Any]
+    ) -> dict[Member, Any]:
+        """{member: result} of `work(member)`, on all of them at once, without the members that failed. A member that
+        fails goes DOWN; any other error than its failure is raised once all have ended."""
+
+        async def one(member: Member) -> Any:
+            try:
+                return await work(member)
+            except BaseException as error:
+                self._give_up(member, published, error)
+                raise
+
+        results = await asyncio.gather(*map(one, members), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ServerUnavailable):
+                raise result
+        pairs = zip(members, results, strict=True)
+        return {member: result for member, result in pairs if not isinstance(result, BaseException)}
+
+    def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
+        if member.serving:  # it is paused, perhaps with a part of the weights, and must not serve
+            member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
+
+    async def _pause(self, member: Member) -> Target:
+        """Stops the server, and returns where weights for it go. After a restart it has another address."""
+        await self._drain(member)
+        await member.call(self._stop_drawing(member))
+        assert member.info is not None
+        return Target(url=member.url, info=member.info, restarts=member.restarts)
+
+    async def _drain(self, member: Member) -> None:
+        """Ends what the server draws; each request keeps its tokens and waits for the balancer to open.
+
+        It is not enough to pause requests in place: the cache cannot be flushed while they hold it, so new requests
+        would read keys and values of the old weights, and nobody would know which tokens are new.
+        """
+        deadline = time.monotonic() + self.timing.control_deadline_s
+        next_abort = 0.0
+        while member.in_flight:
+            now = time.monotonic()
+            if now > deadline:
+                raise ServerUnavailable(f"{member.url}: {member.in_flight} requests did not end on abort")
+            if now > next_abort:  # the first call does not end a request that is still on its way to the server
+                await member.call(member.client.abort(None))
+                next_abort = now + _ABORT_AGAIN_S
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _stop_drawing(self, member: Member) -> None:
+        """Pauses the server. A server that others run may hold requests that are not this fleet's, for example of a run
+        that was killed in the middle of a publish. They would stay in the paused server, and its cache with them."""
+        if not member.engine.ours:
+            await member.client.resume()
+            await member.client.abort(None)
+            await member.client.flush_cache()  # waits until they have ended
+        await member.client.pause()
+
+    async def _send(self, published: Published, paused: Mapping[Member, Target]) -> Sent | None:
+        """From the trainer's memory into all paused servers; None for weights in a folder."""
+        if published.stream is None:
+            return None
+        try:
+            with ExitStack() as stack:
+                for member in paused:
+                    stack.enter_context(member.busy())
+                sent = await published.stream.send(tuple(paused.values()), published.label)
+        except BaseException as error:
+            for member in paused:
+                self._give_up(member, published, error)
+            raise
+        published.known_checksums |= sent.checksums
+        return sent
+
+    async def _finish(
+        self,
+        member: Member,
+        *,
+        published: Published,
+        targets: Mapping[Member, Target],
+        sent: Sent | None,
+        started: float,
+    ) -> ServerPublish | None:
+        """Lets a paused server serve again, once it has the weights and they are verified. A server that was not sent
+        all of them, but answers, reads the folder. None: it was restarted meanwhile, and its supervisor does this."""
+        target = targets[member]
+        if member.restarts != target.restarts or not member.serving:
+            return None
+        failure = None if sent is None else sent.failures.get(target.url)
+        if failure is not None and not failure.answers:
+            raise ServerUnavailable(failure.reason)
+        deadline_s = self.sync_deadline_s  # over NCCL the checksums are the first answer that needs the data
+        if sent is None or failure is not None:
+            folder = await published.folder()
+            assert folder is not None, "the trainer waits for this publish"
+            await member.call(self._load(member, published, folder))
+            deadline_s = self.timing.load_deadline_s
+        tensors = await member.call(self._verify_and_resume(member, published, deadline_s))
+        return ServerPublish(url=member.url, tensors=tensors, seconds=time.monotonic() - started)
+
+    async def _load(self, member: Member, published: Published, folder: Path) -> None:
+        """The server reads the folder; the checksums it must have are computed meanwhile."""
+        assert member.info is not None
+        load = member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+        with member.busy():
+            await asyncio.gather(load, published.checksums(member.info))
+
+    async def _verify_and_resume(self, member: Member, published: Published, deadline_s: float) -> int:
+        """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
+        assert member.info is not None
+        await member.client.flush_cache()
+        with member.busy():
+            reported = await member.client.checksums(deadline_s)
+        verify(await published.checksums(member.info), reported, member.url)
+        await member.client.resume()
+        member.weight_version, member.weight_label = published.weight_version, published.label
+        return sum(len(names) for names in reported.values())
+
+    async def _any_ready(self, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not any(member.state is State.READY for member in self.members):
+            now = time.monotonic()
+            # After a broken process group all of them may have been restarted, which takes as long as a start.
+            if now > deadline and all(member.restart_deadline < now for member in self.members):
+                raise FleetLost(f"publish: no server within {deadline_s:g} s\n{describe(self.members)}")
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+
+def _must_start(task: "asyncio.Task[Any] | None") -> bool:
+    """Whether it was never started, or failed."""
+    return task is None or (task.done() and (task.cancelled() or task.exception() is not None))

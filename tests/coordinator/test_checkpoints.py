@@ -1,0 +1,281 @@
+"""Checkpoints beside the run: what counts when, what a failure does, what is left when a run ends."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.cluster.trainer import Diverged, TrainerError, TrainerLost, TrainerStalled
+from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
+from megatron_dapo.config.run_config import RunConfig
+from megatron_dapo.coordinator import checkpoints as module
+from megatron_dapo.coordinator.checkpoints import Checkpoints
+from megatron_dapo.coordinator.progress import Progress, load_progress
+from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
+from megatron_dapo.storage.run_dir import RunDir
+
+
+def progress(step: int) -> Progress:
+    state = SamplerState(cursor=8 * step, pass_rate=PassRate.start(0.5), carried=())
+    return Progress(rollout_step=step, optimizer_step=2 * step, weight_version=step, sampler=state)
+
+
+class Ranks:
+    """A trainer whose writers are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.room = True
+        self.written = asyncio.Event()
+        self.failure: Exception | None = None
+        self.under_way: Path | None = None
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        if self.failure:
+            raise self.failure
+        folder.mkdir()
+
+    async def begin_checkpoint(self, folder: Path) -> bool:
+        assert self.under_way is None, "one copy at a time"
+        self.under_way = folder
+        if not self.room:
+            self.written.set()
+        return self.room
+
+    async def finish_checkpoint(self, *, wait: bool) -> bool:
+        assert not wait, "a question that waits would keep the ranks from their work"
+        if self.failure:
+            raise self.failure
+        if self.under_way is None:
+            return True
+        if not self.written.is_set():
+            return False
+        self.under_way.mkdir()
+        self.under_way = None
+        self.written.clear()
+        return True
+
+
+Test = Callable[[Checkpoints, Ranks, SimpleNamespace], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(test, **keys)`: runs `test(checkpoints, ranks, around)` in a run directory."""
+    monkeypatch.setattr(module, "POLL_S", 0.001)
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    ledger = Ledger(run_dir.ledger)
+    notes: list[str] = []
+
+    def start(test: Test, **keys) -> SimpleNamespace:
+        async def body() -> None:
+            config = RunConfig(dir=str(tmp_path / "run"), rollout_steps=9, **keys)
+            around.waits = Waits()
+            ranks = Ranks()
+            console = SimpleNamespace(note=notes.append)
+            handover = SimpleNamespace(trainer=nullcontext)
+            services = SimpleNamespace(trainer=ranks, waits=around.waits, handover=handover)
+            async with Checkpoints(config, run_dir, services, ledger, console) as checkpoints:
+                await test(checkpoints, ranks, around)
+
+        around = SimpleNamespace(run_dir=run_dir, ledger=ledger, notes=notes)
+        asyncio.run(body())
+        return around
+
+    yield start
+    ledger.close()
+    run_dir.close()
+
+
+def steps(around: SimpleNamespace) -> list[int]:
+    return [found.step for found in around.run_dir.checkpoints()]
+
+
+async def some_polls() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+
+
+def test_a_checkpoint_counts_once_it_is_written_and_its_event_stands_before(run):
+    async def test(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await some_polls()
+        assert steps(around) == []
+        assert [event["event"] for event in read_ledger(around.run_dir.ledger)] == [Event.CHECKPOINT]
+        assert around.waits.lines()[0].startswith("checkpoint of step 1: waiting for the trainer ranks' writers")
+        ranks.written.set()
+        await some_polls()
+        assert steps(around) == [1]
+        assert load_progress(around.run_dir.latest_checkpoint().folder) == progress(1)
+        assert (around.run_dir.path / "checkpoints" / "latest").read_text() == "step_1\n"
+
+    run(test)
+
+
+def test_the_next_one_waits_for_the_one_under_way_and_the_oldest_goes_only_then(run):
+    async def test(checkpoints, ranks, around):
+        ranks.room = False
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        assert steps(around) == [1], "no room to copy: written before the run goes on"
+        ranks.room = True
+        await checkpoints.publish(await checkpoints.begin(progress(2), wait=False))
+        second = asyncio.create_task(checkpoints.begin(progress(3), wait=False))
+        await some_polls()
+        assert not second.done()
+        assert steps(around) == [1], "the only whole one stays until the next is whole"
+        ranks.written.set()
+        await checkpoints.publish(await second)
+        assert steps(around) == [2]
+        ranks.written.set()
+        await checkpoints.finish()
+        assert steps(around) == [3]
+
+    run(test, keep_checkpoints=1)
+
+
+def test_the_config_and_the_last_step_wait_for_it(run):
+    async def test(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(4), wait=True))
+        assert steps(around) == [4]
+
+    async def by_config(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(5), wait=False))
+        assert steps(around) == [4, 5]
+
+    run(test)
+    run(by_config, checkpoint_in_background=False)
+
+
+def test_what_stands_between_two_steps_is_kept_once(run):
+    async def test(checkpoints, ranks, around):
+        await checkpoints.keep(progress(0))
+        assert steps(around) == []
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        ranks.written.set()
+        await checkpoints.keep(progress(1))
+        assert steps(around) == [1]
+        await checkpoints.keep(progress(2))
+        assert steps(around) == [1, 2]
+        events = [event["rollout_step"] for event in read_ledger(around.run_dir.ledger)]
+        assert events == [1, 2]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (StopRequested(), True),
+        (Stalled("the servers"), True),
+        (TrainerStalled("the ranks"), False),
+        (TrainerLost("a rank"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_stood_before_a_step_that_fails_is_saved_unless_the_trainer_cannot(run, error, kept):
+    """A trainer that does not answer would be waited for a second time."""
+
+    async def test(checkpoints, ranks, around):
+        async with checkpoints.kept_on_failure(progress(1)):
+            raise error
+
+    with pytest.raises(type(error)):
+        run(test)
+    assert steps(run(lambda *_: asyncio.sleep(0))) == ([1] if kept else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(StopRequested(), TrainerError), (Stalled("the servers"), Stalled)], ids=["stop", "error"]
+)
+def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(run, error, raised):
+    """Exit code 75 promises that everything is saved, and sends a batch job back into the queue."""
+
+    async def test(checkpoints, ranks, around):
+        ranks.failure = FULL
+        async with checkpoints.kept_on_failure(progress(1)):
+            raise error
+
+    with pytest.raises(raised):
+        run(test)
+    left = run(lambda *_: asyncio.sleep(0))
+    assert steps(left) == []
+    assert len(left.notes) == (raised is Stalled)
+
+
+FULL = TrainerError("trainer finish_checkpoint failed\n  rank 0: No space left on device")
+
+
+def test_a_writer_that_fails_ends_whatever_the_run_waits_for_and_earlier_ones_stand(run):
+    """As over a full disk: the error says how much room there is, and is said once."""
+
+    async def test(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=True))
+        await checkpoints.publish(await checkpoints.begin(progress(2), wait=False))
+        ranks.failure = FULL
+        await around.waits.wait_for("batch of groups", "rollout servers", 60, asyncio.Event().wait())
+
+    with pytest.raises(TrainerError, match=r"(?s)No space left .*step_2\.tmp: its disk has \d+ MB free; what was sav"):
+        run(test)
+    left = run(lambda *_: asyncio.sleep(0))
+    assert steps(left) == [1]
+    assert left.notes == []
+
+
+def test_one_that_cannot_be_begun_says_how_much_room_there_is(run):
+    async def test(checkpoints, ranks, around):
+        ranks.failure = FULL
+        await checkpoints.begin(progress(2), wait=True)
+
+    with pytest.raises(TrainerError, match=r"(?s)rank 0: .*step_2\.tmp: its disk has \d+ MB free"):
+        run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (StopRequested(), True),
+        (Stalled("the servers"), True),
+        (Diverged("the loss is nan"), True),
+        (OSError("metrics.jsonl: full"), True),
+        (TrainerLost("a rank"), False),
+        (asyncio.CancelledError(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_ends_the_run_after_the_checkpoint_under_way_unless_it_cannot_end(run, error, kept):
+    async def test(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        asyncio.get_running_loop().call_later(0.05, ranks.written.set)
+        raise error
+
+    with pytest.raises(type(error)):
+        run(test)
+    left = run(lambda *_: asyncio.sleep(0))
+    assert steps(left) == ([1] if kept else [])
+    assert bool(left.notes) is not kept, "a checkpoint that is lost is said to be"
+
+
+def test_a_writer_that_never_ends_is_named(run, monkeypatch):
+    async def test(checkpoints, ranks, around):
+        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await around.waits.wait_for("batch of groups", "rollout servers", 60, asyncio.Event().wait())
+
+    with pytest.raises(Stalled, match=r"checkpoint of step 1: the trainer ranks' writers gave no answer within 0\.1 s"):
+        run(test, step_deadline_s=0.05)
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_save(run):
+    async def test(checkpoints, ranks, around):
+        folder = around.run_dir.path / "checkpoints"
+        for name in (".step_7.tmp", ".step_3.removed"):
+            (folder / name / "actor.partial").mkdir(parents=True)
+        await checkpoints.publish(await checkpoints.begin(progress(8), wait=True))
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_8"]
+        assert json.loads((folder / "step_8" / "progress.json").read_text().splitlines()[0])["extra"]["cursor"] == 64
+
+    run(test)
