@@ -36,20 +36,7 @@ WORKLOAD = Workload(
     group_size=16,
 )
 
-_COLUMNS = (
-    "policy",
-    "step, s",
-    "times faster",
-    "rollout, s",
-    "slots in use",
-    "tokens, M",
-    "/ least",
-    "aborted, M",
-    "length",
-    "accuracy",
-    "stale tokens",
-    "oldest",
-)
+_COLUMNS = ("policy", "step, s", "times faster", "rollout, s", "tokens, M", "/ least", "aborted, M", "length", "stale")
 
 
 def policies(wanted: int) -> dict[str, MakePolicy]:
@@ -103,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.engines} engines x {options.slots} slots, N = {options.prompts}, G = {WORKLOAD.group_size}")
     print(
         f"P(0 < k < G) = {known.useful_share:.3f}; a group has {known.group_tokens:.0f} tokens; least tokens a batch: "
-        f"{least / 1e6:.1f} M; useful groups: length {known.useful_length:.0f}, accuracy {known.useful_accuracy:.3f}\n"
+        f"{least / 1e6:.1f} M; useful groups: length {known.useful_length:.0f}\n"
     )
     print(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}", flush=True)
     found: dict[str, Figures] = {}
@@ -127,14 +114,11 @@ def _row(name: str, figures: Figures, yardstick: Figures, known: Reference, leas
         f"{figures.step_s:.0f}",
         f"{yardstick.step_s / figures.step_s:.2f}",
         f"{figures.rollout_s:.0f}",
-        f"{figures.utilisation:.2f}",
         f"{figures.generated_tokens / 1e6:.1f}",
         f"{figures.generated_tokens / least:.3f}",
         f"{figures.aborted_tokens / 1e6:.1f}",
         f"{figures.length / known.useful_length:.3f}",
-        f"{figures.accuracy / known.useful_accuracy:.3f}",
         f"{figures.stale_share:.2f}",
-        f"{figures.max_staleness}",
     )
     return f"| {' | '.join(cells)} |"
 
