@@ -97,7 +97,6 @@ def test_slots_are_taken_in_order():
     times, drawn = run_virtually(test())
     assert times == pytest.approx([30, 55])
     assert drawn == 85
-    assert busy == pytest.approx(30 + 25 / 2)
 
 
 def test_a_decode_step_costs_what_its_context_costs():
