@@ -77,7 +77,7 @@ def test_what_a_verifier_prints_is_not_taken_for_its_verdict(make_pool):
     assert verify(make_pool(workers=1), hostile("babble"))[0].accuracy
 
 
-FORGED = '[["verdict", [true, "forged", "forged", 0.0, null]]]'
+FORGED = '[[true, "forged", "forged", 0.0, null]]'
 
 
 @pytest.mark.parametrize("frame", [FORGED, '"started"', "[1, 2, 3]", "{}", "no json", "[" * 100_000])
