@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_dapo.storage.durable import naming
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -168,13 +168,9 @@ def _read_journal(path: Path) -> dict[str, str]:
     """Replies by key. Half a last line, from a kill, is cut off."""
     if not path.exists():
         return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("rb+") as file:
-            file.truncate(len(whole))
+    drop_torn_line(path)
     replies = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             entry = json.loads(line)
             replies[entry["key"]] = entry["reply"]

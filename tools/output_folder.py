@@ -36,14 +36,3 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, and durably."""
-    aside = path.with_name(f".{path.name}.part")
-    with naming(path):
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)

@@ -23,6 +23,7 @@ from typing import Any, cast
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
 from megatron_dapo.data.field_mapping import SCHEMAS, PromptFile, resolve
 from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
+from megatron_dapo.storage.durable import replace_file
 from reward.check import check_ground_truth
 from reward.config import RewardConfig, check_url
 from reward.pool.pool import RewardPool
@@ -32,7 +33,7 @@ from tools.arguments import count, positive, positive_count
 from tools.chat_endpoint import ChatEndpoint, EndpointError
 from tools.data_report import report
 from tools.integer_answers import SetAside, integer_of, transform_all
-from tools.output_folder import FolderInUse, held, write_whole
+from tools.output_folder import FolderInUse, held
 
 EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -263,13 +264,13 @@ def _written(row: Row) -> dict[str, Any]:
 
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def _finish(out: Path, sifted: Sifted, problems: list[tuple[str, str]], lengths: dict[str, list[int]]) -> None:
     _write(out / "aside.jsonl", sifted.aside)
     page = report(sifted.counts, [(prompt, str(answer)) for prompt, answer in problems], lengths)
-    write_whole(out / "report.md", page.encode())
+    replace_file(out / "report.md", page.encode())
     print(page)
 
 

@@ -25,14 +25,13 @@ BUILT_FOR_ONE_PYTHON = {"megatron-core", "contourpy"}
 UV = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
 
 
-@pytest.fixture(params=["uv", "pip"])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A project whose lock asks for `torch` and `alpha`, found in a folder by pip's own configuration."""
-    if request.param == "uv" and UV is None:
+    by_uv = getattr(request, "param", "uv" if UV else "pip") == "uv"
+    if by_uv and UV is None:
         pytest.skip("no uv on this machine")
-    monkeypatch.setattr(
-        "tools.install.package_installer.shutil.which", lambda *_, **__: UV if request.param == "uv" else None
-    )
+    monkeypatch.setattr("tools.install.package_installer.shutil.which", lambda *_, **__: UV if by_uv else None)
     root, wheels = tmp_path / "project", tmp_path / "wheels"
     (root / "requirements").mkdir(parents=True)
     wheels.mkdir()
@@ -57,6 +56,7 @@ def install(place: Place) -> None:
     Installer(place, torch_index="").install()
 
 
+@pytest.mark.parametrize("place", ["uv", "pip"], indirect=True)
 def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, monkeypatch, capfd):
     install(place)
     assert "torch 2.13.0+cpu" in capfd.readouterr().out.splitlines()[-1]

@@ -1,6 +1,7 @@
 """`make install-gpu` on a project of tiny packages (real pip and environments, no network), and what its lock holds."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from packaging.version import Version
 from tests.tools.wheels import write_check, write_source, write_wheel
 from tools.install import import_check, installer
 from tools.install import transformer_engine as engine
-from tools.install.installer import Installer, Place, place_of, read_stamp
+from tools.install.installer import STAMP, Installer, Place, place_of, read_stamp
 from tools.install.lock_file import installed, normalised, read_lock
 from tools.install.package_installer import InstallError
 
@@ -142,10 +143,11 @@ def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch, capfd
     install(place)
     assert set(engine.PACKAGES) <= installed(place.site).keys()
 
-    # Another environment is refused a CPU build of torch.
+    # A CPU build of torch is refused.
     (packages / "torch-2.11.0-py3-none-any.whl").unlink()
     write_wheel(packages, "torch", "2.11.0+cpu", {"torch.py": ""})
-    shutil.rmtree(place.venv)
+    shutil.rmtree(place.site / "torch-2.11.0.dist-info")
+    (place.venv / STAMP).write_text(json.dumps(place.stamp()))
     with pytest.raises(InstallError, match=r"torch 2\.11\.0\+cpu is a CPU build.*pip config list"):
         install(place)
 

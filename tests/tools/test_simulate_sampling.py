@@ -91,13 +91,12 @@ def test_slots_are_taken_in_order():
     async def test():
         prompts = Written(Group(lengths=(10, 30), correct=1), Group(lengths=(5, 40), correct=0))
         fleet = ModelledFleet(prompts, engines=1, slots=2, speed=SECOND_A_TOKEN)
-        return await ends(fleet, 2), fleet.drawn_tokens, fleet.busy_s
+        return await ends(fleet, 2), fleet.drawn_tokens
 
     # Two slots: 10 and 30 begin; 5 follows at 10; 40 at 15 and ends at 55, alone since 30.
-    times, drawn, busy = run_virtually(test())
+    times, drawn = run_virtually(test())
     assert times == pytest.approx([30, 55])
     assert drawn == 85
-    assert busy == pytest.approx(30 + 25 / 2)
 
 
 def test_a_decode_step_costs_what_its_context_costs():
@@ -202,7 +201,7 @@ def test_the_table_and_the_file_hold_the_same_figures(tmp_path, capsys):
     tree = json.loads((tmp_path / "f.json").read_text())
     for name, figures in tree["policies"].items():
         assert f"| {name} | {figures['step_s']:.0f} |" in once
-        assert figures["generated_tokens"] > figures["trained_tokens"] > 0
+        assert figures["generated_tokens"] > figures["length"] * 16 * 16
     assert len(tree["policies"]) == 4
     main([*common, "--only", "async"])
     assert capsys.readouterr().out == once, "the same seed, the same figures"

@@ -1,14 +1,12 @@
-"""Tokens per second of the actor's update against a plain Hugging Face + PyTorch loop, and its efficiency on two ranks.
+"""Tokens per second of the actor's update against a plain Hugging Face + PyTorch loop.
 
-python -m tools.benchmarks.measure_actor_speed     prints both as Markdown tables (docs/measurements/actor.md)
+python -m tools.benchmarks.measure_actor_speed     prints a Markdown table (docs/measurements/actor.md)
 
 Both train the same model on the same mini-batch with the same loss (eq. 8), gradient clipping and AdamW, in float32, in
 one process with the same number of threads. They take turns, and each turn gives one ratio: the table holds the median
 of the ratios and their quartiles. With one thread the time is the process's CPU time, which other load on the machine
 changes little. The plain loop is at its best: fused AdamW, PyTorch's attention kernels, no entropy and no statistics,
 and micro-batches of responses of similar length, padded to the longest.
-
-Efficiency of two ranks: tokens per second of two processes of one thread over twice those of one, by the clock.
 """
 
 import argparse
@@ -220,13 +218,6 @@ def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str,
     }
 
 
-def seconds_of(place: RankPlace, case: Case, layout: LayoutConfig, turns: int) -> list[float]:
-    """Seconds, by the clock, of `turns` updates after a first one."""
-    actor, batch = start(case, place, case.config(layout, 1))
-    reports = [actor.update([batch], PolicyObjective(), 1.0)[0] for _ in range(turns + 1)]
-    return [report.seconds for report in reports[1:]]
-
-
 def spread(values: list[float]) -> str:
     """Median, and the quartiles of two or more."""
     if len(values) == 1:
@@ -235,20 +226,20 @@ def spread(values: list[float]) -> str:
     return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
-def tables(*, turns: int, threads: int, only: str, rounds: int) -> Iterator[str]:
-    """The two Markdown tables, line by line as they are measured.
+def table(*, turns: int, threads: int, only: str) -> Iterator[str]:
+    """The Markdown table, line by line as it is measured.
 
     Args:
         turns: measured updates of each of the two loops.
-        threads: of each process of the first table.
+        threads: of the process.
         only: cases whose name holds this.
-        rounds: of one process, TP=2 and PP=2 in turn; 0: no second table.
     """
     with tempfile.TemporaryDirectory() as folder, RankPool("cpu") as pool:
-        chosen = [case for case in cases(Path(folder)) if only in case.name]
         yield "| model and batch | parameters | tokens | actor, tokens/s | plain loop, tokens/s | ratio | loss, norm |"
         yield "|---|---|---|---|---|---|---|"
-        for case in chosen:
+        for case in cases(Path(folder)):
+            if only not in case.name:
+                continue
             [found] = pool.run(1, compare, case, turns, threads, timeout_s=3600)
             ours, plain = zip(*found["seconds"], strict=True)
             speeds = " | ".join(f"{found['tokens'] / median(seconds):.0f}" for seconds in (ours, plain))
@@ -257,32 +248,15 @@ def tables(*, turns: int, threads: int, only: str, rounds: int) -> Iterator[str]
                 f"| {case.name} | {found['parameters'] / 1e6:.1f}M | {found['tokens']} | {speeds} | {ratio} "
                 f"| {found['loss']:.0e}, {found['norm']:.0e} |"
             )
-        if rounds:
-            yield from ("", "| model and batch | TP=2 efficiency | PP=2 efficiency |", "|---|---|---|")
-        for case in chosen if rounds else []:
-            yield f"| {case.name} | {' | '.join(efficiencies(pool, case, rounds))} |"
-
-
-def efficiencies(pool: RankPool, case: Case, rounds: int) -> list[str]:
-    """Of TP=2 and PP=2, round by round next to one process."""
-    layouts = (LayoutConfig(tensor=2), LayoutConfig(pipeline=2))
-    found: list[list[float]] = [[] for _ in layouts]
-    for _ in range(rounds):
-        one = median(pool.run(1, seconds_of, case, LayoutConfig(), 5, timeout_s=3600)[0])
-        for layout, values in zip(layouts, found, strict=True):
-            two = median(pool.run(2, seconds_of, case, layout, 5, timeout_s=3600)[0])
-            values.append(one / (2 * two))
-    return [spread(values) for values in found]
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
-    parser.add_argument("--threads", type=int, default=1, help="of each process of the first table")
+    parser.add_argument("--threads", type=int, default=1, help="of the process")
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--rounds", type=int, default=3, help="of one process, TP=2, PP=2 in turn; 0: not measured")
-    for line in tables(**vars(parser.parse_args())):
+    for line in table(**vars(parser.parse_args())):
         print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Speed and host memory of tools/convert_checkpoint.py beside `shutil.copy` of the same bytes.
+"""Speed of tools/convert_checkpoint.py beside `shutil.copy` of the same bytes.
 
 python -m tools.benchmarks.measure_convert > table.md        (docs/measurements/convert.md)
 
@@ -18,12 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
+from megatron_dapo.diagnostics.rank_pool import RankPool
 from tools.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron
-
-MIB = 2**20
 
 
 def main() -> int:
@@ -43,7 +40,6 @@ def main() -> int:
         folder = Path(name)
         size = write_random_model(folder / "model", max_file_bytes=10**9)
         start_workers(pool, options.processes)
-        begun = pool.run(options.processes, begin)
         common = {"dtype": None, "workers": options.processes, "pool": pool}
         ways: dict[str, Callable[[], object]] = {
             "shutil.copy": lambda: copy(folder / "model", folder / "copy"),
@@ -51,29 +47,21 @@ def main() -> int:
             "to-hf": lambda: to_hf(folder / "megatron", folder / "back", base=None, max_file_bytes=10**9, **common),
         }
         seconds = {way: float("inf") for way in ways}
-        processor = dict(seconds)
-
-        def used() -> float:
-            return cpu_seconds() + sum(pool.run(options.processes, cpu_of))
-
         for _ in range(options.rounds):
             for way, run in ways.items():
                 os.sync()
-                before, began = used(), time.monotonic()
+                began = time.monotonic()
                 run()
                 seconds[way] = min(seconds[way], time.monotonic() - began)
-                processor[way] = min(processor[way], used() - before)
-        growth = [peak - before for peak, before in zip(pool.run(options.processes, peak_of), begun, strict=True)]
         if digests(folder / "model") != digests(folder / "back"):
             print("what came back is not what went in", file=sys.stderr)
             return 1
     print(f"{size / 2**30:.2f} GiB, {options.processes} processes, TP{options.tensor}, best of {options.rounds}\n")
-    print("| way | seconds | GB/s | of shutil.copy | CPU seconds of all processes |")
-    print("|---|---|---|---|---|")
+    print("| way | seconds | GB/s | of shutil.copy |")
+    print("|---|---|---|---|")
     for way, best in seconds.items():
         share = seconds["shutil.copy"] / best
-        print(f"| {way} | {best:.2f} | {size / best / 1e9:.2f} | {share:.0%} | {processor[way]:.2f} |")
-    print(f"\nlargest growth of a process's resident set: {max(growth) / MIB:.0f} MiB")
+        print(f"| {way} | {best:.2f} | {size / best / 1e9:.2f} | {share:.0%} |")
     return 0
 
 
@@ -88,26 +76,6 @@ def copy(source: Path, target: Path) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """The checksum of each safetensors file."""
     return {file.name: digest_of(file) for file in folder.glob("*.safetensors")}
-
-
-def cpu_seconds() -> float:
-    """User and system, of this process so far."""
-    return time.process_time()
-
-
-def cpu_of(place: RankPlace) -> float:
-    """The same of a worker."""
-    return cpu_seconds()
-
-
-def begin(place: RankPlace) -> int:
-    """Bytes resident before."""
-    return begin_peak()
-
-
-def peak_of(place: RankPlace) -> int:
-    """Most bytes resident since."""
-    return peak_resident()
 
 
 if __name__ == "__main__":

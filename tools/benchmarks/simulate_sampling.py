@@ -26,31 +26,28 @@ from tools.benchmarks.simulation.sampling_figures import Conditions, Figures, Ma
 YARDSTICK = "batch-synchronous, 3x"
 """What wall-clock is compared with."""
 
-_COLUMNS = (
-    "policy",
-    "step, s",
-    "times faster",
-    "rollout, s",
-    "slots in use",
-    "tokens, M",
-    "/ least",
-    "aborted, M",
-    "length",
-    "accuracy",
-    "stale tokens",
-    "oldest",
+WORKLOAD = Workload(
+    mean_response=5200.0,  # before any response is cut off
+    sigma=0.9,
+    difficulty_share=0.5,
+    mean_prompt=200.0,
+    pass_rate=0.72,
+    longest=20480,
+    group_size=16,
 )
 
+_COLUMNS = ("policy", "step, s", "times faster", "rollout, s", "tokens, M", "/ least", "aborted, M", "length", "stale")
 
-def policies(wanted: int, group_size: int) -> dict[str, MakePolicy]:
+
+def policies(wanted: int) -> dict[str, MakePolicy]:
     """By name."""
 
     def ours(share: float, max_staleness: int, margin: float) -> MakePolicy:
         sampling = DynamicSamplingConfig(max_staleness=max_staleness, margin=margin)
         config = AlgorithmConfig(
             prompts_per_step=wanted,
-            group_size=group_size,
-            mini_batch_responses=group_size,
+            group_size=WORKLOAD.group_size,
+            mini_batch_responses=WORKLOAD.group_size,
             dynamic_sampling=sampling,
         )
         return lambda fleet, folder: Ours(fleet, config, folder, ahead=math.ceil(share * wanted))
@@ -78,34 +75,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, a row as soon as it is known."""
     options = _options(arguments)
     conditions = Conditions(
-        workload=Workload(
-            mean_response=options.mean_length,
-            sigma=options.sigma,
-            difficulty_share=options.difficulty_share,
-            mean_prompt=options.mean_prompt,
-            pass_rate=options.useful,
-            longest=options.longest,
-            group_size=options.group_size,
-        ),
-        speed=Speed(fixed_s=options.fixed_s, context_s=options.context_s, prefill_s=options.prefill_s),
+        workload=WORKLOAD,
+        speed=Speed(),
         engines=options.engines,
         slots=options.slots,
-        train_s=options.train_s,
-        sync_s=options.sync_s,
+        train_s=450.0,
+        sync_s=52.0,
         steps=options.steps,
         warm_steps=options.warm_steps,
         seed=options.seed,
     )
     known = reference(Prompts(conditions.workload, conditions.seed))
     least = known.least_tokens(options.prompts)
-    print(f"{options.engines} engines x {options.slots} slots, N = {options.prompts}, G = {options.group_size}")
+    print(f"{options.engines} engines x {options.slots} slots, N = {options.prompts}, G = {WORKLOAD.group_size}")
     print(
         f"P(0 < k < G) = {known.useful_share:.3f}; a group has {known.group_tokens:.0f} tokens; least tokens a batch: "
-        f"{least / 1e6:.1f} M; useful groups: length {known.useful_length:.0f}, accuracy {known.useful_accuracy:.3f}\n"
+        f"{least / 1e6:.1f} M; useful groups: length {known.useful_length:.0f}\n"
     )
     print(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}", flush=True)
     found: dict[str, Figures] = {}
-    for name, make in policies(options.prompts, options.group_size).items():
+    for name, make in policies(options.prompts).items():
         if options.only in name or name == YARDSTICK:
             found[name] = measure(make, conditions)
             print(_row(name, found[name], found[YARDSTICK], known, least), flush=True)
@@ -125,36 +114,20 @@ def _row(name: str, figures: Figures, yardstick: Figures, known: Reference, leas
         f"{figures.step_s:.0f}",
         f"{yardstick.step_s / figures.step_s:.2f}",
         f"{figures.rollout_s:.0f}",
-        f"{figures.utilisation:.2f}",
         f"{figures.generated_tokens / 1e6:.1f}",
         f"{figures.generated_tokens / least:.3f}",
         f"{figures.aborted_tokens / 1e6:.1f}",
         f"{figures.length / known.useful_length:.3f}",
-        f"{figures.accuracy / known.useful_accuracy:.3f}",
         f"{figures.stale_share:.2f}",
-        f"{figures.max_staleness}",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    speed = Speed()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=512, help="N: useful groups of a batch")
-    parser.add_argument("--group-size", type=int, default=16, help="G")
     parser.add_argument("--engines", type=int, default=16)
     parser.add_argument("--slots", type=int, default=128, help="responses that one engine runs at once")
-    parser.add_argument("--useful", type=float, default=0.72, help="P(0 < k < G)")
-    parser.add_argument("--mean-length", type=float, default=5200.0, help="tokens, before any response is cut off")
-    parser.add_argument("--sigma", type=float, default=0.9, help="standard deviation of the logarithm of the length")
-    parser.add_argument("--difficulty-share", type=float, default=0.5, help="of sigma squared, between prompts")
-    parser.add_argument("--longest", type=int, default=20480, help="rollout.max_new_tokens")
-    parser.add_argument("--mean-prompt", type=float, default=200.0, help="tokens")
-    parser.add_argument("--fixed-s", type=float, default=speed.fixed_s, help="of a decode step")
-    parser.add_argument("--context-s", type=float, default=speed.context_s, help="of a decode step, a token of context")
-    parser.add_argument("--prefill-s", type=float, default=speed.prefill_s, help="a token")
-    parser.add_argument("--train-s", type=float, default=450.0, help="log-probs and updates of one batch")
-    parser.add_argument("--sync-s", type=float, default=52.0, help="new weights, servers standing still")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--warm-steps", type=int, default=3, help="before them")
     parser.add_argument("--seed", type=int, default=0)

@@ -36,8 +36,9 @@ CHECK = Path(__file__).with_name("import_check.py")
 GPU_PYTHON = "3.12"
 GPU_MARKS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 LATER = (
-    r"/tests?/|/site-packages/(beartype|fontTools|hypothesis|mypyc?|networkx|pandas|pip|setuptools/_vendor|torchgen)/"
-    r"|/sglang/(multimodal_gen|test)/|/ray/(rllib|data|serve|tune|train|llm)/|/torch/(testing|_inductor|_export)/"
+    r"/tests?/|/_vendor/|/site-packages/(beartype|fontTools|hypothesis|mypyc?|networkx|pandas|pip|torchgen|werkzeug)/"
+    r"|/sglang/(multimodal_gen|test|srt/debug_utils)/|/openai/resources/|/torch/(testing|_inductor|_export)/"
+    r"|/ray/(air|rllib|data|serve|tune|train|llm)/"
     r"|/sympy/(physics|plotting)/|/pygments/(lexers|styles)/|/numpy/distutils/|/huggingface_hub/inference/"
     r"|/transformers/models/(?!(?:auto|llama|qwen2|qwen3)/)"
 )

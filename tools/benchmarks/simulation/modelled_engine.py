@@ -69,8 +69,6 @@ class Engine:
     def __init__(self, speed: Speed, slots: int, free: Callable[["Engine"], None]) -> None:
         """`free` is called when places have become free."""
         self.slots = slots
-        self.busy_s = 0.0
-        """Seconds with at least one response running, times the share of the slots in use."""
         self.running: dict[Response, None] = {}
         """A set in the order of arrival."""
         self._speed, self._free = speed, free
@@ -139,7 +137,6 @@ class Engine:
             steps = self._speed.steps(seconds, len(self.running), self._context)
             self._steps += steps
             self._context += steps * len(self.running)
-            self.busy_s += seconds * len(self.running) / self.slots
 
     def _leave(self, response: Response) -> None:
         del self.running[response]

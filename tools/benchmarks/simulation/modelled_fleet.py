@@ -60,11 +60,6 @@ class ModelledFleet:
         running = sum(engine.drawn(response) for engine in self._engines for response in engine.running)
         return self._finished_tokens + self.aborted_tokens + running
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which every slot of the fleet would have been in use."""
-        return sum(engine.busy_s for engine in self._engines) / len(self._engines)
-
     async def generate(self, position: int, weight_version: int) -> ScoredGroup:
         """One group; `coordinator.sampler.GenerateGroup`. Cancelled, it gives up what is under way."""
         attempt = self._attempts.get(position, 0)

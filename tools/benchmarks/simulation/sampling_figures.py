@@ -2,14 +2,14 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dapo.experience.groups import ScoredGroup
-from megatron_dapo.plan.lengths import Group, Workload
+from megatron_dapo.plan.lengths import Workload
 from tools.benchmarks.simulation.modelled_engine import Speed
 from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts
 from tools.benchmarks.simulation.policies import Policy
@@ -46,7 +46,6 @@ class Reference:
     useful_share: float
     group_tokens: float
     useful_length: float
-    useful_accuracy: float
 
     def least_tokens(self, wanted: int) -> float:
         """N / P(0 < k < G) groups of mean length."""
@@ -61,21 +60,12 @@ class Figures:
     """From batch to batch: rollout, training, new weights."""
     rollout_s: float
     """Of it, waiting for the batch."""
-    utilisation: float
-    """Share of all slots, over the step."""
     generated_tokens: float
     aborted_tokens: float
-    trained_tokens: float
     length: float
-    """Of the responses trained on."""
-    accuracy: float
     """Of the responses trained on."""
     stale_share: float
     """Of the trained tokens: drawn by older weights than the newest before the update."""
-    mean_staleness: float
-    """Versions, over the trained tokens."""
-    max_staleness: int
-    """Versions, of any trained token."""
 
 
 MakePolicy = Callable[[ModelledFleet, Path], Policy]
@@ -90,7 +80,6 @@ def reference(prompts: Prompts) -> Reference:
         useful_share=len(kept) / len(groups),
         group_tokens=float(np.mean([sum(group.lengths) for group in groups])),
         useful_length=float(np.mean([group.lengths for group in kept])),
-        useful_accuracy=float(np.mean([_accuracy(group) for group in kept])),
     )
 
 
@@ -105,58 +94,33 @@ async def _measure(make: MakePolicy, conditions: Conditions, folder: Path) -> Fi
     fleet = ModelledFleet(prompts, engines=conditions.engines, slots=conditions.slots, speed=conditions.speed)
     policy = make(fleet, folder)
     loop = asyncio.get_running_loop()
-    rollout_s, batches = [], []
-    begin, drawn, aborted, busy = 0.0, 0, 0, 0.0
+    waited, kept = 0.0, list[ScoredGroup]()
+    stale = 0
+    begin, drawn, aborted = 0.0, 0, 0
     for step in range(1, conditions.warm_steps + conditions.steps + 1):
         if step == conditions.warm_steps + 1:
-            begin, drawn, aborted, busy = loop.time(), fleet.drawn_tokens, fleet.aborted_tokens, fleet.busy_s
+            begin, drawn, aborted = loop.time(), fleet.drawn_tokens, fleet.aborted_tokens
         start = loop.time()
-        kept = await policy.fill(step, fleet.version)
+        batch = await policy.fill(step, fleet.version)
         if step > conditions.warm_steps:
-            rollout_s.append(loop.time() - start)
-            batches.append(_batch(kept, fleet.version))
+            waited += loop.time() - start
+            kept += batch
+            stale += sum(_stale_tokens(group, fleet.version) for group in batch)
         await asyncio.sleep(conditions.train_s)
         await fleet.publish(conditions.sync_s)
-    seconds, count = loop.time() - begin, conditions.steps
+    count, tokens = conditions.steps, sum(group.tokens for group in kept)
     figures = Figures(
-        step_s=seconds / count,
-        rollout_s=float(np.mean(rollout_s)),
-        utilisation=(fleet.busy_s - busy) / seconds,
+        step_s=(loop.time() - begin) / count,
+        rollout_s=waited / count,
         generated_tokens=(fleet.drawn_tokens - drawn) / count,
         aborted_tokens=(fleet.aborted_tokens - aborted) / count,
-        trained_tokens=float(np.mean([batch.tokens for batch in batches])),
-        length=sum(batch.tokens for batch in batches) / sum(batch.responses for batch in batches),
-        accuracy=float(np.mean([batch.accuracy for batch in batches])),
-        stale_share=sum(batch.stale for batch in batches) / sum(batch.tokens for batch in batches),
-        mean_staleness=sum(batch.staleness for batch in batches) / sum(batch.tokens for batch in batches),
-        max_staleness=max(batch.oldest for batch in batches),
+        length=tokens / sum(len(group.responses) for group in kept),
+        stale_share=stale / tokens,
     )
     await policy.close()
     return figures
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Batch:
-    tokens: int
-    responses: int
-    accuracy: float
-    stale: int
-    staleness: int
-    oldest: int
-
-
-def _batch(kept: Sequence[ScoredGroup], version: int) -> _Batch:
-    """Staleness counts from `version`, which the servers hold when the batch is full."""
-    ages = [version - response.generation.weight_versions for group in kept for response in group.responses]
-    return _Batch(
-        tokens=sum(age.size for age in ages),
-        responses=len(ages),
-        accuracy=float(np.mean([group.correct / len(group.responses) for group in kept])),
-        stale=sum(int(np.count_nonzero(age)) for age in ages),
-        staleness=sum(int(age.sum()) for age in ages),
-        oldest=max(int(age.max()) for age in ages),
-    )
-
-
-def _accuracy(group: Group) -> float:
-    return group.correct / len(group.lengths)
+def _stale_tokens(group: ScoredGroup, version: int) -> int:
+    """Drawn before the weights `version`, which the servers hold when the batch is full."""
+    return sum(int(np.count_nonzero(one.generation.weight_versions < version)) for one in group.responses)
