@@ -1,7 +1,7 @@
 # `make` alone lists the targets. Variables, given as `NAME=value make TARGET`:
 #   PYTHON       Python 3.11 or 3.12 that the environment is made from (python3)
 #   VENV         where the environment goes (.venv)
-#   TORCH_INDEX  PyTorch's CPU index, where pip would otherwise fetch the CUDA build (several GB):
+#   TORCH_INDEX  PyTorch's CPU index, where the CUDA build (several GB) would be fetched otherwise:
 #                https://download.pytorch.org/whl/cpu
 #   WITHOUT_TE   1: install-gpu leaves TransformerEngine out (no context parallelism, no FP8)
 #   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core, as memory allows)
@@ -13,6 +13,7 @@
 VENV ?= .venv
 SYMBOLIC_VENV ?= .venv-symbolic
 DEMO_DIR ?= runs/quickstart
+GPU_LOCK ?= requirements/gpu312.lock.txt
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ TESTS := $(BIN)/python -m pytest
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo test test-slow test-slurm test-gpu test-symbolic check format base-model ladder data docs clean clean-venv
+.PHONY: help install install-gpu relock demo test test-slow test-slurm test-gpu test-symbolic check format base-model ladder data docs clean clean-venv
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +41,10 @@ install: ## make .venv from the lock of the Python at hand; does nothing when it
 
 install-gpu: ## make .venv for GPU nodes (Python 3.12, no GPU needed for it); builds TransformerEngine, 25 core minutes
 	@"$(INSTALLER)" -m tools.install --gpu $(if $(WITHOUT_TE),--without-te) --venv "$(VENV)"
+
+relock: ## write the lock of GPU nodes anew from pyproject's bounds; keeps the versions that still fit, fetches metadata only
+	"$(firstword $(wildcard $(BIN)/uv) uv)" pip compile pyproject.toml requirements/installers.txt --extra gpu --extra dev \
+		--python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate --output-file "$(GPU_LOCK)" > /dev/null
 
 demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run is kept aside)
 	@if [ -e "$(DEMO_DIR)" ]; then \

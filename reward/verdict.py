@@ -75,7 +75,7 @@ class Deferred:
     """The ground truth, cleaned."""
 
     extracted: str
-    """What `Verdict.extracted` shall say."""
+    """What `Verdict.extracted` will say."""
 
     seconds: float = 0.0
     """Time spent so far; the pool sets it."""
@@ -125,6 +125,12 @@ class VerifierError(ValueError):
     your own may raise it too: its verdict is then `unjudged`, and a run stops instead of learning from it."""
 
     exit_code = 2
+
+
+def check_length(ground_truth: str) -> None:
+    """Raises VerifierError: the ground truth is longer than `TRUTH_LIMIT`."""
+    if len(ground_truth) > TRUTH_LIMIT:
+        raise VerifierError(f"ground truth has {len(ground_truth)} characters; at most {TRUTH_LIMIT} can be compared")
 
 
 class PoolError(RuntimeError):

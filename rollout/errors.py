@@ -1,4 +1,4 @@
-"""What can go wrong between the trainer and its servers."""
+"""Errors of the fleet and its servers."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class ServerRefused(RolloutError):
 
 
 class AccessDenied(ServerRefused):
-    """401 or 403: the server asks for another API key than it was given."""
+    """401 or 403: the server wants another API key than it got."""
 
 
 class ServerUnavailable(RolloutError):
@@ -30,7 +30,7 @@ class ServerEnded(ServerStartError):
 
 
 class ServerUnfit(ServerStartError):
-    """It answers, but not as this run needs it: started again, it would be the same."""
+    """It answers, but this run cannot use it, and a restart would not change that."""
 
 
 class KeyFileError(RolloutError):

@@ -1,4 +1,4 @@
-"""What goes to a server and what comes back, as the rest of the system sees it.
+"""The messages of the fleet: what a caller sends and what it gets back.
 
 Legend of shapes: P prompt tokens, T response tokens.
 """
@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_new_tokens` were drawn: truncated."""
     ABORT = "abort"
-    """The server gave it up; the fleet continues such a response and never hands it out."""
+    """The server stopped early. The fleet continues such a response; callers never see one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class GenerationRequest:
     seed: int
     """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
     priority: int = 0
-    """Where requests wait for a place at a server, a smaller one goes first, also one that a publish interrupted."""
+    """The smallest goes first where requests wait for a server. An interrupted request keeps its priority."""
 
     def __post_init__(self) -> None:
         if not self.request_id or not self.group_id:
@@ -99,7 +99,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedPart:
-    """One server's answer to one request, or to the rest of it after an interruption, for whoever watches.
+    """One server's answer to one request, or to the rest of it after an interruption, for logs and timelines.
 
     ServedPart(request_id="step7/prompt41/2", url="http://127.0.0.1:30000", start=1763740000.2, end=1763740041.9,
     prompt_tokens=212, tokens=4096, weight_version=6, finish_reason=FinishReason.STOP)

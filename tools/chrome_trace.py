@@ -10,13 +10,13 @@ from tools.timeline_figures import RecordedStep
 
 def chrome_trace(step: RecordedStep) -> dict[str, Any]:
     """{"traceEvents": [...]}: a process each for the coordinator, every server and every rank; microseconds since the
-    step began. A server's requests overlap, so they are laid on as many lanes as ran at once."""
+    step began. A server's requests overlap, so they are laid on as many tracks as ran at once."""
     zero = step.window[0]
     events: list[dict[str, Any]] = []
     events += _process(1, f"coordinator, rollout step {step.step}", {"phases": step.phases}, zero)
     number = 2
     for url, spans in sorted(step.requests.items()):
-        tracks = {f"slot {at}": lane for at, lane in enumerate(lanes(spans))}
+        tracks = {f"slot {at}": track for at, track in enumerate(tracks_without_overlap(spans))}
         events += _process(number, f"server {url}", tracks, zero)
         number += 1
     for rank in step.ranks:
@@ -28,19 +28,19 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans on as few lanes as can be without two at once on one."""
-    placed: list[list[Span]] = []
+def tracks_without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans on as few tracks as can be, never two at once on one."""
+    tracks: list[list[Span]] = []
     free: list[tuple[float, int]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if free and free[0][0] <= span.start:
-            lane = heapq.heappop(free)[1]
+            track = heapq.heappop(free)[1]
         else:
-            lane = len(placed)
-            placed.append([])
-        placed[lane].append(span)
-        heapq.heappush(free, (span.end, lane))
-    return placed
+            track = len(tracks)
+            tracks.append([])
+        tracks[track].append(span)
+        heapq.heappush(free, (span.end, track))
+    return tracks
 
 
 def _process(number: int, name: str, tracks: Mapping[str, Sequence[Span]], zero: float) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@
     python -m tools.profile_throughput runs/one runs/two --out report  # report.md, .json and .html
     python -m tools.profile_throughput runs/one --trace step.json      # its last recorded step for chrome://tracing
     python -m tools.profile_throughput runs/one --calibration mine.yaml  # constants for `megatron-dapo plan`
-    python -m tools.profile_throughput --actor                         # the actor's update by itself, on this CPU
 
 Speeds and shares are sums over rollout steps divided by sums, never means of means. The first step is left out: it
 compiles kernels and begins with an empty buffer (`--skip`).
@@ -31,7 +30,7 @@ from tools.throughput_page import as_json, markdown, page
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print or write the report; 2 if a folder holds no run that can be measured."""
     parser = argparse.ArgumentParser(prog="python -m tools.profile_throughput", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, nargs="*", help="one run directory, or two")
+    parser.add_argument("run", type=Path, nargs="+", help="one run directory, or two")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.html instead of printing")
     parser.add_argument("--skip", type=count, default=1, help="rollout steps at first that do not count")
     parser.add_argument("--peak-flops", type=positive, help="of a GPU; else the calibration's, for a run on CUDA")
@@ -40,18 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibration", type=Path, help="write the planner's constants, those measured replaced")
     parser.add_argument("--base", type=Path, help="with --calibration: the constants that were not measured")
     parser.add_argument("--memory-bandwidth", type=positive, help="with --calibration: of a GPU, bytes/s")
-    actor = parser.add_argument_group(
-        "the actor's update", "measured here, without a run: against a plain Hugging Face loop, and on two ranks"
-    )
-    actor.add_argument("--actor", action="store_true", help="measure it and print two Markdown tables")
-    actor.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
-    actor.add_argument("--threads", type=int, default=1, help="of each process of the first table")
-    actor.add_argument("--only", default="", help="cases whose name holds this")
-    actor.add_argument("--rounds", type=int, default=3, help="of one process, TP=2, PP=2 in turn; 0: not measured")
     given = parser.parse_args(arguments)
-    if given.actor:
-        return _print_actor(given)
-    if len(given.run) not in (1, 2):
+    if len(given.run) > 2:
         parser.error("give one run directory, or two")
     peak = given.peak_flops or load_calibration().peak_flops
     try:
@@ -78,14 +67,6 @@ def _write_pages(profiles: Sequence[Profile], out: Path | None) -> None:
         return
     for ending, text in pages.items():
         Path(f"{out}{ending}").write_text(text, encoding="utf-8")
-
-
-def _print_actor(given: argparse.Namespace) -> int:
-    from tools.measure_actor_speed import tables  # torch and Megatron take seconds, which a run's profile needs not
-
-    for line in tables(turns=given.turns, threads=given.threads, only=given.only, rounds=given.rounds):
-        print(line, flush=True)
-    return 0
 
 
 def _write_trace(profile: Profile, file: Path) -> None:

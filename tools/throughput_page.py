@@ -2,18 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from megatron_dapo.monitor.timeline import PHASES
+from megatron_dapo.report.page import page_environment
 from tools.throughput import Profile, Row, rows
-from tools.timeline_chart import KINDS, PHASE_COLOURS, draw_timeline, kind_of, left_out
 from tools.timeline_figures import rank_rows
 
+TEMPLATES = Path(__file__).parent / "templates"
 FORMULA = (
     "MFU = 3 x forward FLOPs of the trained response tokens / (seconds of update x trainer GPUs x peak FLOP/s). "
     "Forward: 2 x parameters in matrix products for each token, and 2 x layers x heads x head size x length^2 for each "
@@ -26,7 +22,8 @@ TIMELINE = (
     "sum of gradients, as measured (the wait for the slowest rank is in it), and tensor parallelism, which stands "
     "inside the passes and is estimated from a measured all-reduce; imbalance = the slowest data-parallel rank's "
     "passes over their mean, less 1; rollout tail = share of the rollout in which fewer than {tail:.0%} of the most "
-    "responses run; memory = the most of any rank in any call."
+    "responses run; memory = the most of any rank in any call. `--trace FILE` writes a recorded step for "
+    "ui.perfetto.dev."
 )
 NOT_RECORDED = (
     "Without a timeline (monitor.timeline_every), bubble, communication, imbalance, rollout tail and memory are not "
@@ -62,24 +59,16 @@ def as_json(profiles: Sequence[Profile]) -> str:
 
 
 def page(profiles: Sequence[Profile]) -> str:
-    """The same as one HTML file, with a picture of the last recorded step of each run."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = resources.files("megatron_dapo.report") / "templates" / "report.css"
+    """The same as one HTML file."""
     cells = [_cells(row, profiles) for row in rows(PHASES)]
-    return environment.get_template("throughput.html.j2").render(
+    template = page_environment(TEMPLATES).get_template("throughput.html.j2")
+    return template.render(
         names=" and ".join(profile.name for profile in profiles),
-        style=Markup(style.read_text(encoding="utf-8")),
         descriptions=_descriptions(profiles),
         tiles=_tiles(profiles),
         heads=_heads(profiles),
         rows=[row for row in cells if any(cell != "–" for cell in row[1:])],
-        pictures=[_picture(profile, number) for number, profile in enumerate(profiles) if profile.recorded],
+        ranks=[(profile.name, _rank_cells(profile)) for profile in profiles if profile.recorded],
         rank_heads=RANK_HEADS,
         notes=_notes(profiles),
     )
@@ -109,21 +98,6 @@ def _tiles(profiles: Sequence[Profile]) -> list[tuple[str, list[tuple[str, str]]
             values.append(("–", "") if value is None else (format(value, form), shown))
         tiles.append((label, values))
     return tiles
-
-
-def _picture(profile: Profile, number: int) -> dict[str, Any]:
-    step = profile.recorded[-1]
-    drawn = {span.name for span in step.phases}
-    phases = [(name.replace("_", " "), colour) for name, colour in PHASE_COLOURS.items() if name in drawn]
-    seen = {kind_of(span.name) for rank in step.ranks for span in rank.spans}
-    return {
-        "name": profile.name,
-        "step": step.step,
-        "svg": Markup(draw_timeline(step, salt=f"timeline{number}")),
-        "legend": [("phases", phases), ("ranks", [(kind, colour) for kind, colour in KINDS if kind in seen])],
-        "left_out": left_out(step),
-        "ranks": _rank_cells(profile),
-    }
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

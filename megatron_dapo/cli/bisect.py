@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.arguments import Overrides
-from megatron_dapo.cli.comparison import comparison_command
+from megatron_dapo.cli.command_line import Overrides, comparison_command
 from megatron_dapo.config import Config, ConfigError, load_config
 
 FLOAT32_BOUND = 1e-3

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatron_dapo.cli.arguments import ConfigFile, Overrides
-from megatron_dapo.cli.comparison import comparison_command
+from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_command
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:

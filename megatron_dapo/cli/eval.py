@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_dapo.cli.arguments import Overrides
+from megatron_dapo.cli.command_line import Overrides
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
 from megatron_dapo.config import Config, ConfigError, load_config
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.arguments import ConfigFile, Overrides
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
+from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.replay import replay

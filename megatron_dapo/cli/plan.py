@@ -144,25 +144,26 @@ def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> Non
 
 
 def _time_table(step: StepPlan, weight_sync: str) -> Table:
-    table = _table("phase", "seconds", "what it is made of")
-    table.add_row(
-        "rollout",
-        f"{step.rollout_s:.0f}",
-        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
-        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many",
-    )
-    overlapped = step.log_prob_total_s - step.log_prob_s
-    table.add_row("log-probs", f"{step.log_prob_s:.0f}", f"{overlapped:.0f} s more during the rollout")
     one = step.update
-    table.add_row(
-        "update",
-        f"{step.update_s:.0f}",
-        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
-        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
+    generated = (
+        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
+        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many"
     )
-    table.add_row("weight sync", f"{step.sync_s:.0f}", _SYNC_WAYS[weight_sync])
+    updates = (
+        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
+        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s"
+    )
+    rows = {
+        "rollout": (step.rollout_s, generated),
+        "log-probs": (step.log_prob_s, f"{step.log_prob_total_s - step.log_prob_s:.0f} s more during the rollout"),
+        "update": (step.update_s, updates),
+        "weight sync": (step.sync_s, _SYNC_WAYS[weight_sync]),
+    }
     if step.handover_s:
-        table.add_row("handover", f"{step.handover_s:.0f}", "weights and optimizer state to host memory and back")
+        rows["handover"] = (step.handover_s, "weights and optimizer state to host memory and back")
+    table = _table("phase", "seconds", "what it is made of")
+    for phase, (seconds, text) in rows.items():
+        table.add_row(phase, f"{seconds:.0f}", text)
     if step.overlaps:
         table.add_row("", "", "rollout (without its end) and log-probs with update at the same time: the longer counts")
     table.add_row("all", f"{step.seconds:.0f}", f"trainer's MFU in log-probs and updates {step.mfu:.0%}", style="bold")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.comparison import comparison_command
+from megatron_dapo.cli.command_line import comparison_command
 from megatron_dapo.config import ConfigError, load_config
 
 

@@ -8,15 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.monitor.console import duration, step_line
+from megatron_dapo.monitor.console import RECENT, duration, step_line
 from megatron_dapo.monitor.health import check_health
-from megatron_dapo.monitor.run_status import FILE, Heartbeat, liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.run_status import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.writer import MetricsError
+from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run, read_run
 from megatron_dapo.storage.run_dir import RunDirError, newest_step
-
-RECENT = 5
-"""Rollout steps whose mean duration predicts the time left."""
 
 
 def status_command(folder: Path) -> ExitCode:

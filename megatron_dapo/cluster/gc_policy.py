@@ -1,19 +1,20 @@
-"""When the coordinator's memory is looked over for cycles: between rollout steps, hardly ever within one.
+"""When the coordinator's garbage collector runs: between rollout steps, hardly ever within one.
 
-At the paper's size some 10^4 requests are under way at once. Python's own thresholds look over all that hangs on them
-about thirty times a step; nearly all of it is freed without that, as its last reference goes.
+At the paper's size some 10^4 requests are under way at once. With Python's default thresholds the collector would scan
+all their objects about thirty times a step, although reference counting frees nearly all of them.
 """
 
 import gc
 
 _THRESHOLDS = (20_000, 20, 100)
-"""New containers before a young collection, young ones before a middle one, middle ones before a full one."""
+"""New containers before a collection of the young generation, young collections before a middle one, middle ones
+before a full one."""
 
 
 def begin_training() -> None:
-    """Once every part has been started: what the imports made stays, and is looked over no more.
+    """Call it when everything has been started: what exists then is frozen, and no later collection scans it.
 
-    After a restart what was frozen before is looked over once: the attempt that was lost hangs on its error.
+    After a restart, what was frozen before is collected once: the error of the failed attempt still refers to it.
     """
     gc.unfreeze()
     gc.collect()
@@ -22,5 +23,5 @@ def begin_training() -> None:
 
 
 def end_step() -> None:
-    """What a step leaves in cycles goes before the next one."""
+    """Free what the step left in reference cycles before the next one begins."""
     gc.collect()

@@ -30,19 +30,19 @@ class MemoryNotFree(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceMemory:
+class GpuMemory:
     """A trainer rank's GPU, in bytes."""
 
     rank: int
     free: int
     total: int
-    held: int
+    reserved: int
     """By the rank's own allocator."""
 
     def line(self) -> str:
         return (
             f"rank {self.rank}: {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
-            f"{self.held / GIB:.1f} held by the trainer"
+            f"{self.reserved / GIB:.1f} held by the trainer"
         )
 
 
@@ -61,7 +61,7 @@ class GpuHandover:
         self,
         config: RunConfig,
         fleet: Fleet,
-        look: Callable[[], Awaitable[Sequence[DeviceMemory]]],
+        look: Callable[[], Awaitable[Sequence[GpuMemory]]],
         waits: Waits,
         *,
         report: Callable[[str], None],

@@ -62,7 +62,7 @@ class Cluster:
         self._temp_dir: RayTempDir | None = None
         self._sweeper: RaySweeper | None = None
         self._gcs: psutil.Process | None = None
-        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes every part.
+        # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes everything.
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)

@@ -18,7 +18,7 @@ from megatron_dapo.actor.step_data import (
     UpdateMetrics,
 )
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.gpu_handover import DeviceMemory
+from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
@@ -118,7 +118,7 @@ class Trainer:
         """Each rank's GPU on its node; empty names on the CPU."""
         return await self._each("trainer GPUs", [rank.gpu.remote() for rank in self._ranks])
 
-    async def device_memory(self) -> list[DeviceMemory]:
+    async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
         found = await self._each("trainer memory", [rank.device_memory.remote() for rank in self._ranks])
         return [memory for memory in found if memory is not None]

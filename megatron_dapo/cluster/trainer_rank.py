@@ -15,7 +15,7 @@ import ray
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.gpu_handover import DeviceMemory
+from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.timeline import SpanFile
 from rollout.server.engine import group_environment
@@ -70,14 +70,14 @@ class TrainerRank:
         """Name of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES knows it; empty on the CPU."""
         return next(iter(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), "")
 
-    def device_memory(self) -> DeviceMemory | None:
+    def device_memory(self) -> GpuMemory | None:
         """Of this rank's GPU now; None on the CPU."""
         import torch
 
         if not torch.cuda.is_initialized():
             return None
         free, total = torch.cuda.mem_get_info()
-        return DeviceMemory(rank=self._rank, free=free, total=total, held=torch.cuda.memory_reserved())
+        return GpuMemory(rank=self._rank, free=free, total=total, reserved=torch.cuda.memory_reserved())
 
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         """Join the other ranks and load the model. Returns MegatronActor.describe()."""

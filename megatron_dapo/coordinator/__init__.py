@@ -1,1 +1,1 @@
-"""The coordinator: Ray places the parts, one loop carries prompt groups from the ledger to new weights."""
+"""The coordinator: it starts trainer and servers, and one loop carries prompt groups from the ledger to new weights."""

@@ -24,7 +24,7 @@ from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir
 
 POLL_S = 0.5
-"""Between two questions whether the ranks have written their parts."""
+"""Between two questions whether the ranks have finished writing."""
 
 GRACE_S = 60.0
 """For a checkpoint under way when a trainer rank fails: the others may wait for that rank, and never answer."""

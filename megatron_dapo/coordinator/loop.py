@@ -16,7 +16,7 @@ from megatron_dapo.coordinator.progress import Progress
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
-from megatron_dapo.coordinator.step_metrics import StepRecord, write_records
+from megatron_dapo.coordinator.step_metrics import StepRecord, summary, write_records
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import save_batch
 
@@ -28,10 +28,9 @@ async def train(context: RunContext, progress: Progress) -> Progress:
         timer = context.timeline.begin(progress.rollout_step + 1)
         async with context.checkpoints.kept_on_failure(progress):
             batch = await fill_batch(context, progress, timer)
-        record = await learn(context, progress, batch, timer)
-        progress = record.progress
-        context.console.step(record.summary(), done=progress.rollout_step, total=total)
-        del batch, record
+        progress, metrics = await learn(context, progress, batch, timer)
+        context.console.step(summary(metrics), done=progress.rollout_step, total=total)
+        del batch
         gc_policy.end_step()
     return progress
 
@@ -59,8 +58,10 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
     return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
 
 
-async def learn(context: RunContext, progress: Progress, batch: FilledBatch, timer: StepTimer) -> StepRecord:
-    """All optimizer steps of one batch, the servers on the new weights, and the step's records and checkpoint."""
+async def learn(
+    context: RunContext, progress: Progress, batch: FilledBatch, timer: StepTimer
+) -> tuple[Progress, dict[str, float | int]]:
+    """All optimizer steps of one batch, the servers on the new weights, the step's checkpoint and its metrics."""
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
     if run.save_batches:
         save_batch(context.run_dir, step, batch.admission.kept, batch.arrays.advantages)
@@ -94,10 +95,10 @@ async def learn(context: RunContext, progress: Progress, batch: FilledBatch, tim
         seconds=timer.seconds(),
         sync=sync,
     )
-    write_records(context, record)
+    metrics = write_records(context, record)
     if checkpoint:  # last: whatever a kill leaves undone before this line is done again, with its records
         await context.checkpoints.publish(checkpoint)
-    return record
+    return progress, metrics
 
 
 async def update_actor(

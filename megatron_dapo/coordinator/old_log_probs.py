@@ -2,7 +2,7 @@
 
 The trainer would otherwise wait for the slowest response. Kept groups are known in prompt order long before the batch
 is full, and the weights do not change meanwhile. Every `CHUNKS`-th part of the batch is sent to the trainer as soon as
-it is kept. The parts depend on the order of prompts alone, never on time, so a resumed run computes the same numbers,
+it is kept. The chunks depend on the order of prompts alone, never on time: a resumed run computes the same numbers,
 bit for bit.
 """
 
@@ -24,19 +24,19 @@ from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
 
 CHUNKS = 8
-"""Parts that a full batch is computed in."""
+"""A full batch is computed in so many pieces."""
 
 
 def chunk_size(groups: int) -> int:
-    """Groups of one part of a full batch of so many."""
+    """Groups in one chunk of a full batch of `groups`."""
     return -(-groups // CHUNKS)
 
 
-def joined(parts: Sequence[LogProbs]) -> LogProbs:
-    """The parts as one, in order."""
+def joined(chunks: Sequence[LogProbs]) -> LogProbs:
+    """The chunks as one, in order."""
     return LogProbs(
-        log_probs=np.concatenate([part.log_probs for part in parts]),
-        entropy=np.concatenate([part.entropy for part in parts]),
+        log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
+        entropy=np.concatenate([chunk.entropy for chunk in chunks]),
     )
 
 
@@ -45,24 +45,24 @@ class LogProbStream:
 
     def __init__(self, trainer: Trainer, config: Config) -> None:
         self._trainer = trainer
-        self._chunk = chunk_size(config.algorithm.prompts_per_step)
+        self._chunk_size = chunk_size(config.algorithm.prompts_per_step)
         self._wait = config.run.mode == "colocated"
-        """Nothing is sent before `finish`, while the servers have the memory; the parts are the same."""
+        """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
         self._waiting: list[ScoredGroup] = []
-        self._parts: list[asyncio.Task[LogProbs]] = []
+        self._chunks: list[asyncio.Task[LogProbs]] = []
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for part in self._parts:
-            part.cancel()
-        await asyncio.gather(*self._parts, return_exceptions=True)
+        for chunk in self._chunks:
+            chunk.cancel()
+        await asyncio.gather(*self._chunks, return_exceptions=True)
 
     def add(self, group: ScoredGroup) -> None:
         """The next kept group."""
         self._waiting.append(group)
-        if len(self._waiting) == self._chunk and not self._wait:
+        if len(self._waiting) == self._chunk_size and not self._wait:
             self._send()
 
     async def finish(self) -> LogProbs:
@@ -73,12 +73,12 @@ class LogProbStream:
         """
         while self._waiting:
             self._send()
-        return joined(await asyncio.gather(*self._parts))
+        return joined(await asyncio.gather(*self._chunks))
 
     def _send(self) -> None:
-        responses = responses_of(self._waiting[: self._chunk])
-        del self._waiting[: self._chunk]
-        self._parts.append(asyncio.create_task(self._trainer.log_probs(responses)))
+        responses = responses_of(self._waiting[: self._chunk_size])
+        del self._waiting[: self._chunk_size]
+        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses)))
 
 
 class MismatchStop(RuntimeError):

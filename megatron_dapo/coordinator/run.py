@@ -97,7 +97,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
         starting = start_run(config, inputs, run_dir, console, stack, waits)
-        # Every part has a deadline of its own, and names itself; this one only bounds what is between them.
+        # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
         context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
         gc_policy.begin_training()
@@ -119,7 +119,7 @@ async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any
         context.console.note("held-out problems before training")
         clock = time.monotonic()
         before = _as_json(await context.evaluate("before"))
-        baseline = await _made_to_work(context)
+        baseline = await _baseline(context)
         context.run_dir.write_json(BEFORE, {"before": before, "baseline": baseline})
         seconds["evaluation_before"] = time.monotonic() - clock
     else:
@@ -165,10 +165,11 @@ async def export_model(context: RunContext) -> None:
     sync_tree(folder)
 
 
-async def _made_to_work(context: RunContext) -> dict[str, Any] | None:
+async def _baseline(context: RunContext) -> dict[str, Any] | None:
     start = context.config.evaluation.forbidden_start
     if start is None:
         return None
+    context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
     token = context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
     return _as_json(await context.evaluate("baseline", forbid=token))
 

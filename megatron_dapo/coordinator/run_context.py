@@ -70,7 +70,7 @@ async def start_run(
     """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
 
     Raises:
-        Whatever part failed to start, with its own explanation; the others are closed by `stack`.
+        Exception: what failed to start, with its own explanation; the rest is closed by `stack`.
     """
     began = time.monotonic()
     if config.run.resume:
@@ -90,8 +90,8 @@ async def start_run(
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, inputs, described))
     console.note(one_line(described))
-    for part, choice in described["kernels"].items():
-        console.note(f"  {part}: {choice}")
+    for kernel, choice in described["kernels"].items():
+        console.note(f"  {kernel}: {choice}")
     checkpoints = Checkpoints(config.run, run_dir, services, ledger, console)
     await stack.enter_async_context(checkpoints)
     writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)

@@ -1,7 +1,7 @@
 """One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
-from megatron_dapo.experience.groups import Admission, ScoredGroup
+from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
 from megatron_dapo.monitor.reflection import reflection_metrics
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
@@ -35,17 +35,17 @@ class StepRecord:
     seconds: Mapping[str, float]
     sync: WeightSync
 
-    def summary(self) -> dict[str, float]:
-        """The few figures of the console's line."""
-        responses = _responses(self.batch.admission.generated or self.batch.admission.kept)
-        return {
-            "accuracy": float(np.mean([response.accuracy for response in responses])),
-            "length": float(np.mean([len(response.generation.token_ids) for response in responses])),
-            "truncated": float(np.mean([response.truncated for response in responses])),
-            "entropy": float(self.batch.old.entropy.mean()),
-            "tokens_per_second": sum(group.tokens for group in self.batch.admission.generated) / self.seconds["step"],
-            "seconds": self.seconds["step"],
-        }
+
+def summary(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The few figures of the console's line."""
+    return {
+        "accuracy": metrics["accuracy/mean"],
+        "length": metrics["response_length/mean"],
+        "truncated": metrics["truncated_fraction"],
+        "entropy": metrics["entropy"],
+        "tokens_per_second": metrics["tokens/generated"] / metrics["timing/step"],
+        "seconds": metrics["timing/step"],
+    }
 
 
 def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
@@ -55,12 +55,13 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     tokens = sum(group.tokens for group in admission.generated)
     trained = int(record.batch.arrays.responses.num_response_tokens)
     writing = seconds["step"] if config.run.mode == "async" else seconds["rollout"] + seconds["reward"]
+    log_probs = np.concatenate([response.generation.log_probs for response in _responses(generated)])
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
         "optimizer_step": progress.optimizer_step,
         "weight_version": progress.weight_version,
         "entropy": float(record.batch.old.entropy.mean()),
-        "mean_prob": float(np.exp(_concatenate_log_probs(generated)).mean()),
+        "mean_prob": float(np.exp(log_probs).mean()),
         **_mismatch_metrics(record.batch.gap),
         "staleness/share": record.batch.gap.stale_share,
         "staleness/kl": record.batch.gap.stale.kl,
@@ -91,13 +92,14 @@ def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     return metrics
 
 
-def write_records(context: RunContext, record: StepRecord) -> None:
-    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
-    line = context.writer.write(step_metrics(record, context.config))
-    for alarm in context.health.add(line):
+def write_records(context: RunContext, record: StepRecord) -> dict[str, float | int]:
+    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses. Returns the metrics."""
+    metrics = step_metrics(record, context.config)
+    for alarm in context.health.add(context.writer.write(metrics)):
         context.console.note(f"alarm: {alarm}")
     samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
     write_samples(record, context.inputs.prompts.prompts, samples, count)
+    return metrics
 
 
 def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
@@ -142,18 +144,18 @@ def _mismatch_metrics(gap: Gap) -> dict[str, float]:
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     responses = _responses(groups)
-    lengths = np.array([len(response.generation.token_ids) for response in responses])
+    lengths = np.array([_length(response) for response in responses])
     errors = sum(response.verdict.error is not None for response in responses)
     return {
-        "accuracy/mean": float(np.mean([response.accuracy for response in responses])),
-        "reward/mean": float(np.mean([response.reward_raw for response in responses])),
-        "reward_shaped/mean": float(np.mean([response.reward_shaped for response in responses])),
+        "accuracy/mean": _mean(groups, _accuracy),
+        "reward/mean": _mean(groups, lambda response: response.reward_raw),
+        "reward_shaped/mean": _mean(groups, lambda response: response.reward_shaped),
         "response_length/mean": float(lengths.mean()),
         "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": float(lengths.max()),
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
-        "truncated_fraction": float(np.mean([response.truncated for response in responses])),
+        "truncated_fraction": _mean(groups, lambda response: response.truncated),
     } | reflection_metrics([response.text for response in responses], [response.accuracy for response in responses])
 
 
@@ -179,10 +181,10 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
         **_tokens_by_fate(admission),
-        "bias/accepted_length": _mean_length(admission.kept),
-        "bias/generated_length": _mean_length(generated),
-        "bias/accepted_accuracy": _mean_accuracy(admission.kept),
-        "bias/generated_accuracy": _mean_accuracy(generated),
+        "bias/accepted_length": _mean(admission.kept, _length),
+        "bias/generated_length": _mean(generated, _length),
+        "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
+        "bias/generated_accuracy": _mean(generated, _accuracy),
     }
 
 
@@ -218,17 +220,17 @@ def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     return metrics
 
 
-def _responses(groups: Sequence[ScoredGroup]) -> list:
+def _responses(groups: Sequence[ScoredGroup]) -> list[ScoredResponse]:
     return [response for group in groups for response in group.responses]
 
 
-def _concatenate_log_probs(groups: Sequence[ScoredGroup]) -> np.ndarray:
-    return np.concatenate([response.generation.log_probs for response in _responses(groups)])
+def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float]) -> float:
+    return float(np.mean([value(response) for response in _responses(groups)]))
 
 
-def _mean_length(groups: Sequence[ScoredGroup]) -> float:
-    return float(np.mean([len(response.generation.token_ids) for response in _responses(groups)]))
+def _length(response: ScoredResponse) -> int:
+    return len(response.generation.token_ids)
 
 
-def _mean_accuracy(groups: Sequence[ScoredGroup]) -> float:
-    return float(np.mean([response.accuracy for response in _responses(groups)]))
+def _accuracy(response: ScoredResponse) -> bool:
+    return response.accuracy

@@ -25,8 +25,9 @@ from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, ver
 from megatron_dapo.experience.evaluation import AnswerKey, Evaluator
 from megatron_dapo.experience.problem_results import RESULT, Answer, write_results
 from megatron_dapo.experience.responder import Responder
-from megatron_dapo.monitor.run_status import liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.run_status import read_heartbeat
 from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.report.liveness import liveness, lock_holder
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 from rollout.server.api_key import read_key

@@ -12,7 +12,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.records import DataError
 from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor.machine import GB, check_disk, check_run_dir
-from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning
+from megatron_dapo.doctor.probing import Finding, Node, failed, passed, warning, warning_if
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
@@ -91,9 +91,8 @@ def check_host_memory(config: Config, hf: HFModelConfig, available: float, *, pr
         needed += writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
     needed += sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
     shown = f"{available / GB:.1f} GB available, about {needed / GB:.1f} GB planned for {processes} processes"
-    if needed > available:
-        return warning("host memory", shown, "run fewer processes on this machine, or free some memory")
-    return passed("host memory", shown)
+    fix = "run fewer processes on this machine, or free some memory"
+    return warning_if(needed > available, "host memory", shown, fix)
 
 
 def check_tokenizer(config: Config) -> Finding:

@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.probing import Finding, failed, passed, warning
-from megatron_dapo.storage.run_dir import OWN_NAMES
+from megatron_dapo.doctor.probing import Finding, failed, passed, warning, warning_if
+from megatron_dapo.storage.run_dir import OWN_NAMES, RunDirError, has_run
 
 SHARED_MEMORY_BYTES = 2e9
 SHARED_MEMORY_GPU_BYTES = 10e9
@@ -57,10 +57,8 @@ def check_speed(speed: float, weights: float) -> Finding:
     """`speed`: bytes/s written to the run's disk."""
     seconds = weights / speed
     shown = f"{speed / 1e6:.0f} MB/s written; a weight version of {weights / GB:.2f} GB takes {seconds:.0f} s"
-    if seconds > _SLOW_SYNC_S:
-        fix = "set run.dir to a faster file system: weights pass it at every rollout step"
-        return warning("disk speed", shown, fix)
-    return passed("disk speed", shown)
+    fix = "set run.dir to a faster file system: weights pass it at every rollout step"
+    return warning_if(seconds > _SLOW_SYNC_S, "disk speed", shown, fix)
 
 
 def check_clock(skew: float, folder: Path) -> Finding:
@@ -88,8 +86,10 @@ def _probe(folder: Path) -> tuple[float, float]:
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> Finding:
     """`train` refuses a directory that holds a run, unless it is to go on."""
-    ledger = run_dir / "ledger.jsonl"
-    holds = ledger.is_file() and ledger.stat().st_size > 0
+    try:
+        holds = has_run(run_dir)
+    except RunDirError as error:
+        return failed("run directory", str(error), "set run.dir to a folder of yours, or fix its rights")
     taken = [name for name in OWN_NAMES if (run_dir / name).exists()]
     if taken and not holds and not resume:
         return failed("run directory", f"{run_dir} holds {', '.join(taken)} but no run", "set run.dir to an empty one")
@@ -104,16 +104,16 @@ def check_shared_memory(path: Path, wanted: float = SHARED_MEMORY_BYTES) -> Find
     if not path.is_dir():
         return warning("shared memory", f"no {path}", fix)
     free = shutil.disk_usage(path).free
-    shown = f"{free / GB:.1f} GB free in {path}"
-    return passed("shared memory", shown) if free >= wanted else warning("shared memory", shown, fix)
+    return warning_if(free < wanted, "shared memory", f"{free / GB:.1f} GB free in {path}", fix)
 
 
 def check_open_files(limit: int | None = None) -> Finding:
     """Ray, the servers and the HTTP client each hold many descriptors."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        return warning("open files", f"at most {soft} a process", f"ulimit -n {_OPEN_FILES} before the run")
-    return passed("open files", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft} a process")
+    if soft == resource.RLIM_INFINITY:
+        return passed("open files", "no limit")
+    fix = f"ulimit -n {_OPEN_FILES} before the run"
+    return warning_if(soft < _OPEN_FILES, "open files", f"at most {soft} a process", fix)
 
 
 def check_ports(config: Config | None) -> Finding:

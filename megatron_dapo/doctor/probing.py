@@ -48,6 +48,10 @@ def failed(check: str, found: str, fix: str) -> Finding:
     return Finding(Status.FAIL, check, found, fix)
 
 
+def warning_if(wrong: bool, check: str, found: str, fix: str) -> Finding:
+    return warning(check, found, fix) if wrong else passed(check, found)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What became of a command: Answer(code=1, output="", error="nvcc fatal: ...")"""

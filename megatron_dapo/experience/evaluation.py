@@ -109,15 +109,15 @@ class Evaluator:
                 record(key, answer)
             return answer
 
-        given = iter(
-            await gather_or_cancel(
-                one(mode, at, sample)
-                for mode in self.modes
-                for at in range(len(self.prompts))
-                for sample in range(mode.samples)
+        answers: dict[str, ProblemAnswers] = {}
+        for mode in self.modes:  # in turn: SGLang draws from a batch that mixes modes in another way, even with seeds
+            given = iter(
+                await gather_or_cancel(
+                    one(mode, at, sample) for at in range(len(self.prompts)) for sample in range(mode.samples)
+                )
             )
-        )
-        return {mode.name: [[next(given) for _ in range(mode.samples)] for _ in self.prompts] for mode in self.modes}
+            answers[mode.name] = [[next(given) for _ in range(mode.samples)] for _ in self.prompts]
+        return answers
 
     async def _answer(self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None) -> Answer:
         """Response number `sample` to problem number `at`, judged."""

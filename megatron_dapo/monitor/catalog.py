@@ -20,7 +20,7 @@ class Reduce(StrEnum):
     LAST = "last"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One declared metric."""
 
@@ -39,205 +39,142 @@ class UndeclaredMetricError(KeyError):
         return str(self.args[0])
 
 
-def _metric(name: str, unit: str, reduce: Reduce, help: str, figure: str = "") -> Metric:
-    return Metric(name=name, unit=unit, reduce=reduce, help=help, figure=figure)
-
-
-_AXES = (
-    _metric("rollout_step", "steps", Reduce.LAST, "Rollout steps done: fill a batch of groups, train on it, sync."),
-    _metric("optimizer_step", "steps", Reduce.LAST, "Optimizer steps done since the start of the run."),
-    _metric("weight_version", "versions", Reduce.LAST, "Version of the weights that the servers hold after the step."),
-)
-
-_RESPONSES = (
-    _metric("accuracy/mean", "share", Reduce.MEAN, "Right answers among the responses generated in the step."),
-    _metric("reward/mean", "reward", Reduce.MEAN, "Rule-based reward of those responses, in [-1, 1] (eq. 7).", "7b"),
-    _metric(
-        "reward_shaped/mean", "reward", Reduce.MEAN, "The same with the length penalty (eq. 13): what eq. 9 reads."
-    ),
-    _metric("response_length/mean", "tokens", Reduce.MEAN, "Length of the responses generated in the step.", "7a"),
-    _metric("response_length/p95", "tokens", Reduce.P95, "95% of the responses are at most this long."),
-    _metric("response_length/max", "tokens", Reduce.MAX, "Longest response."),
-    _metric(
-        "verdict_errors", "responses", Reduce.SUM, "Responses without a verdict (time-out, memory, unusable answer)."
-    ),
-    _metric("verdict_error_fraction", "share", Reduce.MEAN, "The same, as a share of the step's responses."),
-    _metric(
-        "verdict_disagreement",
-        "share",
-        Reduce.RATIO,
-        "Responses to mathematics on which the rules `exact` and `robust` differ, among those that both could judge.",
-    ),
-    _metric("truncated_fraction", "share", Reduce.MEAN, "Responses cut off at `rollout.max_new_tokens`."),
-    _metric(
-        "reflection_rate",
-        "share",
-        Reduce.MEAN,
-        'Responses with words that look back, such as "wait"; they appear in training (case study).',
-    ),
-    _metric("reflection_accuracy", "share", Reduce.RATIO, "Right answers among the responses with such words."),
-    _metric(
-        "backtracking_rate",
-        "share",
-        Reduce.MEAN,
-        'Responses with words that give up what was written, such as "start over".',
-    ),
-    _metric("backtracking_accuracy", "share", Reduce.RATIO, "Right answers among the responses with such words."),
-    _metric(
-        "entropy", "nats", Reduce.MEAN, "Entropy of the next-token distribution over the batch's tokens.", "2b, 7c"
-    ),
-    _metric("mean_prob", "share", Reduce.MEAN, "Probability of the generated tokens.", "7d"),
-)
-
-_SAMPLING = (
-    _metric("sampling/generated", "groups", Reduce.SUM, "Groups generated in the step."),
-    _metric("sampling/kept", "groups", Reduce.SUM, "Groups neither all right nor all wrong (eq. 11)."),
-    _metric(
-        "sampling/all_correct",
-        "groups",
-        Reduce.SUM,
-        "Groups with all answers right: filtered, with dynamic sampling.",
-        "3b",
-    ),
-    _metric(
-        "sampling/all_wrong", "groups", Reduce.SUM, "Groups with all answers wrong: filtered, with dynamic sampling."
-    ),
-    _metric("sampling/carried", "groups", Reduce.LAST, "Finished groups that wait for the next step."),
-    _metric("sampling/in_flight", "groups", Reduce.LAST, "Groups with the servers when the batch was full (`async`)."),
-    _metric("sampling/expired", "groups", Reduce.SUM, "Groups that had become too old and were generated again."),
-    _metric(
-        "sampling/pass_rate",
-        "share",
-        Reduce.RATIO,
-        "Neither all right nor all wrong, of the groups decided in the step.",
-    ),
-    _metric(
-        "sampling/oversampling_predicted", "factor", Reduce.RATIO, "Groups expected to be needed for each group wanted."
-    ),
-    _metric("sampling/oversampling_actual", "factor", Reduce.RATIO, "Groups decided for each group wanted."),
-)
-
-_BIAS = (
-    _metric("bias/accepted_length", "tokens", Reduce.MEAN, "Length of the responses trained on."),
-    _metric(
-        "bias/generated_length",
-        "tokens",
-        Reduce.MEAN,
-        "Length of all responses generated; if the accepted ones are shorter step after step, admission is biased.",
-    ),
-    _metric("bias/accepted_accuracy", "share", Reduce.MEAN, "Right answers among the responses trained on."),
-    _metric("bias/generated_accuracy", "share", Reduce.MEAN, "Right answers among all responses generated."),
-)
-
-_UPDATE = (
-    _metric("loss", "loss", Reduce.MEAN, "Loss over the optimizer steps (eq. 8, negated)."),
-    _metric("grad_norm", "norm", Reduce.MEAN, "Global gradient norm before clipping, over the optimizer steps."),
-    _metric("lr", "1", Reduce.LAST, "Learning rate of the last optimizer step."),
-    _metric("clip_fraction/low", "share", Reduce.MEAN, "Loss-carrying tokens clipped from below (A < 0, r < 1 - low)."),
-    _metric(
-        "clip_fraction/high", "share", Reduce.MEAN, "Loss-carrying tokens clipped from above (A > 0, r > 1 + high)."
-    ),
-    _metric("clip_fraction/dual", "share", Reduce.MEAN, "Loss-carrying tokens cut by the dual clip, where it is on."),
-    _metric(
-        "clip_high_prob",
-        "share",
-        Reduce.RATIO,
-        "Old probability of the tokens clipped from above; low if rare tokens are what the clip holds back.",
-        "3a",
-    ),
-    _metric("kl/old", "nats", Reduce.MEAN, "KL of the old policy to the new one (k3), over the optimizer steps."),
-    _metric("kl/reference", "nats", Reduce.MEAN, "KL to the starting weights, where `algorithm.kl` is on."),
-    _metric("correction/truncated", "share", Reduce.MEAN, "Tokens whose importance weight met its upper bound."),
-    _metric("correction/masked", "share", Reduce.MEAN, "Tokens dropped by `algorithm.importance.mode: masked`."),
-)
-
-_MISMATCH = (
-    _metric("mismatch/kl", "nats", Reduce.MEAN, "KL of the engine's to the trainer's probabilities, same tokens (k3)."),
-    _metric("mismatch/max_abs", "nats", Reduce.MAX, "Largest |engine - trainer| log-prob of a token."),
-    _metric("mismatch/mean_abs", "nats", Reduce.MEAN, "Mean |engine - trainer| log-prob of a token."),
-    _metric(
-        "staleness/share",
-        "share",
-        Reduce.MEAN,
-        "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them out, "
-        "and is absent where there are no others.",
-    ),
-    _metric("staleness/mean", "versions", Reduce.MEAN, "Weight versions that the trained tokens lie behind."),
-    _metric("staleness/max", "versions", Reduce.MAX, "The same for the oldest of them."),
-    _metric("staleness/kl", "nats", Reduce.MEAN, "KL of the older version to the trainer's on those tokens (k3)."),
-)
-
-_COST = (
-    _metric("timing/rollout", "s", Reduce.SUM, "Filling the batch, less the time waited for verdicts alone."),
-    _metric("timing/reward", "s", Reduce.SUM, "Waiting for verdicts."),
-    _metric(
-        "timing/logprob", "s", Reduce.SUM, "Waiting for old log-probs (and the reference's) once the batch is full."
-    ),
-    _metric("timing/update", "s", Reduce.SUM, "All optimizer steps."),
-    _metric("timing/weight_sync", "s", Reduce.SUM, "New weights to every server, checksums compared."),
-    _metric("weight_sync/gb_per_s", "GB/s", Reduce.RATIO, "Bytes of the model, once / seconds of its weight sync."),
-    _metric(
-        "weight_sync/by_disk",
-        "servers",
-        Reduce.SUM,
-        "Servers that read new weights from disk because `tensor` or `distributed` failed for them.",
-    ),
-    _metric(
-        "timing/handover",
-        "s",
-        Reduce.SUM,
-        "`colocated`: the GPUs' memory from servers to trainer and back, but for the way back within weight_sync.",
-    ),
-    _metric("timing/evaluation", "s", Reduce.SUM, "Held-out problems, where the step had an evaluation."),
-    _metric(
-        "timing/checkpoint",
-        "s",
-        Reduce.SUM,
-        "Waiting for a checkpoint, where the step had one: for the copy of the state, or for all of it where it is not "
-        "written beside the run.",
-    ),
-    _metric("timing/step", "s", Reduce.SUM, "The whole rollout step."),
-    _metric("tokens/generated", "tokens", Reduce.SUM, "Response tokens generated in the step."),
-    _metric("tokens/trained", "tokens", Reduce.SUM, "Response tokens of the batch trained on."),
-    _metric("tokens/all_correct", "tokens", Reduce.SUM, "Response tokens of groups filtered because all were right."),
-    _metric("tokens/all_wrong", "tokens", Reduce.SUM, "Response tokens of groups filtered because all were wrong."),
-    _metric("tokens/carried", "tokens", Reduce.LAST, "Response tokens of finished groups that wait for the next step."),
-    _metric(
-        "tokens/expired",
-        "tokens",
-        Reduce.SUM,
-        "Response tokens of finished groups that were too old and were generated again.",
-    ),
-    _metric(
-        "tokens_per_second/rollout",
-        "tokens/s",
-        Reduce.RATIO,
-        "Tokens generated / seconds of rollout and reward; in `async` mode of the whole step.",
-    ),
-    _metric("tokens_per_second/train", "tokens/s", Reduce.RATIO, "Tokens trained on / seconds of update."),
-)
-
-_EVALUATION = (
-    _metric("evaluation/sampled", "share", Reduce.MEAN, "Held-out problems: accuracy of sampled answers, avg@k.", "1"),
-    _metric("evaluation/greedy", "share", Reduce.MEAN, "Held-out problems: accuracy of greedy answers."),
-    _metric("evaluation/oldest_version", "versions", Reduce.LAST, "Oldest weights that wrote a token of an answer."),
-    _metric(
-        "evaluation/newest_version",
-        "versions",
-        Reduce.LAST,
-        "Newest ones: the same, since an evaluation ends before the next weights are published.",
-    ),
-)
+MEAN, SUM, MAX, P95, RATIO, LAST = Reduce
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
-    "Axes": _AXES,
-    "Responses": _RESPONSES,
-    "Dynamic sampling": _SAMPLING,
-    "Bias ledger": _BIAS,
-    "Update": _UPDATE,
-    "Engine against trainer": _MISMATCH,
-    "Cost": _COST,
-    "Evaluation": _EVALUATION,
+    "Axes": (
+        Metric("rollout_step", "steps", LAST, "Rollout steps done: fill a batch of groups, train on it, sync."),
+        Metric("optimizer_step", "steps", LAST, "Optimizer steps done since the start of the run."),
+        Metric("weight_version", "versions", LAST, "Version of the weights that the servers hold after the step."),
+    ),
+    "Responses": (
+        Metric("accuracy/mean", "share", MEAN, "Right answers among the responses generated in the step."),
+        Metric("reward/mean", "reward", MEAN, "Rule-based reward of those responses, in [-1, 1] (eq. 7).", "7b"),
+        Metric("reward_shaped/mean", "reward", MEAN, "The same with the length penalty (eq. 13): what eq. 9 reads."),
+        Metric("response_length/mean", "tokens", MEAN, "Length of the responses generated in the step.", "7a"),
+        Metric("response_length/p95", "tokens", P95, "95% of the responses are at most this long."),
+        Metric("response_length/max", "tokens", MAX, "Longest response."),
+        Metric("verdict_errors", "responses", SUM, "Responses without a verdict (time-out, memory, unusable answer)."),
+        Metric("verdict_error_fraction", "share", MEAN, "The same, as a share of the step's responses."),
+        Metric(
+            "verdict_disagreement",
+            "share",
+            RATIO,
+            "Responses on which the rules `exact` and `robust` differ, of those both judged.",
+        ),
+        Metric("truncated_fraction", "share", MEAN, "Responses cut off at `rollout.max_new_tokens`."),
+        Metric("reflection_rate", "share", MEAN, "Responses with words that look back, as `wait` does (case study)."),
+        Metric("reflection_accuracy", "share", RATIO, "Right answers among the responses with such words."),
+        Metric("backtracking_rate", "share", MEAN, 'Responses with words that give up what was written: "start over".'),
+        Metric("backtracking_accuracy", "share", RATIO, "Right answers among the responses with such words."),
+        Metric("entropy", "nats", MEAN, "Entropy of the next-token distribution over the batch's tokens.", "2b, 7c"),
+        Metric("mean_prob", "share", MEAN, "Probability of the generated tokens.", "7d"),
+    ),
+    "Dynamic sampling": (
+        Metric("sampling/generated", "groups", SUM, "Groups generated in the step."),
+        Metric("sampling/kept", "groups", SUM, "Groups neither all right nor all wrong (eq. 11)."),
+        Metric("sampling/all_correct", "groups", SUM, "Groups all right; dynamic sampling filters them.", "3b"),
+        Metric("sampling/all_wrong", "groups", SUM, "Groups all wrong; dynamic sampling filters them."),
+        Metric("sampling/carried", "groups", LAST, "Finished groups that wait for the next step."),
+        Metric("sampling/in_flight", "groups", LAST, "Groups with the servers when the batch was full (`async`)."),
+        Metric("sampling/expired", "groups", SUM, "Groups that had become too old and were generated again."),
+        Metric("sampling/pass_rate", "share", RATIO, "Neither all right nor all wrong, of the groups decided."),
+        Metric("sampling/oversampling_predicted", "factor", RATIO, "Groups expected to be needed for each one wanted."),
+        Metric("sampling/oversampling_actual", "factor", RATIO, "Groups decided for each group wanted."),
+    ),
+    "Bias ledger": (
+        Metric("bias/accepted_length", "tokens", MEAN, "Length of the responses trained on."),
+        Metric(
+            "bias/generated_length",
+            "tokens",
+            MEAN,
+            "Length of all responses generated; if the accepted ones are shorter step after step, admission is biased.",
+        ),
+        Metric("bias/accepted_accuracy", "share", MEAN, "Right answers among the responses trained on."),
+        Metric("bias/generated_accuracy", "share", MEAN, "Right answers among all responses generated."),
+    ),
+    "Update": (
+        Metric("loss", "loss", MEAN, "Loss over the optimizer steps (eq. 8, negated)."),
+        Metric("grad_norm", "norm", MEAN, "Global gradient norm before clipping, over the optimizer steps."),
+        Metric("lr", "1", LAST, "Learning rate of the last optimizer step."),
+        Metric("clip_fraction/low", "share", MEAN, "Loss-carrying tokens clipped from below (A < 0, r < 1 - low)."),
+        Metric("clip_fraction/high", "share", MEAN, "Loss-carrying tokens clipped from above (A > 0, r > 1 + high)."),
+        Metric("clip_fraction/dual", "share", MEAN, "Loss-carrying tokens cut by the dual clip, where it is on."),
+        Metric(
+            "clip_high_prob",
+            "share",
+            RATIO,
+            "Old probability of the tokens clipped from above; low if rare tokens are what the clip holds back.",
+            "3a",
+        ),
+        Metric("kl/old", "nats", MEAN, "KL of the old policy to the new one (k3), over the optimizer steps."),
+        Metric("kl/reference", "nats", MEAN, "KL to the starting weights, where `algorithm.kl` is on."),
+        Metric("correction/truncated", "share", MEAN, "Tokens whose importance weight met its upper bound."),
+        Metric("correction/masked", "share", MEAN, "Tokens dropped by `algorithm.importance.mode: masked`."),
+    ),
+    "Engine against trainer": (
+        Metric("mismatch/kl", "nats", MEAN, "KL of the engine's to the trainer's probabilities, same tokens (k3)."),
+        Metric("mismatch/max_abs", "nats", MAX, "Largest |engine - trainer| log-prob of a token."),
+        Metric("mismatch/mean_abs", "nats", MEAN, "Mean |engine - trainer| log-prob of a token."),
+        Metric(
+            "staleness/share",
+            "share",
+            MEAN,
+            "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them "
+            "out, and is absent where there are no others.",
+        ),
+        Metric("staleness/mean", "versions", MEAN, "Weight versions that the trained tokens lie behind."),
+        Metric("staleness/max", "versions", MAX, "The same for the oldest of them."),
+        Metric("staleness/kl", "nats", MEAN, "KL of the older version to the trainer's on those tokens (k3)."),
+    ),
+    "Cost": (
+        Metric("timing/rollout", "s", SUM, "Filling the batch, less the time waited for verdicts alone."),
+        Metric("timing/reward", "s", SUM, "Waiting for verdicts."),
+        Metric("timing/logprob", "s", SUM, "Waiting for old log-probs (and the reference's) once the batch is full."),
+        Metric("timing/update", "s", SUM, "All optimizer steps."),
+        Metric("timing/weight_sync", "s", SUM, "New weights to every server, checksums compared."),
+        Metric("weight_sync/gb_per_s", "GB/s", RATIO, "Bytes of the model, once / seconds of its weight sync."),
+        Metric("weight_sync/by_disk", "servers", SUM, "Servers that read weights from disk as their transport failed."),
+        Metric(
+            "timing/handover",
+            "s",
+            SUM,
+            "`colocated`: the GPUs' memory from servers to trainer and back, but for the way back within weight_sync.",
+        ),
+        Metric("timing/evaluation", "s", SUM, "Held-out problems, where the step had an evaluation."),
+        Metric(
+            "timing/checkpoint",
+            "s",
+            SUM,
+            "Waiting for a checkpoint, where the step had one: for the copy of the state, or for all of it where it is "
+            "not written beside the run.",
+        ),
+        Metric("timing/step", "s", SUM, "The whole rollout step."),
+        Metric("tokens/generated", "tokens", SUM, "Response tokens generated in the step."),
+        Metric("tokens/trained", "tokens", SUM, "Response tokens of the batch trained on."),
+        Metric("tokens/all_correct", "tokens", SUM, "Response tokens of groups filtered because all were right."),
+        Metric("tokens/all_wrong", "tokens", SUM, "Response tokens of groups filtered because all were wrong."),
+        Metric("tokens/carried", "tokens", LAST, "Response tokens of finished groups that wait for the next step."),
+        Metric("tokens/expired", "tokens", SUM, "Response tokens of finished groups too old, generated again."),
+        Metric(
+            "tokens_per_second/rollout",
+            "tokens/s",
+            RATIO,
+            "Tokens generated / seconds of rollout and reward; `async`: of the step.",
+        ),
+        Metric("tokens_per_second/train", "tokens/s", RATIO, "Tokens trained on / seconds of update."),
+    ),
+    "Evaluation": (
+        Metric("evaluation/sampled", "share", MEAN, "Held-out problems: accuracy of sampled answers, avg@k.", "1"),
+        Metric("evaluation/greedy", "share", MEAN, "Held-out problems: accuracy of greedy answers."),
+        Metric("evaluation/oldest_version", "versions", LAST, "Oldest weights that wrote a token of an answer."),
+        Metric(
+            "evaluation/newest_version",
+            "versions",
+            LAST,
+            "Newest ones: the same, as an evaluation ends before a publish.",
+        ),
+    ),
 }
 """All metrics under their headings."""
 

@@ -17,13 +17,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.monitor.statistics import Accuracy, difference
+from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 
 Figures = Mapping[str, Any]
 WAYS = ("greedy", "sampled")
 MADE_TO_WORK = "made to work"
 _MADE_TO_WORK_NOTE = (
-    "made to work: the model before training, kept from beginning its answer with\n"
+    "made to work: the model before training, not allowed to begin a response with\n"
     "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
     "the choice to work the answer out.\n"
 )
@@ -82,7 +82,7 @@ class Console:
         self._close_bar()
         made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
         with self._unless_gone():
-            for part in (_accuracy_table(summary), *made, _cost_lines(summary), *_example_lines(summary)):
+            for part in (*made, _accuracy_table(summary), _cost_lines(summary), *_example_lines(summary)):
                 self._screen.print(part, soft_wrap=not isinstance(part, Table))
             self._file.flush()
 
@@ -151,26 +151,25 @@ def duration(seconds: float) -> str:
 
 def _accuracy_table(summary: Figures) -> Table:
     """One column a way of answering; rows: before, the made-to-work baseline, after, change."""
-    heldout = summary["heldout"]
-    baseline = heldout.get("baseline") or {}
+    heldout = {stage: figures for stage, figures in summary["heldout"].items() if figures}
     ways = [way for way in WAYS if way in heldout["after"]]
-    after = {way: Accuracy(**heldout["after"][way]) for way in ways}
-    before = {way: Accuracy(**heldout["before"][way]) for way in ways}
-    worked = {way: Accuracy(**baseline[way]) for way in ways if way in baseline}
-    table = Table(box=SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold", caption_style="")
-    table.title = f"Held-out accuracy, {after[ways[0]].problems} problems (95% intervals)"
+    measured = {
+        stage: {way: Accuracy(**heldout[stage][way]) for way in ways if way in heldout[stage]} for stage in heldout
+    }
+    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.title = f"Held-out accuracy, {measured['after'][ways[0]].problems} problems (95% intervals)"
     table.add_column("")
     for way in ways:
-        each = after[way].n // after[way].problems
+        answers = measured["after"][way]
+        each = answers.n // answers.problems
         table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
-    table.add_row("before", *(_interval(before[way]) for way in ways))
-    if worked:
-        table.add_row(f"before, {MADE_TO_WORK}", *(_interval(worked[way]) if way in worked else "" for way in ways))
-    table.add_row("after", *(_interval(after[way]) for way in ways))
-    table.add_row("gain, points", *(_gain(before[way], after[way]) for way in ways))
-    if worked:
-        gains = (_gain(worked[way], after[way]) if way in worked else "" for way in ways)
-        table.add_row(f"gain over {MADE_TO_WORK}", *gains)
+    for stage, label in (("before", "before"), ("baseline", f"before, {MADE_TO_WORK}"), ("after", "after")):
+        if found := measured.get(stage):
+            table.add_row(label, *(_interval(found[way]) if way in found else "" for way in ways))
+    for stage, label in (("before", "gain, points"), ("baseline", f"gain over {MADE_TO_WORK}")):
+        if found := measured.get(stage):
+            after = measured["after"]
+            table.add_row(label, *(_gain(found[way], after[way]) if way in found else "" for way in ways))
     return table
 
 
@@ -180,7 +179,7 @@ def _gain(before: Accuracy, after: Accuracy) -> str:
 
 
 def _interval(accuracy: Accuracy) -> str:
-    return f"{100 * accuracy.accuracy:.1f}% [{100 * accuracy.low:.1f}, {100 * accuracy.high:.1f}]"
+    return percent(accuracy.accuracy, accuracy.low, accuracy.high)
 
 
 def _cost_lines(summary: Figures) -> Text:

@@ -33,6 +33,11 @@ def plain_axes(panel: Axes, *, text: str, line: str, grid: str) -> None:
 
 
 def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
+    """Write `run_figure` to `out_png`; it is replaced."""
+    run_figure(metrics, summary).savefig(out_png)
+
+
+def run_figure(metrics: Lines, summary: Summary) -> Figure:
     """Accuracy (training and held-out, before and after), length, truncation, entropy and dynamic sampling.
 
     Args:
@@ -40,7 +45,6 @@ def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
         summary: what `summary.json` holds. Read are `heldout` (`before`, `after`, and `baseline` or None: way of
             answering -> accuracy, low, high) and, for the caption, `rollout_steps`, `optimizer_steps`, `tokens`,
             `seconds`.
-        out_png: file to write; it is replaced.
     """
     figure = Figure(figsize=(11, 5.4), dpi=180, facecolor="white", layout="constrained")
     panels = figure.subplot_mosaic(
@@ -70,7 +74,7 @@ def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
     for panel in (accuracy, entropy, groups):
         panel.set_xlabel("rollout step", color=INK)
     figure.suptitle(_caption(summary), x=0.008, ha="left", fontsize=10, color=FAINT)
-    figure.savefig(out_png)
+    return figure
 
 
 def _curve(panel: Axes, metrics: Lines, name: str, *, color: str = BLUE, linewidth: float = 2, **style: Any) -> None:

@@ -1,20 +1,12 @@
-"""Where a run is, alive or dead: from its files, its lock and its last sign of life."""
+"""status.json: a run's sign of life."""
 
-import os
-import socket
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import TypeAdapter
 
-from megatron_dapo.monitor.console import duration
-
 FILE = "status.json"
-STALE_S = 30.0
-"""A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
 
 
 @dataclass(kw_only=True)
@@ -38,80 +30,9 @@ class Heartbeat:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Liveness:
-    """Whether a run goes on, and how that is known."""
-
-    alive: bool
-    text: str
-
-
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """The last sign of life; None if there is none that can be read."""
     try:
         return TypeAdapter(Heartbeat).validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def lock_holder(folder: Path) -> int | None:
-    """Process of this machine that holds the run directory's lock. Looks only: a run that starts is not disturbed."""
-    try:
-        inode = os.stat(folder / ".lock").st_ino
-        table = Path("/proc/locks").read_text()
-    except OSError:
-        return None
-    for line in table.splitlines():  # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
-        parts = line.split()
-        if "->" not in parts and len(parts) >= 6 and parts[5].rpartition(":")[2] == str(inode):
-            pid = int(parts[4])
-            if pid > 0 and _has_open(pid, folder / ".lock"):
-                return pid
-    return None
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether it is this file: another file system may have the same inode number."""
-    try:
-        return str(path.resolve()) in {opened.path for opened in psutil.Process(pid).open_files()}
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # somebody else's process: the number has to do
-        return True
-
-
-def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float | None = None) -> Liveness:
-    """Whether the run goes on.
-
-    Args:
-        beat: last sign of life.
-        holder: process that holds the lock on this machine.
-        finished: whether `summary.json` is there.
-        now: seconds since 1970; None: the clock.
-    """
-    age = (time.time() if now is None else now) - beat.written if beat else 0.0
-    if holder is not None:
-        text = f"running, process {holder} on this machine holds the lock"
-        if beat and beat.pid == holder and age > STALE_S:
-            text += f"; no sign of life for {duration(age)}: the coordinator is busy or stuck"
-        return Liveness(alive=True, text=text)
-    if beat is None:
-        text = "finished" if finished else "not running: no process of this machine holds the lock, and no status.json"
-        return Liveness(alive=False, text=text)
-    elsewhere = beat.host != socket.gethostname()
-    if beat.state == "running" and elsewhere and abs(age) <= STALE_S:
-        return Liveness(alive=True, text=f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
-    if beat.state == "running":
-        unless = " (or its coordinator is stuck)" if elsewhere else ""
-        when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
-        return Liveness(
-            alive=False,
-            text=f"died without a word{unless}: process {beat.pid} on {beat.host} gave its last sign of life {when}; "
-            "look at the end of logs/, continue with run.resume=true",
-        )
-    how = {
-        "finished": "finished",
-        "stopped": "stopped by a signal, continue with run.resume=true",
-        "failed": "failed, see the last error",
-    }
-    return Liveness(alive=False, text=f"{how.get(beat.state, beat.state)} ({duration(age)} ago)")

@@ -57,6 +57,11 @@ class Estimate:
     high: float
 
 
+def percent(value: float, low: float, high: float) -> str:
+    """`35.8% [32.9, 38.8]`: a share and the ends of its interval."""
+    return f"{100 * value:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+
+
 def wilson_accuracy(correct: int, n: int) -> Accuracy:
     """Wilson's score interval for `correct` of `n` independent answers, one a problem.
 

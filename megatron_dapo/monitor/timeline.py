@@ -182,7 +182,7 @@ def _read_file(path: Path) -> list[ProcessStep]:
             line = json.loads(text)
             if "step" in line:
                 for later in [step for step in steps if step >= line["step"]]:
-                    del steps[later]  # lived again after a resume
+                    del steps[later]  # done again after a resume
                 spans = []
                 steps[line["step"]] = (line["about"], spans)
             elif spans is not None:

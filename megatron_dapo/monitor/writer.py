@@ -101,7 +101,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[Line]:
-    """Lines of a run in order of rollout step, as it was lived last.
+    """Lines of a run in order of rollout step, without what a resume did again.
 
     A line of step s supersedes all earlier lines of steps >= s: a run that was resumed from an older checkpoint did
     them again. A torn last line (the run was killed while writing) is left out.

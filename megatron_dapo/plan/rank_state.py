@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 GRADIENT_BYTES = 4
@@ -133,11 +134,11 @@ def _lay_out(
     start = at = 0
 
     def close() -> int:
-        buckets.append((start, math.ceil(at / multiple) * multiple))
+        buckets.append((start, round_up(at, multiple)))
         return buckets[-1][1]
 
     for tensor in reversed(tensors):
-        at = math.ceil(at / _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT
+        at = round_up(at, _PARAMETER_ALIGNMENT)
         if tensor.shared and at > start:
             start = at = close()
         places.append((at, at + tensor.elements))

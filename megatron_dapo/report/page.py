@@ -31,6 +31,7 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    environment.filters |= {"as_count": tables.count, "as_share": tables.share, "shortened": tables.shortened}
     return environment
 
 
@@ -53,7 +54,6 @@ def report_page(runs: Sequence[Run]) -> str:
 @cache
 def _template() -> Template:
     environment = page_environment()
-    environment.filters |= {"shortened": tables.shortened, "count": tables.count, "share": tables.share}
     environment.globals |= {"tables": tables, "evaluated": _evaluated, "samples": _samples, "last_error": _last_error}
     return environment.get_template("report.html.j2")
 

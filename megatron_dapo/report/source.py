@@ -29,7 +29,7 @@ class Run:
     path: Path
     name: str
     lines: list[Line]
-    """metrics.jsonl as it was lived last."""
+    """metrics.jsonl, without what a resume did again."""
     config: Mapping[str, Any]
     """config.yaml as it is on disk: a report must also be made of runs of another version."""
     summary: Mapping[str, Any]

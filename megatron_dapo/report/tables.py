@@ -11,7 +11,7 @@ from markupsafe import Markup
 from megatron_dapo.config.config_diff import departures, differences, flatten, shown
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
-from megatron_dapo.monitor.statistics import Accuracy, difference
+from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, spoken
 from megatron_dapo.report.source import Run
@@ -52,11 +52,6 @@ def share(value: float) -> str:
 def count(value: Any) -> str:
     """12 345"""
     return spoken(float(value), Unit.COUNT)
-
-
-def percent(value: float, low: float, high: float) -> str:
-    """`35.8% [32.9, 38.8]` of a share and the ends of its interval."""
-    return f"{100 * value:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def held_out(run: Run) -> list[HeldOut]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.slurm.ray_hook import without_client_server
 from megatron_dapo.storage.durable import replace_file
 from rollout.server.parent_death import end_with
@@ -30,11 +31,6 @@ LEAVE_S = 20.0
 """For Ray to end its processes."""
 SILENT_S = 15.0
 """After so long without an answer the first node counts as gone; a port that refuses says so at once."""
-
-STALLED = 4
-LOST = 6
-CONTINUE = 75
-"""Exit codes, as megatron_dapo.cli.exit_codes has them."""
 
 
 class NodeError(RuntimeError):
@@ -97,7 +93,7 @@ def main() -> int:
         return lead(job, options.arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
-        return STALLED
+        return ExitCode.STALLED
 
 
 def lead(job: Job, arguments: list[str]) -> int:
@@ -115,7 +111,7 @@ def lead(job: Job, arguments: list[str]) -> int:
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
         if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
             print("told to stop before the run began", flush=True)
-            return CONTINUE
+            return ExitCode.CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
         environment = {**job.environment, "RAY_ADDRESS": address}
         return subprocess.run(command, env=environment, preexec_fn=_ending_with_us(), check=False).returncode
@@ -134,7 +130,7 @@ def follow(job: Job) -> int:
         while not done.exists():
             if ray.poll() is not None:
                 print(f"node {job.rank}: Ray ended with code {ray.returncode}: {_output(job)}", file=sys.stderr)
-                return LOST
+                return ExitCode.TRAINER
             error = _asked(address)
             if error == 0:
                 heard = time.monotonic()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reward.answer.text import ascii_lower
+from reward.answer.text import ascii_lower, closing
 from reward.answer.visibility import code_blocks, is_hidden, is_retracted
 
 LINE_LIMIT = 5000
@@ -22,7 +22,7 @@ _HEADING = re.compile(
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
 _BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
-_BRACE = re.compile(r"\\?[{}]")
+_BRACES = re.compile(r"(?<!\\)[{}]")
 _SKIPPED = re.compile(
     rf"(?:{_MARKER_TAIL.pattern})?[\s*_`}}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?"
 )
@@ -195,12 +195,8 @@ def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
         return None
     if head["bare"] is not None:
         return head["bare"], head.end()
-    depth = 1
-    for brace in _BRACE.finditer(text, head.end(), min(end, head.end() + LINE_LIMIT)):
-        depth += (brace[0] == "{") - (brace[0] == "}")
-        if depth == 0:
-            return text[head.end() : brace.start()], brace.end()
-    return None
+    after = closing(text, head.end() - 1, min(end, head.end() + LINE_LIMIT), _BRACES)
+    return (text[head.end() : after - 1], after) if after >= 0 else None
 
 
 def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found | None:

@@ -148,19 +148,22 @@ _UNIT_NAMES = """
 """
 _UNITS = {word: names.split()[0] for names in _UNIT_NAMES.split(",") for word in names.split()}
 _UNITS |= dict.fromkeys(("sq", "square", "cubic", "cu", "per", "unit"), "")
-_NOT_UNIT_WORDS = """
-    or and either neither nor not no never but if unless maybe perhaps possibly probably approximately about around
-    roughly almost nearly less more fewer greater than least most between to through until till except instead wrong
-    incorrect false is isn isnt was wasn are aren be been vs versus alternatively else otherwise however then also
-    plus minus times over divided multiplied by squared cubed factorial mod modulo choose power root sqrt frac base
-    zero one two three four five six seven eight nine ten eleven twelve dozen hundred thousand million billion trillion
-    half halves third thirds quarter quarters double twice triple score before after next previous
-    pi tau phi theta alpha beta gamma delta lambda sigma omega sin cos tan log exp inf infinity infinite unknown answer
-    hundreds thousands millions billions trillions dozens ten tens tenth tenths hundredth hundredths thousandth
-    thousandths fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths
-    remainder short off each guess think believe wait actually rather both with without negative
+# Words that hedge, deny, or make another number of the one beside them.
+HEDGE_WORDS = """
+    not no never or nor either neither if unless but maybe perhaps possibly probably approximately about around
+    roughly almost nearly less more fewer greater least most between except instead wrong incorrect false unknown
+    guess wait actually rather before after next previous plus minus times twice half double alternatively otherwise
+    hundred thousand million billion dozen
 """
-_NOT_UNITS = frozenset(_NOT_UNIT_WORDS.split()) | frozenset(_NUMBER_WORDS)
+_FURTHER_WORDS = """
+    and than to through until till is isn isnt was wasn are aren be been vs versus else however then also over
+    divided multiplied by squared cubed factorial mod modulo choose power root sqrt frac base trillion halves third
+    thirds quarter quarters triple score pi tau phi theta alpha beta gamma delta lambda sigma omega sin cos tan log
+    exp inf infinity infinite answer hundreds thousands millions billions trillions dozens tens tenth tenths
+    hundredth hundredths thousandth thousandths fourth fourths fifth fifths sixth sixths seventh sevenths eighth
+    eighths ninth ninths remainder short off each think believe both with without negative
+"""
+_NOT_UNITS = {*HEDGE_WORDS.split(), *_FURTHER_WORDS.split(), *_NUMBER_WORDS}
 _TEMPERATURES = frozenset({"celsius", "fahrenheit"})
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _WORD = re.compile(r"[A-Za-z]+|°")

@@ -9,11 +9,11 @@ _LETTER = re.compile(
 )
 _TEXT_OF_OPTION = re.compile(r"\s*[.):,\u2014-]")
 _ANOTHER = re.compile(r"\b(?:or|and|nor|not|either)\b\s*\(?[a-z]?\b|[,/&]\s*\(?[a-z]\)?(?![a-z])", re.IGNORECASE)
+# Further options behind the first, as in `A. B. C.`, `(A) to (D)`, `A) 3 B) 4`; `B) P(A)` holds none.
 _LISTED = re.compile(
     r"[\W_]*[A-H](?:[\W_]+[A-H])*[\W_]*|(?:.*[^\w)])?[(\[]\s*[A-H]\s*[)\]].*|[^(]*\s[A-H]\).*|[\W_]*\([A-H]\).*",
     re.DOTALL,
 )
-"""Further options behind the first, as in `A. B. C.`, `(A) to (D)`, `A) 3 B) 4`; `B) P(A)` holds none."""
 _DENIED = re.compile(
     r"\)?\s*(?:isn't|cannot|can't|(?:wrong|incorrect)|(?:is|was)\s+(?:wrong|incorrect|false))\b", re.IGNORECASE
 )

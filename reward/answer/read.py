@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from reward.answer.number import Number, read_number
+from reward.answer.number import HEDGE_WORDS, Number, read_number
 from reward.answer.text import clean, compact, enclosed, strip_edges
 
-_PARSED_LIMIT = 600
-"""Characters: longer answers are compared as texts only."""
+_PARSED_LIMIT = 600  # characters: longer answers are compared as texts only
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +121,7 @@ def _read_equation(text: str) -> Answer:
         last = replace(
             last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
         )
-    return Answer(
-        text=text,
-        body=sides[-1],
-        name=name,
-        number=last.number,
-        items=last.items,
-        brackets=last.brackets,
-        contradicts=contradicts,
-    )
+    return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
 
 
 _LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
@@ -182,11 +173,7 @@ _SENTENCE_END = re.compile(
     r"\.\s+(?=[A-Z(])|:\s+(?=[A-Za-z])|\s+-+\s+(?=[A-Za-z])|,?\s+(?:because|since|as|which)\b|\s+\("
 )
 _UNCOMMITTED = re.compile(
-    r"""\b(?:not|no|never|or|nor|either|neither|isn't|aren't|wasn't|cannot|can't|don't|doesn't|if|unless|but|maybe|
-    perhaps|possibly|probably|approximately|about|around|roughly|almost|nearly|less|more|fewer|greater|least|most|
-    between|except|instead|wrong|incorrect|false|unknown|guess|wait|actually|rather|before|after|next|previous|plus|
-    minus|times|twice|half|double|alternatively|otherwise|hundred|thousand|million|billion|dozen)\b""",
-    re.IGNORECASE | re.VERBOSE,
+    rf"\b(?:{'|'.join(HEDGE_WORDS.split())}|cannot|(?:is|are|was|do|does|ca)n't)\b", re.IGNORECASE
 )
 
 

@@ -9,25 +9,21 @@ import logging
 import math
 import re
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from reward.answer.text import closing
 
 if TYPE_CHECKING:
     from sympy import Expr
 
-LENGTH_LIMIT = 300
-"""Characters of an expression."""
-
-DEPTH_LIMIT = 12
-"""Nested brackets."""
-
-EXPONENT_LIMIT = 10_000
-"""Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers."""
-
-DIGITS_LIMIT = 6000
-"""Decimal places to which two numbers are compared; where a difference could be smaller, only algebra decides."""
-
-_BINOMIAL_LIMIT = 3000
-"""Largest numeral beside a binomial coefficient; years are asked for."""
+LENGTH_LIMIT = 300  # characters of an expression
+_DEPTH_LIMIT = 12  # nested brackets
+# Largest product of the numerals in an exponent; in all exponents together where powers are raised to powers.
+_EXPONENT_LIMIT = 10_000
+# Decimal places to which two numbers are compared; where a difference could be smaller, only algebra decides.
+_DIGITS_LIMIT = 6000
+_BINOMIAL_LIMIT = 3000  # largest numeral beside a binomial coefficient; years are asked for
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
 _ARITHMETIC_NAMES = """
@@ -53,6 +49,9 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
 _NAMES = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}")
 _ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
 _BARE_EXPONENT = re.compile(r"[+-]?\s*(?:\\?[A-Za-z]+|\d+)(?:\s*\^)?")
+_CARET = re.compile(r"\^\s*")
+_ANOTHER_CARET = re.compile(r"\s*\^")
+_BRACES = re.compile(r"[{}]")
 _POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
 _GROWS = re.compile(r"!|\\(?:binom|exp|tan|cot|sec|csc)")
 _NUMERALS = re.compile(r"\d+")
@@ -117,36 +116,21 @@ def _is_word(text: str) -> bool:
 
 
 def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        if not 0 <= depth <= DEPTH_LIMIT:
-            return False
-    return depth == 0
+    depths = [0, *accumulate((character in "([{") - (character in ")]}") for character in text)]
+    return min(depths) == depths[-1] == 0 and max(depths) <= _DEPTH_LIMIT
 
 
 def _exponents(text: str) -> list[str]:
     """The text of every exponent, those inside exponents included; a plain `^9^9` gives one that begins with `^`."""
     exponents = []
-    at = text.find("^")
-    while at >= 0:
-        rest = text[at + 1 :].lstrip()
-        if rest.startswith("{"):
-            depth = 0
-            for end, character in enumerate(rest):
-                depth += (character == "{") - (character == "}")
-                if depth == 0:
-                    exponents.append(rest[1:end])
-                    if rest[end + 1 :].lstrip().startswith("^"):
-                        exponents.append("^^")
-                    break
-        else:
-            bare = _BARE_EXPONENT.match(rest)
+    for caret in _CARET.finditer(text):
+        begin = caret.end()
+        if not text.startswith("{", begin):
+            bare = _BARE_EXPONENT.match(text, begin)
             exponents.append(bare[0] if bare else "^^")
-        at = text.find("^", at + 1)
+        elif (after := closing(text, begin, len(text), _BRACES)) >= 0:
+            exponents.append(text[begin + 1 : after - 1])
+            exponents += ["^^"] if _ANOTHER_CARET.match(text, after) else []
     return exponents
 
 
@@ -156,17 +140,16 @@ def _small(text: str) -> bool:
     if len(exponents) > 16 or text.count("!") > 4 or text.count("\\exp") > 1:
         return False
     for exponent in exponents:
-        if "^" in exponent and (exponent.count("^") > 1 or any(int(each) > 3 for each in _NUMERALS.findall(exponent))):
-            return False  # a tower of powers
-        if _GROWS.search(exponent):
+        tower = "^" in exponent and any(int(each) > 3 for each in _NUMERALS.findall(exponent))
+        if tower or exponent.count("^") > 1 or _GROWS.search(exponent):
             return False
-    factorials_fit = all(numeral and int(numeral) <= 500 for numeral in _FACTORIALS.findall(text))
-    binomials_fit = "\\binom" not in text or (
-        "^" not in text
-        and "!" not in text
-        and all(int(numeral) <= _BINOMIAL_LIMIT for numeral in _NUMERALS.findall(text))
-    )
-    return _largest_power(text, exponents) <= EXPONENT_LIMIT and factorials_fit and binomials_fit
+    if any(not numeral or int(numeral) > 500 for numeral in _FACTORIALS.findall(text)):
+        return False
+    if "\\binom" in text and (
+        "^" in text or "!" in text or max(map(int, _NUMERALS.findall(text)), default=0) > _BINOMIAL_LIMIT
+    ):
+        return False
+    return _largest_power(text, exponents) <= _EXPONENT_LIMIT
 
 
 def _largest_power(text: str, exponents: list[str]) -> int:
@@ -178,7 +161,7 @@ def _largest_power(text: str, exponents: list[str]) -> int:
 def _decimal_places(text: str) -> int:
     """Decimal places that show apart two different numbers written with so many digits and such exponents."""
     if "\\exp" in text or any("e" in _LETTERS.findall(exponent) for exponent in _exponents(text)):
-        return DIGITS_LIMIT + 1
+        return _DIGITS_LIMIT + 1
     digits = sum(character.isdigit() for character in text)
     return 100 + 2 * digits * _largest_power(text, _exponents(text))
 
@@ -215,7 +198,7 @@ def equivalent(answer: str, truth: str) -> bool:
     numbers = [number.xreplace({Symbol("i", real=False): I}) for number in numbers]
     if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
         return _equal_numbers(numbers[0], numbers[1], places)
-    if places > DIGITS_LIMIT:
+    if places > _DIGITS_LIMIT:
         return bool(gold[0] == target[0])
     return verify(gold, target, numeric_precision=places, timeout_seconds=None)
 
@@ -238,7 +221,7 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
     difference = one - other
     if difference.is_Rational:
         return bool(difference == 0)
-    if places > DIGITS_LIMIT:
+    if places > _DIGITS_LIMIT:
         return bool(simplify(difference) == 0)
     value = difference.evalf(places)
     return bool(value.is_number and abs(value) < 10 ** (20 - places))

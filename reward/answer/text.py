@@ -5,10 +5,10 @@ import unicodedata
 
 from reward.answer.visibility import STRUCK
 
-MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
-"""Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42."""
+# Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42.
+_MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
 
-_REPLACED = dict.fromkeys(MINUS_SIGNS, "-") | {
+_REPLACED = dict.fromkeys(_MINUS_SIGNS, "-") | {
     character: plain
     for plain, characters in {
         "/": "\u2044\u2215\u00f7", "\\times ": "\u00d7\u2715", "\\cdot ": "\u22c5\u00b7\u2219", "\\pm ": "\u00b1",
@@ -99,8 +99,7 @@ _WIDE_SPACES = re.compile(r"\\q?quad(?![A-Za-z])|\\(?:hspace|[hv]?phantom)\{[^{}
 _FRACTIONS = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
 _RELATIONS = re.compile(r"\\([lg]e)qslant(?![A-Za-z])")
 _OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
-_STRUCTURE_LIMIT = 600
-"""Characters: the searches for `\\over` and for environments take quadratic time."""
+_STRUCTURE_LIMIT = 600  # characters: the searches for `\\over` and for environments take quadratic time
 _ONE_ROW = re.compile(
     r"\\begin\{(align(?:ed)?|equation|gather(?:ed)?|split)(\*?)\}((?:(?!\\\\).)*?)\\end\{\1\2\}", re.DOTALL
 )
@@ -163,17 +162,21 @@ def strip_edges(text: str) -> str:
 
 
 _BRACKETS = re.compile(r"\\?[()\[\]{}]")
-_OPENERS = frozenset("([{")
 
 
 def enclosed(text: str) -> bool:
     """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
+    return closing(text, 0, len(text), _BRACKETS) == len(text)
+
+
+def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:
+    """The place behind the bracket that closes the one at `begin`, -1 if that is not before `end`."""
     depth = 0
-    for bracket in _BRACKETS.finditer(text):
-        depth += 1 if bracket[0][-1] in _OPENERS else -1
+    for bracket in brackets.finditer(text, begin, end):
+        depth += 1 if bracket[0][-1] in "([{" else -1
         if depth <= 0:
-            return bracket.end() == len(text)
-    return False
+            return bracket.end()
+    return -1
 
 
 _LOOSE_SPACES = re.compile(r"(?<!\d) | (?!\d)")

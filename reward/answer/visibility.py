@@ -3,17 +3,14 @@
 import re
 from bisect import bisect_right
 
-_NEAR = 300
-"""Characters before a statement in which a comment or a stroke may open: both end with their line."""
+_NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
+_AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
 
-_AFTERWARDS = 2000
-"""Characters behind the last statement that are searched for its retraction."""
-
-_FENCE = re.compile(r"^[ \t]*(```|~~~)[`~]*([^`~\n]*)$", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*(```|~~~)[`~]*[^`~\n]*$.*?(?:^[ \t]*\1[`~]*[^\S\n]*$|\Z)", re.MULTILINE | re.DOTALL)
+# A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement.
 _COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
-"""A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement."""
+# `50 %`, `$50$ %`, `n % 5`: no comment.
 _PERCENTAGE = re.compile(r"(?:\d|[)}\]]|(?<![A-Za-z\\])[A-Za-z])[\s$*_]*(?:\\[)\]])?\s*%[^%]*$")
-"""`50 %`, `$50$ %`, `n % 5`: no comment."""
 _STROKE = re.compile(r"(?<![\w~])~~(?=[^\s~])|(?<=[^\s~])~~(?![\w~])")
 STRUCK = re.compile(
     r"(?<![\w~])~~(?=[^\s~])[^~\n]{1,300}(?<=[^\s~])~~(?![\w~])|<(del|s|strike)>[^<>\n]{0,300}</\1>|<!--.{0,2000}?-->",
@@ -38,19 +35,9 @@ _CONDITION = re.compile(
 
 def code_blocks(text: str) -> list[tuple[int, int]]:
     """Beginning and end of each block between fences, in order; one that is never closed goes on to the end."""
-    blocks: list[tuple[int, int]] = []
     if "`" not in text and "~" not in text:  # single characters are found ten times faster than fences
-        return blocks
-    opening: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opening is None:
-            opening = fence
-        elif fence[1] == opening[1] and not fence[2].strip():
-            blocks.append((opening.start(), fence.end()))
-            opening = None
-    if opening is not None:
-        blocks.append((opening.start(), len(text)))
-    return blocks
+        return []
+    return [block.span() for block in _BLOCK.finditer(text)]
 
 
 def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
@@ -59,21 +46,13 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
         return True
     begin = max(text.rfind("\n", max(at - _NEAR, 0), at) + 1, at - _NEAR, 0)
     line = text[begin:at]
-    if "%" in line and _is_commented(line):
+    if "%" in line and _COMMENT.match(line) and not _PERCENTAGE.search(line):
         return True
     if "~~" in line and len(_STROKE.findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
         return True
-    if "<" in line and _is_struck(line.lower()):
+    if any(line.lower().rfind(f"<{tag}>") > line.lower().rfind(f"</{tag}>") for tag in ("del", "strike")):
         return True
     return "<" in text and text.rfind("<!--", 0, at) > text.rfind("-->", 0, at)
-
-
-def _is_commented(line: str) -> bool:
-    return _COMMENT.match(line) is not None and not _PERCENTAGE.search(line)
-
-
-def _is_struck(line: str) -> bool:
-    return any(line.rfind(f"<{tag}>") > line.rfind(f"</{tag}>") for tag in ("del", "strike"))
 
 
 def is_retracted(text: str, after: int) -> bool:

@@ -23,7 +23,7 @@ from reward.code.values import NotPlain, become, decode, encode, receive, send
 
 
 class _OutOfTime(BaseException):
-    """The deadline has passed; no `except Exception` of the tests shall go on."""
+    """The deadline has passed; no `except Exception` of the tests may go on."""
 
 
 class _Misused(BaseException):

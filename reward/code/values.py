@@ -11,7 +11,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -34,17 +34,6 @@ _ITERATORS: tuple[type, ...] = (
     type(iter(())),
     *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
 )
-_SEQUENCES: tuple[tuple[str, type[Iterable[Any]]], ...] = (
-    ("l", list),
-    ("t", tuple),
-    ("s", set),
-    ("S", frozenset),
-    ("Q", deque),
-    ("dk", type({}.keys())),
-    ("di", type({}.items())),
-    ("dv", type({}.values())),
-)
-
 
 CHANGEABLE = (list, dict, set, bytearray, deque)
 """What a function may change in place."""
@@ -52,6 +41,49 @@ CHANGEABLE = (list, dict, set, bytearray, deque)
 
 class NotPlain(TypeError):
     """A value that cannot pass; the message names its type."""
+
+
+def _decimal(text: str) -> Decimal:
+    """Raises ValueError for one that takes all memory as an integer."""
+    number = Decimal(text)
+    if number.is_finite() and abs(number.adjusted()) > _EXPONENT_LIMIT:
+        raise ValueError(f"a decimal of the size {number.adjusted()}")
+    return number
+
+
+# (tag, type, its JSON, the value of that JSON)
+_SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    ("f", float, float.hex, float.fromhex),
+    (
+        "c",
+        complex,
+        lambda value: [value.real.hex(), value.imag.hex()],
+        lambda parts: complex(*map(float.fromhex, parts)),
+    ),
+    ("b", bytes, lambda value: bytes(value).hex(), bytes.fromhex),
+    ("B", bytearray, lambda value: bytes(value).hex(), bytearray.fromhex),
+    (
+        "q",
+        Fraction,
+        lambda value: [hex(value.numerator), hex(value.denominator)],
+        lambda parts: Fraction(*(int(part, 16) for part in parts)),
+    ),
+    ("D", Decimal, str, _decimal),
+    ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+)
+# (tag, type, the value of a list of its items)
+_CONTAINERS: tuple[tuple[str, type, Callable[[list[Any]], Any]], ...] = (
+    ("l", list, list),
+    ("t", tuple, tuple),
+    ("s", set, set),
+    ("S", frozenset, frozenset),
+    ("Q", deque, deque),
+    ("dk", type({}.keys()), lambda items: dict.fromkeys(items).keys()),
+    ("di", type({}.items()), lambda items: dict(items).items()),
+    ("dv", type({}.values()), lambda items: dict(enumerate(items)).values()),
+)
+_READ_SCALAR = {tag: read for tag, _, _, read in _SCALARS}
+_BUILD = {tag: build for tag, _, build in _CONTAINERS} | {"i": iter}
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
@@ -63,28 +95,21 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     Raises:
         NotPlain: a function, an object of a class, ...
     """
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str.__str__(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, int):
         number = int.__index__(value)
         return number if -_EXACT < number < _EXACT else {"n": hex(number)}
-    if isinstance(value, float):
-        return {"f": float.hex(value)}
-    if isinstance(value, complex):
-        return {"c": [float.hex(value.real), float.hex(value.imag)]}
-    if isinstance(value, bytes | bytearray):
-        return {"b" if isinstance(value, bytes) else "B": bytes(value).hex()}
+    for tag, kind, write, _ in _SCALARS:
+        if isinstance(value, kind):
+            return {tag: write(value)}
     if isinstance(value, dict):
         return {"d": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
-    for tag, kind in _SEQUENCES:
+    for tag, kind, _ in _CONTAINERS:
         if isinstance(value, kind):
             return {tag: [encode(item, refer) for item in value]}
-    if isinstance(value, Fraction):
-        return {"q": [hex(value.numerator), hex(value.denominator)]}
-    if isinstance(value, Decimal):
-        return {"D": str(value)}
-    if isinstance(value, range):
-        return {"r": [value.start, value.stop, value.step]}
     if isinstance(value, _ITERATORS):
         return {"i": [encode(item, refer) for item in _some(value)]}
     if refer is not None:
@@ -120,47 +145,17 @@ def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     if not isinstance(content, dict) or len(content) != 1:
         raise ValueError("not the JSON of a value")
     ((tag, inner),) = content.items()
-    match tag:
-        case "n":
-            return int(inner, 16)
-        case "f":
-            return float.fromhex(inner)
-        case "c":
-            return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
-        case "b":
-            return bytes.fromhex(inner)
-        case "B":
-            return bytearray.fromhex(inner)
-        case "d":
-            return {decode(key, resolve): decode(item, resolve) for key, item in inner}
-        case "o" if resolve is not None:
-            return resolve(inner)
-        case "r":
-            return range(*inner)
-        case "i":
-            return iter([decode(item, resolve) for item in inner])
-        case "q":
-            return Fraction(int(inner[0], 16), int(inner[1], 16))
-        case "D":
-            return _decimal(inner)
-        case "dk":
-            return dict.fromkeys(decode(item, resolve) for item in inner).keys()
-        case "di":
-            return dict(decode(item, resolve) for item in inner).items()
-        case "dv":
-            return dict(enumerate(decode(item, resolve) for item in inner)).values()
-    kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "S": frozenset, "Q": deque}
-    if tag not in kinds:
+    if tag == "n":
+        return int(inner, 16)
+    if tag == "d":
+        return {decode(key, resolve): decode(item, resolve) for key, item in inner}
+    if tag == "o" and resolve is not None:
+        return resolve(inner)
+    if tag in _READ_SCALAR:
+        return _READ_SCALAR[tag](inner)
+    if tag not in _BUILD:
         raise ValueError(f"unknown tag {tag!r}")
-    return kinds[tag]([decode(item, resolve) for item in inner])
-
-
-def _decimal(text: str) -> Decimal:
-    """Raises ValueError for one that takes all memory as an integer."""
-    number = Decimal(text)
-    if number.is_finite() and abs(number.adjusted()) > _EXPONENT_LIMIT:
-        raise ValueError(f"a decimal of the size {number.adjusted()}")
-    return number
+    return _BUILD[tag]([decode(item, resolve) for item in inner])
 
 
 def send(descriptor: int, message: Any) -> None:

@@ -10,10 +10,9 @@ import select
 import socket
 import struct
 import time
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
 
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
@@ -54,20 +53,51 @@ Order = Batch | Single
 Result = Verdict | Deferred
 Reply = Signal | list[Result]
 
-# Dataclasses travel as (name, values): pickling them as they are takes several times longer.
-_TYPES: dict[str, type[Any]] = {"request": VerificationRequest, "deferred": Deferred, "verdict": Verdict}
-_FIELDS = {name: tuple(field.name for field in fields(kind)) for name, kind in _TYPES.items()}
-_PACKERS = {kind: (name, attrgetter(*_FIELDS[name])) for name, kind in _TYPES.items()}
+# Batches and verdicts travel as plain lists: pickling dataclasses takes several times longer.
+_request_values = attrgetter("response", "ground_truth", "prompt", "verifier")
+_verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error")
 
 
-def _pack(message: Any) -> tuple[str, tuple[Any, ...]]:
-    name, values = _PACKERS[type(message)]
-    return name, values(message)
+def encode_order(order: Order) -> bytes:
+    """The bytes of an order."""
+    content = [_request_values(each) for each in order.requests] if isinstance(order, Batch) else order.job
+    return pickle.dumps(content, protocol=5)
 
 
-def _unpack(packed: Any) -> Any:
-    name, values = packed
-    return _TYPES[name](**dict(zip(_FIELDS[name], values, strict=True)))
+def decode_order(payload: bytes | bytearray) -> Order:
+    """The order that `encode_order` wrote."""
+    content = pickle.loads(payload)
+    if not isinstance(content, list):
+        return Single(content)
+    return Batch(
+        [
+            VerificationRequest(response=response, ground_truth=truth, prompt=prompt, verifier=verifier)
+            for response, truth, prompt, verifier in content
+        ]
+    )
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """The bytes of a reply. Lone surrogates of a response survive, as JSON escapes."""
+    if isinstance(reply, Signal):
+        return json.dumps(reply).encode("ascii")
+    results = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
+    return json.dumps(results).encode("ascii")
+
+
+def decode_reply(payload: bytes | bytearray) -> Reply:
+    """The reply that `encode_reply` wrote. Raises ValueError for anything else."""
+    try:
+        content = json.loads(payload)
+        if isinstance(content, str):
+            return Signal(content)
+        return [Deferred(**each) if isinstance(each, dict) else _verdict(*each) for each in content]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"a reply that is no result: {error}") from None
+
+
+def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
+    return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)
 
 
 class Channel:
@@ -78,29 +108,19 @@ class Channel:
 
     def send_order(self, order: Order, timeout_s: float) -> None:
         """Sends an order to a worker. Raises TimeoutError, OSError."""
-        jobs = order.requests if isinstance(order, Batch) else [order.job]
-        content = (isinstance(order, Batch), [_pack(job) for job in jobs])
-        self._send(pickle.dumps(content, protocol=5), timeout_s)
+        self._send(encode_order(order), timeout_s)
 
     def receive_order(self) -> Order:
         """Waits for the next order, without limit: a worker's life ends with its connection. Raises EOFError."""
-        is_batch, packed = pickle.loads(self._receive(None))
-        jobs = [_unpack(each) for each in packed]
-        return Batch(jobs) if is_batch else Single(jobs[0])
+        return decode_order(self._receive(None))
 
     def send_reply(self, reply: Reply) -> None:
-        """Sends a reply to the pool. Lone surrogates of a response survive, as JSON escapes."""
-        content = reply.value if isinstance(reply, Signal) else [_pack(result) for result in reply]
-        self._send(json.dumps(content).encode("ascii"), None)
+        """Sends a reply to the pool."""
+        self._send(encode_reply(reply), None)
 
     def receive_reply(self, timeout_s: float) -> Reply:
         """Waits for a reply. Raises TimeoutError past the limit, EOFError if the worker is gone, ValueError."""
-        payload = self._receive(timeout_s)
-        try:
-            content = json.loads(payload)
-            return Signal(content) if isinstance(content, str) else [_unpack(each) for each in content]
-        except (TypeError, LookupError, ValueError, RecursionError) as error:
-            raise ValueError(f"a reply that is no result: {error}") from None
+        return decode_reply(self._receive(timeout_s))
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something can be read, or the other end is gone, within the limit."""

@@ -8,7 +8,7 @@ Minerva normalisation (arXiv 2206.14858, appendix D); right if the texts are equ
 import re
 from functools import lru_cache
 
-from reward.verdict import EXTRACTED_LIMIT, TRUTH_LIMIT, Judgement, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, VerificationRequest, check_length
 
 RULE = "exact"
 """The rule's name in `Verdict.rule`."""
@@ -56,10 +56,7 @@ def judge(request: VerificationRequest) -> Judgement:
     Raises:
         VerifierError: the ground truth is longer than `TRUTH_LIMIT`.
     """
-    if len(request.ground_truth) > TRUTH_LIMIT:
-        raise VerifierError(
-            f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared"
-        )
+    check_length(request.ground_truth)
     stated = _STATED.findall(request.response[-WINDOW:])
     given = normalise(stated[-1] if stated else UNSTATED)
     return Judgement(

@@ -10,7 +10,15 @@ from reward.answer.number import split_unit
 from reward.answer.option import labelled, option
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.text import clean, compact, plain_characters
-from reward.verdict import EXTRACTED_LIMIT, TRUTH_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import (
+    EXTRACTED_LIMIT,
+    Deferred,
+    Judgement,
+    Rule,
+    VerificationRequest,
+    VerifierError,
+    check_length,
+)
 
 _PLAIN_INTEGER = re.compile(r"(?:[\s$*`]|\\[(\[])*([+-]?\d{1,18})(?:[\s$*`.]|\\[)\]])*", re.ASCII)
 _PLACEHOLDER_WORDS = r"""
@@ -18,10 +26,10 @@ _PLACEHOLDER_WORDS = r"""
     [youranswer] <youranswer> youranswerhere
 """
 _PLACEHOLDERS = frozenset(_PLACEHOLDER_WORDS.split())
+# `2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for.
 _IN_ONE_UNKNOWN = re.compile(
     r"-?\d+\*?[a-z]|-[a-z]|\|[a-z]\||[a-z]\^\{?\d+\}?|-?\d*[a-z][-+*/]\d+|\d+[-+*/][a-z]|\\frac\{[a-z]\}\{\d+\}"
 )
-"""`2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for."""
 _ARITHMETIC = re.compile(r"(?:[-+*/().{}\d]|\\(?:cdot|times|div|[dt]?frac))+", re.ASCII)
 _NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _OPTION = re.compile(r"\(?([A-J])\)?")
@@ -38,10 +46,7 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
     Raises:
         VerifierError: the ground truth is empty or longer than `TRUTH_LIMIT`.
     """
-    if len(request.ground_truth) > TRUTH_LIMIT:
-        raise VerifierError(
-            f"ground truth has {len(request.ground_truth)} characters; at most {TRUTH_LIMIT} can be compared"
-        )
+    check_length(request.ground_truth)
     statement = last_statement(request.response, request.prompt)
     if statement is None:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
@@ -123,18 +128,11 @@ def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
     """The letter of a stated option where a letter was asked for, else the text of that option."""
     if answer is None or answer.number is not None or not answer.text:
         return answer
-    letter = _OPTION.fullmatch(truth.text)
-    if letter:
-        return read(letter[1]) if _names_option(answer.text, letter[1]) else answer
     label = labelled(answer.text)
+    if asked := _OPTION.fullmatch(truth.text):
+        in_words = option(answer.text) if _OPTION_IN_WORDS.fullmatch(answer.text) else None
+        return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
     return read(label[1]) if label and labelled(truth.text) is None else answer
-
-
-def _names_option(text: str, letter: str) -> bool:
-    label = labelled(text)
-    return (label is not None and label[0] == letter) or (
-        _OPTION_IN_WORDS.fullmatch(text) is not None and option(text) == letter
-    )
 
 
 def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
@@ -184,7 +182,7 @@ def _spelling(text: str) -> str:
 
 
 def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
-    """Both expressions as math-verify shall read them, None if algebra has nothing to work on."""
+    """Both expressions for math-verify to read, None if algebra has nothing to work on."""
     if len(answer.text) > symbolic.LENGTH_LIMIT:
         return None
     answered = answer.text if "=" in truth.text else answer.body or answer.text

@@ -11,6 +11,10 @@ from enum import StrEnum
 SWITCH = "ROLLOUT_SGLANG_CPU"
 """Environment variable that `rollout.server.launch_server` sets for itself and for the processes that SGLang spawns."""
 
+PREFILL_BACKEND = "batched_prefill"
+DECODE_BACKEND = "batched_decode"
+"""Two names for one class: if both names were equal, SGLang would take it for a Triton backend and call its kernels."""
+
 
 class CpuMode(StrEnum):
     """What the CPU support does in this process."""
@@ -18,7 +22,7 @@ class CpuMode(StrEnum):
     OFF = "off"
     FAST = "fast"
     DETERMINISTIC = "deterministic"
-    """Also: a response depends on its prompt and seed alone, not on the batch it was decoded in."""
+    """Also, a response depends only on its prompt and seed, not on the batch it was decoded in."""
 
 
 def cpu_mode() -> CpuMode:

@@ -115,8 +115,8 @@ class BatchedAttention(TorchNativeAttnBackend):
                 total, count = torch.tensor([lengths[i] for i in chosen]), torch.tensor([new[i] for i in chosen])
                 query = torch.arange(queries)
                 position = (total - count)[:, None] + query  # [B, Q]
-                hidden = torch.arange(keys) > position[:, :, None]  # [B, Q, L]
-                bias = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+                masked = torch.arange(keys) > position[:, :, None]  # [B, Q, L]
+                bias = torch.zeros(masked.shape, dtype=self.dtype).masked_fill_(masked, float("-inf"))
                 rows: Tensor | None = starts[index]
                 places = None
                 if queries > 1:

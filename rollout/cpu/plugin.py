@@ -1,42 +1,122 @@
 """SGLang plugin, entry point group `sglang.srt.plugins`: batched attention and deterministic inference on a CPU.
 
 SGLang calls `register` in its main process before it reads the arguments, and at the start of each scheduler. It only
-logs a plugin that fails. Ours is noticed: without it the names of the attention backends are unknown and the server
-ends, and the backend's constructor looks whether each hook is in place.
+logs a plugin that fails. A failure of this one ends the server: without it the names of the attention backends are
+unknown, and the backend's constructor checks that each hook is in place.
+
+The hooked functions are internals of SGLang 0.5.17, the version that this project pins.
+
+Deterministic inference needs a seeded sampler's hash and matmuls that ignore the batch. On a GPU SGLang has Triton
+kernels for both. `attention.padded_keys` makes attention independent of the batch.
 """
 
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
-from rollout.cpu import CpuMode, cpu_mode
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-PREFILL_BACKEND = "batched_prefill"
-DECODE_BACKEND = "batched_decode"
-"""Two names for one class: of two equal names SGLang takes the backend for one of Triton's and calls its kernels."""
+from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND, CpuMode, cpu_mode
+
+ROWS = 16
+"""With fewer rows the matmul library uses other kernels, and a row gets other last bits. From 16 rows up to 4096, the
+most that were tried, the result of a row did not depend on the number of rows, in float32 with one thread."""
+
+
+def nothing_to_do(*args: object, **kwargs: object) -> None:
+    """Replaces functions for GPUs only, such as `enable_batch_invariant_mode`, which installs Triton kernels."""
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """SGLang's Triton kernel of this name: the 32-bit murmur hash of seed, position, token.
+
+    It is computed for the whole vocabulary at each response token. int32 wraps as the hash needs it, and takes a
+    quarter of the time of int64 with masks.
+
+    Args:
+        seed: [n] uint64 or int64, `sampling_seed` of each request.
+        positions: [n] position of the token to draw.
+        col_indices: [m] token ids.
+
+    Returns:
+        [n, m] int64 in 0 .. 2**32 - 1; the sampler's noise is made of it.
+    """
+    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    state = torch.zeros_like(seed, dtype=torch.int32)
+    for block in (_low(seed), _low(seed >> 32), _low(positions)):
+        state = _mix(state, block)
+    state = _mix(state[:, None], _low(col_indices)[None, :])
+    state ^= 16  # length in bytes: seed 8, position 4, token 4
+    state ^= _right(state, 16)
+    state *= _signed(0x85EBCA6B)
+    state ^= _right(state, 13)
+    state *= _signed(0xC2B2AE35)
+    state ^= _right(state, 16)
+    return state.to(torch.int64).bitwise_and_(0xFFFFFFFF)
+
+
+def _mix(state: Tensor, block: Tensor) -> Tensor:
+    block = _rotate(block * _signed(0xCC9E2D51), 15) * _signed(0x1B873593)
+    return _rotate(state ^ block, 13).mul_(5).add_(_signed(0xE6546B64))
+
+
+def _rotate(value: Tensor, bits: int) -> Tensor:
+    return (value << bits).bitwise_or_(_right(value, 32 - bits))
+
+
+def _right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift: int32's own shift fills with the sign."""
+    return (value >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _low(value: Tensor) -> Tensor:
+    """The low 32 bits as int32."""
+    low = value.to(torch.int64) & 0xFFFFFFFF
+    return torch.where(low > 0x7FFFFFFF, low - (1 << 32), low).to(torch.int32)
+
+
+def _signed(factor: int) -> int:
+    """The int32 with these 32 bits."""
+    return factor - (1 << 32) if factor > 0x7FFFFFFF else factor
+
+
+def linear_in_full_rows(apply: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
+    """Around `UnquantizedLinearMethod.apply`: x [T, in] is padded to `ROWS` rows."""
+    return apply(method, layer, _padded(x), bias)[: x.shape[0]]
+
+
+def head_in_full_rows(head: Callable[..., Tensor], processor: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Around `LogitsProcessor._compute_lm_head`: hidden [T, width] is padded to `ROWS` rows."""
+    return head(processor, _padded(hidden), *args, **kwargs)[: hidden.shape[0]]
+
+
+def _padded(x: Tensor) -> Tensor:
+    missing = ROWS - x.shape[0]
+    return pad(x, (0, 0, 0, missing)) if x.dim() == 2 and missing > 0 else x
+
 
 _LAYERS = "sglang.srt.layers"
-FAST_HOOKS = {
-    "torch.cuda.synchronize": ("nothing_to_do", "replace"),  # called by SGLang's weight checker
-    # A garbage collection of the whole heap at each publish: PyTorch counts references, nothing of it is freed there.
-    "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": ("nothing_to_do", "replace"),
-}
-DETERMINISTIC_HOOKS = {
-    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": ("nothing_to_do", "replace"),
-    f"{_LAYERS}.sampler.murmur_hash32": ("murmur_hash32", "replace"),
-    f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": ("linear_in_full_rows", "around"),
-    f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": ("head_in_full_rows", "around"),
-}
+Hooks = dict[str, tuple[Callable[..., Any], str]]
+"""{SGLang's name: (our function, "replace" or "around")}"""
 
-
-def hooks_of(mode: CpuMode) -> dict[str, tuple[str, str]]:
-    """What is hooked in `mode`: {SGLang's name: (our function in `rollout.cpu.deterministic`, kind of hook)}."""
-    match mode:
-        case CpuMode.OFF:
-            return {}
-        case CpuMode.FAST:
-            return FAST_HOOKS
-        case CpuMode.DETERMINISTIC:
-            return FAST_HOOKS | DETERMINISTIC_HOOKS
+FAST_HOOKS: Hooks = {
+    "torch.cuda.synchronize": (nothing_to_do, "replace"),  # called by SGLang's weight checker
+    # It collects garbage of the whole heap at each publish, which frees nothing: PyTorch counts references.
+    "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": (nothing_to_do, "replace"),
+}
+DETERMINISTIC_HOOKS: Hooks = FAST_HOOKS | {
+    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": (nothing_to_do, "replace"),
+    f"{_LAYERS}.sampler.murmur_hash32": (murmur_hash32, "replace"),
+    f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": (linear_in_full_rows, "around"),
+    f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": (head_in_full_rows, "around"),
+}
+HOOKS: dict[CpuMode, Hooks] = {
+    CpuMode.OFF: {},
+    CpuMode.FAST: FAST_HOOKS,
+    CpuMode.DETERMINISTIC: DETERMINISTIC_HOOKS,
+}
 
 
 def register() -> None:
@@ -48,14 +128,12 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout.cpu import deterministic
-
     for name in (PREFILL_BACKEND, DECODE_BACKEND):
         register_attention_backend(name)(create_backend)
     server_args.add_attention_backend_choices([PREFILL_BACKEND, DECODE_BACKEND])
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
-    for target, (function, kind) in hooks_of(mode).items():
-        HookRegistry.register(target, getattr(deterministic, function), HookType(kind))
+    for target, (function, kind) in HOOKS[mode].items():
+        HookRegistry.register(target, function, HookType(kind))
 
 
 def create_backend(model_runner: Any) -> Any:
@@ -64,7 +142,7 @@ def create_backend(model_runner: Any) -> Any:
     Raises:
         RuntimeError: a hook that this mode needs is not in place; SGLang itself only logs that.
     """
-    missing = [name for name in hooks_of(cpu_mode()) if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
+    missing = [name for name in HOOKS[cpu_mode()] if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
     if missing:
         raise RuntimeError(f"SGLang did not apply hooks of rollout.cpu.plugin: {missing}; see the log for the reason")
     from rollout.cpu.attention import BatchedAttention

@@ -1,9 +1,9 @@
-"""A prompt that several requests of one forward bring is computed once: the G responses of a group all begin with it.
+"""A prompt that several requests of one forward share is computed once: all G responses of a group begin with it.
 
 A prefix cache helps only requests that come after the prompt was computed; the responses of a group come together.
-The layers see the rows of the first request with each prompt. Keys and values are written for all, and the hidden
-states are handed out to all. In deterministic inference no request's numbers change by that: there a row's do not
-depend on how many others there are. Requests of which something lies in the prefix cache share nothing.
+The layers see the rows of the first request with each prompt. Keys and values are written for all requests, and all
+get the hidden states. In deterministic inference this changes no request's numbers, since there a row does not depend
+on the number of rows. Requests with a part in the prefix cache share nothing.
 
 Legend of shapes: T tokens of the forward (all requests, flat), U of them computed, H hidden width.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 KNOWN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Their `model` is called with token ids and positions first, and looks at a token's neighbours by attention alone."""
+"""Their `model` takes token ids and positions first, and mixes tokens by attention alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 SGLang imports `triton`, `sgl_kernel` and `torchvision` at the top of modules that the CPU path shares with the GPU
 path, and never calls them there. `install()` answers such an import with an empty package whose attributes can be
-named, subclassed and used as decorators; executing one raises `GpuOnlyError`. A package that is really installed is
-not replaced, but for one: the CUDA build of `sgl_kernel` needs a GPU driver and lacks what a CPU asks of it.
+named, subclassed and used as decorators; calling one raises `GpuOnlyError`. A package that is really installed is not
+replaced, with one exception: the CUDA build of `sgl_kernel` needs a GPU driver and lacks functions for the CPU.
 """
 
 import enum

@@ -153,8 +153,9 @@ class Member:
             ServerUnavailable: the server went DOWN meanwhile.
         """
         task, down = asyncio.ensure_future(coroutine), self._down
+        either: set[asyncio.Future[Any]] = {task, down}
         try:
-            await asyncio.wait({task, down}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ServerUnavailable(f"{self.url}: {down.result()}")
             return task.result()

@@ -102,7 +102,7 @@ class Supervisor:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
 
     async def _until_enough(
-        self, tasks: Mapping[asyncio.Future[None], Member], problems: dict[Member, ServerStartError], may_miss: int
+        self, tasks: Mapping[asyncio.Task[None], Member], problems: dict[Member, ServerStartError], may_miss: int
     ) -> None:
         """Returns when all `tasks` have ended, when more than `may_miss` failed, or when all but so many are ready and
         the others take too long. Notes the failed ones in `problems`; raises any other error."""

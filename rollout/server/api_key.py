@@ -1,4 +1,4 @@
-"""The API key that keeps other users of a machine or network away from a run's servers: a file of its owner's alone."""
+"""The API key that keeps other users of a machine or network away from a run's servers, in a file of its owner."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ from rollout.errors import KeyFileError
 
 
 class Secret(str):
-    """A text that does not show itself in logs: SGLang prints its settings when it starts."""
+    """A text whose repr is hidden: SGLang prints its settings when it starts."""
 
     __slots__ = ()
 

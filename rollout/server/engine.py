@@ -1,4 +1,4 @@
-"""Engines: a server process of our own, or the address of one that somebody else runs."""
+"""Engines: a server process that the run starts, or the address of a server that somebody else runs."""
 
 import asyncio
 import os
@@ -20,55 +20,78 @@ from rollout.server.server_command import ServerSpec, server_arguments
 
 TAIL_LINES = 40
 GRACE_S = 8.0
-"""Seconds that a GPU server has after SIGTERM to release its devices. On a CPU there is nothing to release."""
+"""Seconds for a GPU server to release its devices after SIGTERM. On a CPU there is nothing to release."""
 
-STOP_SHOWS_S = 5.0
-"""Between two looks whether a process of a server is stopped."""
+STOP_CHECK_S = 5.0
+"""Between two checks whether a process of a server is stopped (SIGSTOP)."""
 
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
 """Below those that the kernel gives to outgoing connections."""
 _PORT_SHARES = 64
-"""Servers of one run on one machine draw from different shares of the ports, so that no two draw the same."""
+"""Servers of one run on one machine draw from different shares of the ports, so no two draw the same."""
 _PORT_ATTEMPTS = 50
 
 
 class Engine(Protocol):
-    """One server, whose life the fleet looks after. `url` may change with a restart."""
+    """One server, whose life the fleet looks after. `url` may change with a restart. The methods here are those of a
+    server that nobody here can start or end."""
 
-    ours: bool
+    ours: bool = False
     """Whether the run started it: then nobody else has requests there, and its /health draws no token."""
 
     @property
     def url(self) -> str:
         """http://host:port"""
+        ...
 
     async def start(self) -> None:
         """Begins the start; the fleet waits for readiness."""
+        return None
 
     def alive(self) -> bool:
         """False when the process is known to have ended, or to be stopped for seconds (SIGSTOP)."""
+        return True
 
     def killed(self) -> bool:
         """Whether that was by a signal: somebody's, or the kernel's for want of memory."""
+        return False
 
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
+        ...
 
     async def restart(self) -> None:
         """Ends what is left of it and begins a new start."""
+        return None
 
     def kill(self) -> None:
         """Ends it at once, with all of its processes."""
+        return None
 
     async def close(self) -> None:
         """Ends it in order."""
+        return None
+
+
+class RemoteServer(Engine):
+    """A server that somebody else runs and restarts. The fleet checks it, balances over it and sends it weights."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def log_tail(self) -> str:
+        return f"{self._url} was started by somebody else; see its log there"
 
 
 def group_environment(config: RolloutConfig) -> dict[str, str]:
     """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
 
-    They are what SGLang sets for itself; a trainer with NCCL's defaults would exchange memory handles of another kind.
+    SGLang sets them for itself. A trainer with NCCL's defaults would exchange memory handles of another kind.
     """
     if config.weight_sync != "distributed":
         return {}
@@ -90,7 +113,7 @@ class LocalServer:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
-        self._next_look, self._stopped_looks = 0.0, 0
+        self._next_stop_check, self._times_stopped = 0.0, 0
 
     @property
     def url(self) -> str:
@@ -103,7 +126,7 @@ class LocalServer:
             ServerStartError: the configured port is taken; nothing was started.
         """
         self._port = self._choose_port()
-        self._next_look, self._stopped_looks = time.monotonic() + STOP_SHOWS_S, 0
+        self._next_stop_check, self._times_stopped = time.monotonic() + STOP_CHECK_S, 0
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
@@ -155,19 +178,19 @@ class LocalServer:
         await asyncio.to_thread(self.kill)
 
     def _is_stopped(self) -> bool:
-        """Whether a process of the server was found stopped by two looks in a row: one by itself may fall into the
-        moment in which a batch system stops or continues all processes of a job."""
+        """Whether two checks in a row found a process of the server stopped. One check alone may fall into the moment
+        in which a batch system stops or continues all processes of a job."""
         assert self.process is not None
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + STOP_SHOWS_S
-            self._stopped_looks = self._stopped_looks + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
-        return self._stopped_looks > 1
+        if time.monotonic() >= self._next_stop_check:
+            self._next_stop_check = time.monotonic() + STOP_CHECK_S
+            self._times_stopped = self._times_stopped + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
+        return self._times_stopped > 1
 
     def _choose_port(self) -> int:
         if not self.config.port:
             return free_port(self.config.host, self.spec.index)
         wanted = self.config.port + self.spec.index
-        problem = _problem_of_port(self.config.host, wanted)
+        problem = _port_problem(self.config.host, wanted)
         if problem:
             raise ServerStartError(
                 f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
@@ -187,42 +210,8 @@ class LocalServer:
         return group_environment(self.config) | os.environ | ours | key | gpus
 
 
-class RemoteServer:
-    """A server that somebody else runs and restarts. The fleet checks it, balances over it and sends it weights."""
-
-    ours = False
-
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    async def start(self) -> None:
-        return None
-
-    def alive(self) -> bool:
-        return True
-
-    def killed(self) -> bool:
-        return False
-
-    def log_tail(self) -> str:
-        return f"{self._url} was started by somebody else; see its log there"
-
-    async def restart(self) -> None:
-        return None
-
-    def kill(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
-
-def _problem_of_port(host: str, port: int) -> str | None:
-    """Why nobody could listen there now."""
+def _port_problem(host: str, port: int) -> str | None:
+    """Why no server could listen there now; None: one could."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -233,15 +222,15 @@ def _problem_of_port(host: str, port: int) -> str | None:
 
 
 def free_port(host: str, index: int) -> int:
-    """A port that stays free while server `index` starts, which takes it only after a minute on a busy machine.
+    """A port that stays free while server `index` starts: on a busy machine it opens the port only after a minute.
 
-    Not one of the range from which the kernel serves outgoing connections: it would give the port away meanwhile.
+    The port is outside the range that the kernel uses for outgoing connections, so it is not given away meanwhile.
     """
-    draw = random.SystemRandom()  # neither moves nor follows the run's own random numbers
+    draw = random.SystemRandom()  # independent of the run's own random numbers
     for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
-        if _problem_of_port(host, port) is None:
+        if _port_problem(host, port) is None:
             return port
-    raise ServerStartError(f"rollout.host = {host}: {_problem_of_port(host, 0) or 'no free port'}; name a rollout.port")
+    raise ServerStartError(f"rollout.host = {host}: {_port_problem(host, 0) or 'no free port'}; name a rollout.port")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

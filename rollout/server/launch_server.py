@@ -1,9 +1,9 @@
 """`python -m rollout.server.launch_server ARGUMENTS`: SGLang's server, with what our fleet and a CPU need.
 
-The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, it
-looks for nothing in the network, it can answer in arrays (`rollout.wire.array_frames_server`), and with `--device cpu`
-it gets `rollout.cpu`. SGLang spawns its scheduler and detokenizer; Python imports this module again in each of them, as
-`__mp_main__` and before anything else, so its last lines act there too. Nothing is written into the installed packages.
+The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, the
+server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and with `--device cpu` it gets
+`rollout.cpu`. SGLang spawns its scheduler and detokenizer. Python imports this module again in each of them, as
+`__mp_main__` and before anything else, so its last lines run there too. The installed packages are not changed.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from rollout import cpu
 from rollout.server.parent_death import end_with
 
 PARENT = "ROLLOUT_SERVER_PARENT"
-"""Environment variable: id of the process whose end also ends this one; absent when a person starts the server."""
+"""Environment variable: id of the process whose end also ends this one. Not set when a person starts the server."""
 
 KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
-"""Environment variable: file with the API key to ask for. Not the key itself, and not on the command line: both can be
-read by other users of the machine."""
+"""Environment variable: file with the server's API key. Not the key itself, and not on the command line: other users of
+the machine could read both."""
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -41,18 +41,18 @@ CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled by a C++ compiler that need not be there
 }
 
-SAVER = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
-"""Of a server that leaves its GPUs' memory to the trainer: its decode graphs leave with the weights. Graphs of prefill
-cannot (`rollout.server.server_command` switches them off): SGLang's kind ends the server beside this variable."""
+MEMORY_SAVER = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+"""For a server that leaves its GPUs' memory to the trainer: its decode graphs leave with the weights. Prefill graphs
+cannot; SGLang's kind crashes the server with this variable, so `rollout.server.server_command` switches them off."""
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """PyTorch's variables for its allocator, the old name and the new one."""
 
-MEETING_PLACE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""SGLang's own variable: where the processes of a server meet, as torch.distributed writes it."""
+RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's own variable: the rendezvous of a server's processes, as a torch.distributed URL."""
 
-_MEET_ELSEWHERE = ("--dist-init-addr", "--nccl-port", "--nnodes", "--dp-size", "--data-parallel-size", "--dp")
-"""Arguments of servers whose processes do not all meet in one place on this machine."""
+_OTHER_RENDEZVOUS = ("--dist-init-addr", "--nccl-port", "--nnodes", "--dp-size", "--data-parallel-size", "--dp")
+"""Arguments of servers whose processes have another rendezvous, or more than one."""
 
 _ENTRY_POINT = "rollout.cpu.plugin:register"
 
@@ -60,7 +60,7 @@ _ENTRY_POINT = "rollout.cpu.plugin:register"
 def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
     if "cpu" not in _values(arguments, "--device"):
-        return OFFLINE | SERVER | (SAVER if "--enable-memory-saver" in arguments else {})
+        return OFFLINE | SERVER | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
     deterministic = "--enable-deterministic-inference" in arguments
     mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
     sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
@@ -78,9 +78,9 @@ def _values(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def drop_expandable_segments(variables: MutableMapping[str, str]) -> list[str]:
-    """Takes that setting out of PyTorch's `variables`; the names of those that had it.
+    """Removes that setting from PyTorch's `variables`; returns the names of those that had it.
 
-    torch_memory_saver sees no memory of expandable segments: it refuses them under the old name of the variable, and
+    torch_memory_saver does not see memory of expandable segments. It refuses them under the old name of the variable;
     under the new one they would stay on the GPU.
     """
     changed = []
@@ -95,11 +95,11 @@ def drop_expandable_segments(variables: MutableMapping[str, str]) -> list[str]:
     return changed
 
 
-def meeting_place() -> str:
-    """A file in this process's memory, which only its owner's processes can open, and which is gone when it is.
-    SGLang's own choice is a port that torch opens on every interface, from the range that the kernel gives to outgoing
-    connections: somebody else may have it when the server has loaded enough to bind it."""
-    return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('meeting-place')}"
+def rendezvous() -> str:
+    """A file in this process's memory: only processes of its owner can open it, and it is gone when this process ends.
+    SGLang's own choice is a port that torch opens on every interface, from the range that the kernel uses for outgoing
+    connections: another process may have it by the time the server opens it."""
+    return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('rendezvous')}"
 
 
 def end_with_parent() -> None:
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str]) -> None:
     if "--enable-memory-saver" in arguments:
         for name in drop_expandable_segments(os.environ):
             print(f"{name}: expandable_segments is left out, torch_memory_saver cannot release such memory", flush=True)
-    if not any(_values(arguments, flag) for flag in _MEET_ELSEWHERE):
-        os.environ.setdefault(MEETING_PLACE, meeting_place())
+    if not any(_values(arguments, flag) for flag in _OTHER_RENDEZVOUS):
+        os.environ.setdefault(RENDEZVOUS, rendezvous())
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
         if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
             sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
@@ -135,9 +135,9 @@ def main(arguments: Sequence[str]) -> None:
     if KEY_FILE in os.environ:
         from rollout.server.api_key import read_key
 
-        # Not as an argument: SGLang would make plain text of it and print it. Its settings are read-only by now.
+        # Not as an argument: SGLang would turn it into plain text and print it. Its settings are read-only by now.
         object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))
-    # Not before: what it imports of SGLang reads settings that the arguments make.
+    # Not earlier: the parts of SGLang that it imports read settings that the arguments set.
     from rollout.wire import array_frames_server
 
     array_frames_server.add()
@@ -157,7 +157,7 @@ def prepare_imports() -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
 elif __name__ == "__mp_main__":
-    # SGLang's own way comes after imports that take seconds: a parent that dies meanwhile would leave this one behind.
+    # SGLang itself does this only after seconds of imports: if its parent died meanwhile, this process would survive.
     end_with_parent()
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
         prepare_imports()

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that one ends: the kernel sees to it."""
+"""A process that the kernel kills when its parent ends, however the parent ends."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with(parent: int) -> None:
     """Asks the kernel to kill this process when its parent ends, and ends now if that is not `parent` any more.
 
-    Holds through an exec, so that `preexec_fn` of a process without threads can call it for any program.
+    It survives an exec, so `preexec_fn` of a process without threads can call it for any program.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.config import RolloutConfig
-from rollout.cpu.plugin import DECODE_BACKEND, PREFILL_BACKEND
+from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +25,8 @@ class ServerSpec:
     context_length: int
     """Longest prompt and response together, in tokens; at most what the model's config allows."""
     seed: int
-    """Of the server's own sampling, where requests bring no seed; another one for each server of a fleet, which would
-    otherwise draw the same noise."""
+    """Of the server's own sampling, for requests without a seed. Each server of a fleet needs another one, or all would
+    draw the same noise."""
     log_path: Path
     """Everything that the server prints is appended here."""
     api_key_file: Path | None = None
@@ -34,7 +34,7 @@ class ServerSpec:
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
     shares_memory: bool = False
-    """Whether it can leave its accelerators' memory and take it back."""
+    """Whether it shares its accelerators' memory with the trainer: it can leave the memory and take it back."""
     gpus: tuple[str, ...] = ()
     """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
     `rollout.tensor_parallel`; empty: all."""
@@ -65,11 +65,11 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         flags.append("--incremental-streaming-output")
         arguments["--stream-interval"] = str(config.stream_every)
     if spec.shares_memory and spec.device == "cuda":
-        # The backup: after a checkpoint, for one, they draw on with the weights that they had.
+        # With the backup they can go on with their old weights, for example after a checkpoint.
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
     if spec.device == "cuda" and spec.dtype == "float32":
-        # FlashAttention 3 and FlashInfer take 16-bit types alone, and so does SGLang's RMS norm outside this mode.
+        # FlashAttention 3 and FlashInfer take 16-bit types only, and so does SGLang's RMS norm outside this mode.
         arguments["--attention-backend"] = "triton"
         flags += [] if config.deterministic else ["--enable-deterministic-inference"]
     if spec.device == "cpu":
@@ -78,7 +78,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
             "--prefill-attention-backend": PREFILL_BACKEND,
             "--decode-attention-backend": DECODE_BACKEND,
         }
-        # Nothing to overlap with on one core: 15-20 % less work a token without it.
+        # On one core there is nothing to overlap: without it a token takes 15-20 % less work.
         flags.append("--disable-overlap-schedule")
         if config.deterministic:
             arguments["--chunked-prefill-size"] = "-1"  # a prompt cut in two would be computed in another order

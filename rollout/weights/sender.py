@@ -23,7 +23,6 @@ from rollout.weights.transport import (
     GroupTransport,
     SharedMemoryTransport,
     Target,
-    Transport,
     failures_of,
 )
 from rollout.wire.client import ServerInfo, SglangClient
@@ -111,7 +110,7 @@ class WeightSender:
         """
         self._request, self._checksums, self._missing = request, checksums, set(names)
         self._groups, self._device = groups, device
-        self._transport: Transport | None = None
+        self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
         self._failed_clients: list[SglangClient] = []
         self._failures: dict[str, Failure] = {}

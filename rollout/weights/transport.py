@@ -1,4 +1,5 @@
-"""How a bucket of weights gets into servers without a file: by shared memory of this machine, or by a process group.
+"""How a bucket of weights gets into paused servers without a file: by shared memory of this machine, or by a process
+group.
 
 Both use SGLang's flattened bucket: all bytes in one piece, and where each tensor lies in it.
 """
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -64,31 +65,6 @@ class Failure:
     """Whether the server said so itself, and still answers other requests."""
 
 
-class Transport(Protocol):
-    """Sends one bucket after the other to servers that are paused."""
-
-    def buffer(self, size: int) -> Tensor:
-        """uint8 [size], to be filled with the next bucket."""
-        ...
-
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
-        """Before the first bucket. {url: why} of the servers that cannot take part."""
-        ...
-
-    async def send(
-        self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
-    ) -> dict[str, Failure]:
-        """Returns when every server has loaded the bucket; {url: why} of those that have not.
-
-        `label`: the servers' new name of their weights, sent with the last bucket.
-        """
-        ...
-
-    def close(self) -> None:
-        """Frees the transport's memory or group."""
-        ...
-
-
 class SharedMemoryTransport:
     """Memory of this machine without a name in the file system, so it is freed when this process ends.
 
@@ -113,6 +89,7 @@ class SharedMemoryTransport:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, size: int) -> Tensor:
+        """uint8 [size], to be filled with the next bucket."""
         if self._memory.numel() < size:
             os.ftruncate(self._file, size)
             self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
@@ -121,11 +98,16 @@ class SharedMemoryTransport:
         return self._memory[:size]
 
     async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        """Nothing to do here; see `GroupTransport`."""
         return {}
 
     async def send(
         self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
+        """Returns when every server has loaded the bucket; {url: why} of those that have not.
+
+        `label`: the servers' new name of their weights, sent with the last bucket.
+        """
         if bucket.buffer.device.type != "cpu":
             self._memory[: bucket.buffer.numel()].copy_(bucket.buffer)
         payload = _payload(self._path, bucket)
@@ -136,6 +118,7 @@ class SharedMemoryTransport:
         return await failures_of(calls)
 
     def close(self) -> None:
+        """Frees the memory."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -232,6 +215,7 @@ class GroupTransport:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+        """Before the first bucket. {url: why} of the servers that cannot take part."""
         if self._group is not None:
             return {}
         group = {
@@ -252,6 +236,7 @@ class GroupTransport:
     async def send(
         self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
+        """As `SharedMemoryTransport.send`."""
         names = list(bucket.shapes)
         body = {
             "names": names,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.cluster.gpu_handover import GIB, DeviceMemory, GpuHandover, MemoryNotFree
+from megatron_dapo.cluster.gpu_handover import GIB, GpuHandover, GpuMemory, MemoryNotFree
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.run_config import RunConfig
 
@@ -31,7 +31,7 @@ class Gpus:
 
     async def look(self):
         free = (TOTAL - self.held_by_servers - self.trainer) * GIB
-        return [DeviceMemory(rank=rank, free=free, total=TOTAL * GIB, held=self.trainer * GIB) for rank in range(2)]
+        return [GpuMemory(rank=rank, free=free, total=TOTAL * GIB, reserved=self.trainer * GIB) for rank in range(2)]
 
 
 def with_handover(gpus, test, *, mode="colocated", deadline_s=5.0):

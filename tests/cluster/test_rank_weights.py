@@ -56,7 +56,7 @@ def peers(root: Path, *faults: tuple[str, ...]) -> Iterator[list[Started]]:
             Started(
                 process=process,
                 folder=folder,
-                target=Target(url=f"http://127.0.0.1:{(folder / 'port').read_text()}", info=ONE, starts=0),
+                target=Target(url=f"http://127.0.0.1:{(folder / 'port').read_text()}", info=ONE, restarts=0),
             )
             for process, folder in started
         ]
@@ -148,7 +148,7 @@ def test_by_group_all_fail_in_time_and_the_next_group_works(ranks, folder, tmp_p
 
 
 def test_memory_is_not_shared_with_another_machine(ranks, folder):
-    far = Target(url="http://192.0.2.1:30000", info=ONE, starts=0)
+    far = Target(url="http://192.0.2.1:30000", info=ONE, restarts=0)
     asked = SendRequest(transport="tensor", targets=(far,), label="1", deadline_s=5, backend="gloo", api_key_file=None)
     with pytest.raises(Exception, match=r"192\.0\.2\.1:30000: not on the machine of trainer rank 0"):
         ranks(2, send, folder, [asked], [ONE], BUCKET, timeout_s=60)

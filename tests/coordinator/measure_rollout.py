@@ -38,7 +38,7 @@ from tests.coordinator.scripted import scripted_prompts
 from tests.rollout import measure_decode
 from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script
 from tests.rollout.serve_scripts import served
-from tools.host_memory import begin_peak, peak_resident
+from tools.benchmarks.peak_memory import begin_peak, peak_resident
 
 STEP_S = 300.0
 """A rollout step on a GPU cluster, of which the coordinator may take a tenth of one core."""

@@ -73,11 +73,11 @@ def test_the_request_names_what_the_group_is_made_of(
 ) -> None:
     async def test() -> None:
         trainer = Recorded(use_gpu=use_gpu)
-        await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, starts=2)], "3")
+        await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, restarts=2)], "3")
         (request,) = trainer.requests
         assert (request.transport, request.backend, request.label) == ("distributed", backend, "3")
         assert (request.deadline_s, request.api_key_file) == (7.0, Path("key"))
-        assert request.targets[0].starts == 2
+        assert request.targets[0].restarts == 2
 
     asyncio.run(test())
 

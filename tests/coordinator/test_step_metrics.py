@@ -1,7 +1,15 @@
-"""Metrics of what dynamic sampling saw."""
+"""Metrics of what dynamic sampling saw, and the alarms that a step's metrics raise."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.config.monitor_config import MonitorConfig
+from megatron_dapo.coordinator import step_metrics
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
 from megatron_dapo.experience.groups import Admission
+from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
+from megatron_dapo.monitor.writer import MetricsWriter
 from tests.coordinator.test_sampler import GROUP, group
 
 
@@ -42,3 +50,23 @@ def test_the_bias_ledger_sets_what_is_trained_on_against_all_that_was_written():
 def test_tokens_are_told_by_what_became_of_them():
     metrics = _sampling_metrics(admission([group(0, 2, 30)], [group(1, GROUP, 4), group(2, 0, 100)]), wanted=1)
     assert (metrics["tokens/all_correct"], metrics["tokens/all_wrong"]) == (GROUP * 4, GROUP * 100)
+
+
+@pytest.mark.parametrize(("gap", "alarms"), [(0.2, []), (0.4, ["mismatch"]), (2.0, ["mismatch_stop"])])
+def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap, alarms):
+    noted: list[str] = []
+    metrics = {"rollout_step": 1, "optimizer_step": 4, "mismatch/mean_abs": gap}
+    monkeypatch.setattr(step_metrics, "step_metrics", lambda *_: metrics)
+    monkeypatch.setattr(step_metrics, "write_samples", lambda *_: None)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    context = SimpleNamespace(
+        config=SimpleNamespace(monitor=MonitorConfig()),
+        writer=writer,
+        health=HealthMonitor(limits=HealthLimits(mismatch_warn=0.3, mismatch_stop=0.5)),
+        run_dir=SimpleNamespace(path=tmp_path),
+        console=SimpleNamespace(note=noted.append),
+        inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
+    )
+    assert step_metrics.write_records(context, record=SimpleNamespace()) == metrics
+    writer.close()
+    assert [line.split()[1].rstrip(":") for line in noted] == alarms

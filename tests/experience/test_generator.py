@@ -98,7 +98,7 @@ def test_a_run_mixes_sources_each_with_its_verifier(tmp_path):
 
 def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):
     admission = SimpleNamespace(generated=tuple(groups(*PROMPTS)), kept=())
-    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
     write_samples(record, PROMPTS, tmp_path / "samples.jsonl", 2)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["source"], line["response"], line["other_accuracy"]) for line in lines] == [
@@ -115,7 +115,7 @@ def test_samples_hold_responses_without_a_verdict(tmp_path):
     *judged, last = group.responses
     failed = replace(last, verdict=replace(last.verdict, accuracy=False, error="timeout"))
     admission = SimpleNamespace(generated=(replace(group, responses=(*judged, failed)),), kept=())
-    record = SimpleNamespace(admission=admission, progress=SimpleNamespace(rollout_step=3))
+    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
     write_samples(record, PROMPTS[2:], tmp_path / "samples.jsonl", 1)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["response"], line["error"]) for line in lines] == [(judged[0].text, None), (last.text, "timeout")]

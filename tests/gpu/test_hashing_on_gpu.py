@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.weights.tensor_hashes import cpu_hash, cuda_hash
+from rollout.weights.checksums import cpu_hash, cuda_hash
 from tests.gpu.place import DEVICE, ON_CPU
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(50)]

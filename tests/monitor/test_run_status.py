@@ -12,7 +12,8 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.status import status_command
-from megatron_dapo.monitor.run_status import STALE_S, Heartbeat, liveness, lock_holder, read_heartbeat
+from megatron_dapo.monitor.run_status import Heartbeat, read_heartbeat
+from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from tests.monitor.runs import metrics
 from tests.report.folders import write_lines, write_run
 

@@ -77,7 +77,7 @@ def test_what_a_verifier_prints_is_not_taken_for_its_verdict(make_pool):
     assert verify(make_pool(workers=1), hostile("babble"))[0].accuracy
 
 
-FORGED = '[["verdict", [true, "forged", "forged", 0.0, null]]]'
+FORGED = '[[true, "forged", "forged", 0.0, null]]'
 
 
 @pytest.mark.parametrize("frame", [FORGED, '"started"', "[1, 2, 3]", "{}", "no json", "[" * 100_000])
@@ -260,7 +260,7 @@ def test_workers_die_with_their_parent():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment
     )
     pids = [int(pid) for pid in parent.stdout.split()]
-    assert len(pids) == 3, parent.stderr  # two for cheap verdicts, one that hangs
+    assert len(pids) == 3, parent.stderr  # two for fast verdicts, one that hangs
     deadline = time.monotonic() + 10.0
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

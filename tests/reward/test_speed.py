@@ -16,7 +16,7 @@ from tests.reward.measure_pool import (
 pytestmark = pytest.mark.slow
 
 
-def test_cheap_verdicts_per_core():
+def test_fast_verdicts_per_core():
     requests = responses(4096)
     ours = asyncio.run(pool_throughput(requests, workers=1, rounds=4))
     theirs = math_verify_throughput(requests[:100])

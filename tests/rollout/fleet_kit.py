@@ -10,7 +10,7 @@ import numpy as np
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
-from rollout.generation import Generation, GenerationRequest, SamplingParams
+from rollout.generation import Generation, GenerationRequest, SamplingParams, ServedPart
 from tests.rollout.folders import VOCABULARY
 from tests.rollout.standin import StandIn
 
@@ -42,12 +42,17 @@ def request(
 
 @asynccontextmanager
 async def fleet_of(
-    *engines: StandIn, reports: list[str] | None = None, timing: Timing = FAST, **settings: Any
+    *engines: StandIn,
+    reports: list[str] | None = None,
+    timing: Timing = FAST,
+    observe: Callable[[ServedPart], None] | None = None,
+    start_s: float = 5.0,
+    **settings: Any,
 ) -> AsyncIterator[RolloutFleet]:
     config = RolloutConfig(**({"request_deadline_s": 5.0, "fleet_deadline_s": 3.0} | settings))
     lines = [] if reports is None else reports
-    fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, timing=timing)
-    await fleet.start(5.0)
+    fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, timing=timing, observe=observe)
+    await fleet.start(start_s)
     try:
         yield fleet
     finally:

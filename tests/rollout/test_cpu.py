@@ -1,6 +1,5 @@
 """The CPU support by itself: stand-ins, sampler hash, padding, and that it stays out of everybody's way."""
 
-import itertools
 import os
 import struct
 import subprocess
@@ -9,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rollout.cpu import SWITCH, deterministic
+from rollout.cpu import SWITCH, plugin
 from rollout.cpu.shared_prompts import KNOWN, SharedPrompts, find_sharing
 
 MASK = 0xFFFFFFFF
@@ -34,7 +33,7 @@ def test_the_samplers_hash_is_murmurhash3() -> None:
     seeds = [0, 1, 42, 2**31, 2**32 + 7, 2**63 - 1]
     positions = [0, 1, 77, 40000, 2**31 - 1, 5]
     tokens = [0, 1, 199, 151935]
-    hashed = deterministic.murmur_hash32(
+    hashed = plugin.murmur_hash32(
         torch.tensor(seeds, dtype=torch.int64).to(torch.uint64), torch.tensor(positions), torch.tensor(tokens)
     )
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
@@ -45,7 +44,7 @@ def test_the_samplers_hash_is_murmurhash3() -> None:
 
 
 def test_the_hash_is_spread_evenly() -> None:
-    hashed = deterministic.murmur_hash32(torch.arange(100), torch.arange(100), torch.arange(1000)).double() / MASK
+    hashed = plugin.murmur_hash32(torch.arange(100), torch.arange(100), torch.arange(1000)).double() / MASK
     assert abs(hashed.mean().item() - 0.5) < 0.005
     assert torch.histc(hashed, 10, 0, 1).std() < 200
 
@@ -55,11 +54,11 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(rows: int) -> None:
     weight, x = torch.randn(48, 384), torch.randn(64, 384)
 
     def apply(method: object, layer: object, x: torch.Tensor, bias: object) -> torch.Tensor:
-        assert x.shape[0] >= deterministic.ROWS
+        assert x.shape[0] >= plugin.ROWS
         return torch.nn.functional.linear(x, weight)
 
-    whole = deterministic.linear_in_full_rows(apply, None, None, x)
-    part = deterministic.linear_in_full_rows(apply, None, None, x[:rows])
+    whole = plugin.linear_in_full_rows(apply, None, None, x)
+    part = plugin.linear_in_full_rows(apply, None, None, x[:rows])
     assert part.shape == (rows, 48)
     assert torch.equal(part, whole[:rows])
 
@@ -138,7 +137,7 @@ def test_the_plugin_does_nothing_in_a_process_that_our_launcher_did_not_start() 
         "import sys\n"
         "from rollout.cpu import cpu_mode, plugin\n"
         "plugin.register()\n"
-        "print(cpu_mode(), plugin.hooks_of(cpu_mode()), any(name.startswith('sglang') for name in sys.modules))\n"
+        "print(cpu_mode(), plugin.HOOKS[cpu_mode()], any(name.startswith('sglang') for name in sys.modules))\n"
     )
     assert python(code) == "off {} False"
 
@@ -307,11 +306,3 @@ def test_layers_see_shared_prompts_once_and_every_request_gets_its_rows() -> Non
     other.model = Layers()
     assert SharedPrompts(other).begin(ids, [0, 0, 0], [2, 1, 2]) is None  # of a kind that is not known
     assert SharedPrompts(model, wanted=False).begin(ids, [0, 0, 0], [2, 1, 2]) is None
-
-
-def test_every_hook_names_a_function_of_ours() -> None:
-    from rollout.cpu import plugin
-
-    for function, kind in itertools.chain(plugin.FAST_HOOKS.values(), plugin.DETERMINISTIC_HOOKS.values()):
-        assert callable(getattr(deterministic, function))
-        assert kind in ("replace", "around")

@@ -264,7 +264,7 @@ def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_p
     tensors["model.layers.2.self_attn.k_proj.bias"][5] += 1e-6
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((place.folder / "config.json").read_text())
-    member = place.fleet._members[0]
+    member = place.fleet.members[0]
 
     async def work() -> None:
         await member.client.update_weights_from_disk(tmp_path, "wrong", 60)
@@ -279,48 +279,51 @@ def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_p
     place.run(work())
 
 
-def test_a_killed_server_is_replaced_and_the_responses_are_the_same(places: dict[str, Place]) -> None:
-    place = places["qwen3"]
+async def same_after_a_kill(place: Place) -> None:
+    """With deterministic sampling the responses are those of an undisturbed server."""
     asked = requests_of(16, seed=8, tokens=200)
-
-    async def work() -> None:
-        await place.fleet.publish(place.folder, 40)
-        undisturbed = await all_of(place.fleet, asked)
-        tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-        await asyncio.sleep(0.2)
-        assert place.server.process is not None
-        os.kill(place.server.process.pid, signal.SIGKILL)
-        for first, second in zip(undisturbed, await asyncio.gather(*tasks), strict=True):
-            np.testing.assert_array_equal(first.token_ids, second.token_ids)
-            np.testing.assert_array_equal(first.log_probs, second.log_probs)
-            assert set(second.weight_versions) == {40}
-        assert place.fleet.members[0].restarts == 1
-        assert any("its process ended" in line for line in place.reports)
-
-    place.run(work())
+    await place.fleet.publish(place.folder, 40)
+    undisturbed = await all_of(place.fleet, asked)
+    tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
+    await asyncio.sleep(0.2)
+    kill(place)
+    for first, second in zip(undisturbed, await asyncio.gather(*tasks), strict=True):
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_array_equal(first.log_probs, second.log_probs)
+        assert set(second.weight_versions) == {40}
+    assert place.fleet.members[0].restarts == 1
+    assert any("its process ended" in line for line in place.reports)
 
 
-def test_what_a_killed_server_had_passed_on_is_kept(places: dict[str, Place]) -> None:
-    place = places["qwen2"]
+async def continued_after_a_kill(place: Place) -> None:
+    """What the killed server had streamed is kept: no token is drawn twice."""
     asked = requests_of(8, seed=9, tokens=200)
     asked = [replace(one, sampling=replace(one.sampling, max_new_tokens=200)) for one in asked]
     parts: list[ServedPart] = []
-
-    async def work() -> None:
-        await place.fleet.publish(place.folder, 50)
-        place.fleet._observe = parts.append
-        tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-        await asyncio.sleep(0.3)
-        assert place.server.process is not None
-        os.kill(place.server.process.pid, signal.SIGKILL)
-        answers = await asyncio.gather(*tasks)
-        place.fleet._observe = None
-        assert_log_probs(place.model, asked, answers)
-        assert {answer.token_ids.size for answer in answers} == {200}
-
-    place.run(work())
+    await place.fleet.publish(place.folder, 50)
+    place.fleet._requests.observe = parts.append
+    tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
+    await asyncio.sleep(0.3)
+    kill(place)
+    answers = await asyncio.gather(*tasks)
+    assert_log_probs(place.model, asked, answers)
+    assert {answer.token_ids.size for answer in answers} == {200}
     assert sum(part.tokens for part in parts) == 8 * 200, "a token was drawn twice"
     lost = [part for part in parts if part.finish_reason is FinishReason.ABORT]
     assert lost
     # The first token comes by itself, the others in sixteens.
     assert all(part.tokens % 16 == 1 for part in lost)
+
+
+def kill(place: Place) -> None:
+    assert place.server.process is not None
+    os.kill(place.server.process.pid, signal.SIGKILL)
+
+
+def test_killed_servers_are_replaced_and_their_responses_go_on(places: dict[str, Place]) -> None:
+    """Both at once: they start side by side."""
+
+    async def work() -> None:
+        await asyncio.gather(same_after_a_kill(places["qwen3"]), continued_after_a_kill(places["qwen2"]))
+
+    places["qwen3"].run(work())

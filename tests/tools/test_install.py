@@ -1,9 +1,10 @@
-"""`make install` on a project of tiny wheels (real pip and environments, no network), and what the real locks hold."""
+"""`make install` on a project of tiny wheels (real uv, pip and environments, no network), and what the locks hold."""
 
-import io
-import re
+import json
+import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -11,161 +12,129 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.tools.wheels import write_wheel
-from tools.install import check, installer
-from tools.install.command import InstallError
-from tools.install.installer import Installer, Place
-from tools.install.lock import installed, read_lock, unfinished
-from tools.install.pip import PipPhase, advice
-from tools.install.progress import Progress, duration
-from tools.install.state import read_state, write_state
+from tests.tools.wheels import write_check, write_wheel
+from tools.install import installer
+from tools.install.installer import STAMP, Installer, Place, exclusive
+from tools.install.lock_file import installed, read_lock, unfinished
+from tools.install.package_installer import InstallError, uv_variables
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [ROOT / "requirements" / name for name in ("py311.lock.txt", "py312.lock.txt")]
 BUILT_FOR_ONE_PYTHON = {"megatron-core", "contourpy"}
 """No version of these has wheels for both Pythons."""
+UV = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+@pytest.fixture(params=["uv", "pip"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A project whose lock asks for `torch` and `alpha`, found in a folder by pip's own configuration."""
+    if request.param == "uv" and UV is None:
+        pytest.skip("no uv on this machine")
+    monkeypatch.setattr(
+        "tools.install.package_installer.shutil.which", lambda *_, **__: UV if request.param == "uv" else None
+    )
     root, wheels = tmp_path / "project", tmp_path / "wheels"
     (root / "requirements").mkdir(parents=True)
     wheels.mkdir()
     write_wheel(wheels, "torch", "2.13.0+cpu", {"torch.py": "__version__ = '2.13.0+cpu'"})
     write_wheel(wheels, "alpha", "1.0", {"alpha/__init__.py": "", "alpha/part.py": "answer = 42"})
-    lock = "torch==2.13.0  # 192 MB\nalpha==1.0\n"
-    (root / "requirements" / f"py{sys.version_info[0]}{sys.version_info[1]}.lock.txt").write_text(lock)
-    (root / "requirements" / "cuda.lock.txt").write_text("nvidia-thing==13.0  # 400 MB\n")
+    lock = root / "requirements" / f"py{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
+    lock.write_text("torch==2.13.0\nalpha==1.0\n")
+    (root / "requirements" / "cuda.lock.txt").write_text("nvidia-thing==13.0\n")
     (root / "backend.py").write_text((Path(__file__).parent / "wheels.py").read_text())
     build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     (root / "pyproject.toml").write_text(build + '[project]\nname = "tiny-project"\nversion = "1"\n')
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setattr(check, "FOUND", ("alpha",))
-    monkeypatch.setattr(check, "IMPORTED", ("torch", "alpha.part"))
-    monkeypatch.setattr(check, "SHOWN", ("torch",))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     monkeypatch.setattr(installer, "has_gpu", lambda: False)
-    return Place(root=root, venv=tmp_path / "venv", requirements=root / "requirements")
+    check = write_check(tmp_path, FOUND=("alpha",), IMPORTED=("torch", "alpha.part"), SHOWN=("torch",))
+    monkeypatch.setattr(installer, "CHECK", check)
+    return Place(root=root, venv=tmp_path / "venv")
 
 
 def install(place: Place) -> None:
     Installer(place, torch_index="").install()
 
 
-def phases(output: str) -> list[str]:
-    """The phases that an install went through, in order."""
-    return list(dict.fromkeys(re.findall(r"^\[\d/6\] (\w+)", output, flags=re.MULTILINE)))
-
-
-def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, monkeypatch, capsys):
+def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, monkeypatch, capfd):
     install(place)
-    assert phases(capsys.readouterr().out) == list(installer.PHASES)
+    assert "torch 2.13.0+cpu" in capfd.readouterr().out.splitlines()[-1]
     assert installed(place.site).items() >= {"torch": "2.13.0+cpu", "alpha": "1.0", "tiny-project": "1"}.items()
     assert list((place.site / "alpha" / "__pycache__").glob("part.*.pyc")), "not byte-compiled"
     assert not (place.venv / "tmp").exists()
+    stamp = (place.venv / STAMP).stat()
 
-    monkeypatch.setenv("PIP_FIND_LINKS", "/nonexistent")
     install(place)
-    assert "[" not in capsys.readouterr().out, "the second install worked again"
+    assert "[" not in capfd.readouterr().out, "the second install worked again"
+    assert (place.venv / STAMP).stat() == stamp
 
-    # A changed project is installed anew without anything to download.
-    (place.root / "pyproject.toml").write_text((place.root / "pyproject.toml").read_text() + "# changed\n")
-    install(place)
-    assert phases(capsys.readouterr().out) == ["project", "check"]
-
-    # What a kill in the middle of a package leaves: files missing, pip's closing marks missing, phases open.
-    monkeypatch.setenv("PIP_FIND_LINKS", str(place.root.parent / "wheels"))
+    # What a kill in the middle of a package leaves: files missing, the closing mark missing, no `ready`.
     (place.site / "alpha" / "part.py").unlink()
     (place.site / "alpha-1.0.dist-info" / "INSTALLER").unlink()
-    state = read_state(place.venv)
-    for phase in ("packages", "bytecode", "project", "check"):
-        del state.phases[phase]
-    write_state(place.venv, state)
+    (place.venv / STAMP).write_text(json.dumps(place.stamp()))
     assert [info.name for info in unfinished(place.site)] == ["alpha-1.0.dist-info"]
     install(place)
     assert (place.site / "alpha" / "part.py").exists()
-    assert phases(capsys.readouterr().out) == ["packages", "bytecode", "project", "check"]
 
-
-def test_a_failed_download_says_so_and_what_is_installed_stays(place, monkeypatch):
-    lock = place.lock
-    lock.write_text(lock.read_text() + "beta==3.0\n")
-    with pytest.raises(InstallError, match=r"(?s)beta==3\.0.*A download failed.*goes on from here"):
+    # A lock that asks for more adds that alone; where it cannot be had, what is there stays.
+    torch = place.site / "torch.py"
+    torch.write_text("__version__ = 'kept'")
+    place.lock.write_text(place.lock.read_text() + "beta==3.0\n")
+    with pytest.raises(InstallError, match=r"(?s)ended with status.*goes on from here.*pip config list"):
         install(place)
-    assert "torch" in installed(place.site)
-    assert set(read_state(place.venv).phases) == {"environment", "torch"}
+    assert "beta" in capfd.readouterr().err
+    write_wheel(place.root.parent / "wheels", "beta", "3.0", {"beta.py": ""})
+    install(place)
+    assert installed(place.site)["beta"] == "3.0"
+    assert torch.read_text() == "__version__ = 'kept'"
 
 
-def test_a_folder_of_someone_else_is_left_alone(place):
+def test_a_folder_of_someone_else_is_left_alone_and_one_of_another_python_made_anew(place, capfd):
     place.venv.mkdir()
     (place.venv / "notes.txt").write_text("mine")
     with pytest.raises(InstallError, match="not made by `make install`"):
         install(place)
     assert [path.name for path in place.venv.iterdir()] == ["notes.txt"]
+    (place.venv / STAMP).write_text(json.dumps(place.stamp() | {"base": "/usr/bin/python2"}))
+    install(place)
+    assert "making it anew" in capfd.readouterr().out
+    assert not (place.venv / "notes.txt").exists()
+    # A package that does not work is named with its own words.
+    (place.site / "alpha" / "part.py").write_text("1 / 0")
+    (place.venv / STAMP).write_text(json.dumps(place.stamp()))
+    with pytest.raises(InstallError, match=r"alpha\.part: ZeroDivisionError: division by zero"):
+        install(place)
 
 
-@pytest.mark.parametrize(
-    ("lines", "cause"),
-    [
-        (["ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"], "full"),
-        (
-            ["ERROR: Could not find a version that satisfies the requirement x==1 (from versions: none)"],
-            "download failed",
-        ),
-        (["WARNING: Retrying after connection broken by 'ReadTimeoutError'", "ERROR: x"], "download failed"),
-        (["ERROR: ... (from versions: 0.1, 0.2)", "ERROR: No matching distribution found for sglang==0.5.17"], "glibc"),
-        (["Killed"], "status 137"),
-    ],
-)
-def test_pips_errors_become_advice(lines, cause, tmp_path):
-    text = advice(lines, 137, log=tmp_path / "install.log")
-    assert lines[-1] in text
-    assert cause in text
-    assert "install.log" in text
+def test_a_second_install_waits_for_the_first(tmp_path):
+    order = []
+    with exclusive(tmp_path / "lock"):
+        waiting = threading.Thread(target=lambda: [order.append("second") for _ in [0] if _locked(tmp_path / "lock")])
+        waiting.start()
+        waiting.join(0.3)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def _locked(path: Path) -> bool:
+    with exclusive(path):
+        return True
 
 
-def test_progress_in_a_log_is_a_line_a_second_with_the_time_left():
-    clock, stream = Clock(), io.StringIO()
-    progress = Progress("[2/6] torch", stream, clock)
-    for tick in range(31):
-        clock.now = tick / 10
-        progress.show("fetched", left_s=9 - clock.now)
-    progress.close("torch 2.13.0")
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "[2/6] torch  11% 1 s, about 8 s left  fetched"
-    assert len(lines) == 4
-    assert lines[-1] == "[2/6] torch torch 2.13.0, 3 s"
-
-
-def test_time_left_follows_the_measured_rate_and_what_pip_turns_out_to_fetch(tmp_path):
-    """100 of 192 MB in 4 s: 3.68 s more to fetch and 192/25 s to unpack. The CUDA packages join when one is fetched."""
-    clock, stream = Clock(), io.StringIO()
-    (tmp_path / "lock.txt").write_text("torch==2.13.0  # 192 MB\n")
-    (tmp_path / "cuda.txt").write_text("nvidia-thing==13.0  # 400 MB\n")
-    pins, cuda = read_lock(tmp_path / "lock.txt"), read_lock(tmp_path / "cuda.txt")
-    phase = PipPhase(pins, cuda, tmp_path, Progress("torch", stream, clock))
-    phase.line("  Downloading torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl (192 MB)")
-    phase.line("Progress 100 of 192")
-    clock.now = 4.0
-    phase.tick()
-    assert stream.getvalue().splitlines()[-1] == "torch  26% 4 s, about 11 s left  fetched 100 of 192 MB  torch"
-    phase.line("  Downloading nvidia_thing-13.0-py3-none-any.whl (400 MB)")
-    clock.now = 6.0
-    phase.tick()
-    assert "fetched 192 of 592 MB  nvidia-thing" in stream.getvalue()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (187, "3:07 min"), (3723, "1:02:03 h")])
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
+def test_uv_is_told_what_pip_was_told_and_keeps_what_it_was_told_itself():
+    config = "global.index-url='https://a/simple'\nglobal.extra-index-url='file:///b\\nfile:///c'\n:env:.no='1'\n"
+    config += "install.find-links='/wheels /more'\nglobal.cert='/ca.pem'\n"
+    told = uv_variables(config, {"PIP_INDEX_URL": "https://mine/simple", "UV_FIND_LINKS": "/own"})
+    assert told == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://mine/simple",
+        "UV_INDEX": "file:///b file:///c",
+        "SSL_CERT_FILE": "/ca.pem",
+    }
+    assert uv_variables(config, {})["UV_FIND_LINKS"] == "/wheels,/more"
+    assert "UV_DEFAULT_INDEX" not in uv_variables(config, {"UV_INDEX_URL": "https://old/simple"})
 
 
 def test_a_bad_lock_line_is_named(tmp_path):
@@ -189,21 +158,16 @@ def test_an_untried_python_is_refused_with_the_way_out(tmp_path):
 def test_both_locks_hold_the_same_versions():
     first, second = (read_lock(path) for path in LOCKS)
     assert first.keys() == second.keys()
-    different = {name for name in first if first[name].version != second[name].version}
-    assert different == BUILT_FOR_ONE_PYTHON
+    assert {name for name in first if first[name] != second[name]} == BUILT_FOR_ONE_PYTHON
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_the_locks_satisfy_what_the_project_declares(lock):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    declared = [
-        *project["project"]["dependencies"],
-        *extras["cpu"],
-        *extras["dev"],
-        *project["build-system"]["requires"],
-    ]
+    declared = [*project["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    declared += project["build-system"]["requires"]
     pins = read_lock(lock)
     for requirement in map(Requirement, declared):
-        pin = pins[requirement.name]
-        assert requirement.specifier.contains(Version(pin.version)), f"{requirement}: the lock has {pin.version}"
+        version = pins[requirement.name]
+        assert requirement.specifier.contains(Version(version)), f"{requirement}: the lock has {version}"

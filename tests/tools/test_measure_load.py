@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.measure_load import main
+from tools.benchmarks.measure_load import main
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.measure_logprob import FROM_LOGITS, rounds_of
+from tools.benchmarks.measure_logprob import FROM_LOGITS, rounds_of
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -8,7 +8,7 @@ from tests.processes import ROOT
 
 
 def test_it_prints_the_ratio_and_how_much_was_recorded():
-    call = [sys.executable, "-c", "from tools.measure_timeline import main; main(2)"]
+    call = [sys.executable, "-c", "from tools.benchmarks.measure_timeline import main; main(2)"]
     printed = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert printed.returncode == 0, printed.stderr
     ratio, passes = re.search(r"recorded / plain: ([\d.]+) .*, (\d+) passes", printed.stdout).groups()

@@ -173,19 +173,3 @@ def test_an_impossible_option_is_refused(tmp_path, capsys, options):
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert main([str(write_run(tmp_path / "one")), "--out", str(tmp_path / "no" / "report")]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path / 'no' / 'report'}")
-
-
-@pytest.mark.slow
-def test_the_actor_is_at_least_as_fast_as_a_plain_loop_and_two_ranks_report_their_efficiency(capsys):
-    """On ragged lengths, where the plain loop pads; both take turns, by CPU time."""
-    assert main(["--actor", "--only", "quickstart base, ragged", "--turns", "5", "--rounds", "1"]) == 0
-    (against,), (efficiency,) = (
-        [line for line in table.splitlines() if line.startswith("| quickstart")]
-        for table in capsys.readouterr().out.split("\n\n")
-    )
-    _, _, parameters, tokens, ours, plain, ratio, agreement, _ = against.split("|")
-    assert (parameters.strip(), tokens.strip()) == ("0.9M", "4929")
-    assert min(float(ours), float(plain)) > 0
-    assert float(ratio.split()[0]) >= 1.0
-    assert all(float(difference) < 1e-5 for difference in agreement.split(","))
-    assert all(0 < float(value) < 1.5 for value in efficiency.split("|")[2:4])

@@ -14,12 +14,12 @@ from megatron_dapo.plan.lengths import Group, Workload
 from megatron_dapo.plan.rollout import Fleet, fill_batches
 from megatron_dapo.storage.ledger import read_ledger
 from tests.ledger_check import check_ledger
-from tools.simulate_sampling import main
-from tools.simulation.engines import Speed
-from tools.simulation.figures import Conditions, measure, reference
-from tools.simulation.fleet import ModelledFleet, Prompts, useful
-from tools.simulation.policies import BatchSynchronous, FirstCompleted, Ours, TailBatching
-from tools.simulation.virtual_time import NothingLeftError, run_virtually
+from tools.benchmarks.simulate_sampling import main
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts, useful
+from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours
+from tools.benchmarks.simulation.sampling_figures import Conditions, measure, reference
+from tools.benchmarks.simulation.virtual_time import NothingLeftError, run_virtually
 
 WORKLOAD = Workload(
     mean_response=4000,
@@ -193,22 +193,6 @@ def test_ours_trains_every_useful_prompt_in_order_and_first_completed_prefers_th
     assert all(useful(group) for group in kept)
     fates = check_ledger(read_ledger(tmp_path / "ledger.jsonl"))
     assert sum(fate == "trained" for fate in fates.values()) == 6 * 32
-
-
-def test_tail_batching_runs_what_it_cut_off_in_a_round_of_its_own():
-    async def test():
-        fleet = ModelledFleet(Prompts(WORKLOAD, 1), engines=4, slots=16, speed=Speed())
-        policy, kept = TailBatching(fleet, 32, 1.5), []
-        for step in range(12):
-            kept.append(await policy.fill(step, 0))
-        return fleet, kept
-
-    fleet, kept = run_virtually(test())
-    positions = [group.position for batch in kept for group in batch]
-    assert len(positions) == len(set(positions)) == 12 * 32
-    assert fleet.aborted_tokens > 0
-    lengths = [np.mean([group.tokens for group in batch]) for batch in kept]
-    assert max(lengths) > 1.3 * np.median(lengths), "the long round"
 
 
 def test_the_table_and_the_file_hold_the_same_figures(tmp_path, capsys):

@@ -35,3 +35,15 @@ def write_source(folder: Path, name: str, version: str, files: dict[str, str]) -
 def build_editable(folder, config_settings=None, metadata_directory=None):
     """PEP 660: what pip calls for `pip install -e`."""
     return write_wheel(folder, "tiny-project", "1", {"tiny_project.py": ""})
+
+
+def write_check(folder: Path, **names) -> Path:
+    """A copy of the installer's check that looks for other modules: its constants by name."""
+    script = folder / "check.py"
+    constants = "".join(f"import_check.{name} = {value!r}\n" for name, value in names.items())
+    script.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        f"from tools.install import import_check\n{constants}"
+        "print(json.dumps(import_check.check(gpu='gpu' in sys.argv, engine='engine' in sys.argv)))\n"
+    )
+    return script

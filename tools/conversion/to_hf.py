@@ -1,6 +1,5 @@
 """Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
 
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
-from tools.conversion.runs import Strip, copy_rows, row_elements, runs_of
+from tools.conversion.progress_line import Progress
+from tools.conversion.row_runs import Strip, copy_rows, row_elements, runs_of
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.target import aside
 from tools.conversion.to_megatron import COMPANIONS, written_dtype
 from tools.conversion.workers import Counter, run_parts
-from tools.install.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def to_hf(
     source = actor_folder(source)
     base = base or base_of(source)
     hf = HFModelConfig.load(base)
-    progress = Progress("convert", sys.stderr)
+    progress = Progress("convert")
     check_files(source, workers, pool, progress)
     parameters = stored_parameters(hf)
     reader = CheckpointReader(source)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from megatron_dapo.storage.durable import replace_folder
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
-from tools.conversion.runs import Run, row_elements, runs_of
+from tools.conversion.progress_line import Progress
+from tools.conversion.row_runs import Run, row_elements, runs_of
 from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.target import aside
 from tools.conversion.workers import Counter, run_parts
-from tools.install.progress import Progress
 
 COMPANIONS = "hf"
 """Folder in the checkpoint with the model's config and tokenizer, so that it converts back by itself."""
@@ -65,7 +64,7 @@ def to_megatron(
         dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
     extra = extra_state_keys(hf)
     total = sum(math.prod(stored.shape(tensor)) for stored in parameters) * dtype.itemsize
-    progress = Progress("convert", sys.stderr)
+    progress = Progress("convert")
     with aside(target, total) as partial:
         partial.mkdir(parents=True)
         parts = [

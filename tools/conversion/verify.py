@@ -4,7 +4,6 @@ The checksums come from the files. For the logits each side is loaded by its own
 checkpointing at a given layout, and transformers.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from megatron_dapo.actor.weights.safetensors_file import bytes_of
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader
+from tools.conversion.progress_line import Progress
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.workers import DEADLINE_S, Counter, run_parts
-from tools.install.progress import Progress
 
 TEXTS = (
     "The sum of the first n odd numbers is n^2: 1 + 3 + 5 + 7 = 16.",
@@ -67,7 +66,7 @@ def verify_tensors(folder: Path, checkpoint: Path, *, dtype: torch.dtype, worker
         Part(folder=folder, checkpoint=checkpoint, parameters=own, dtype=dtype) for own in share(parameters, workers)
     ]
     total = sum(stored.elements for stored in parameters) * dtype.itemsize
-    progress = Progress("verify", sys.stderr)
+    progress = Progress("verify")
     answers = run_parts(pool, "checksums", compare_part, parts, progress, total)
     different = [name for names, _ in answers for name in names]
     if different:
@@ -116,7 +115,7 @@ def verify_logits(
     """
     hf = HFModelConfig.load(folder)
     check_layout(hf, layout)
-    progress = Progress("verify", sys.stderr)
+    progress = Progress("verify")
     [sequences] = pool.run(1, token_ids, folder, TEXTS, timeout_s=DEADLINE_S)
     largest = max(map(max, sequences))
     if largest >= hf.vocab_size:

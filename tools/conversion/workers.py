@@ -1,7 +1,6 @@
 """Runs a job on several processes while a line tells how far it is and how long it will take."""
 
 import ctypes
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.install.progress import Progress
+from tools.conversion.progress_line import Progress
 
 DEADLINE_S = 24 * 3600
 """Of one phase; a worker that fails or dies ends it at once."""
@@ -82,7 +81,7 @@ def _keep_memory() -> None:
 
 def start_workers(pool: RankPool, workers: int) -> None:
     """Start the processes ahead, so that what follows is timed and foretold without their start."""
-    progress = Progress("start", sys.stderr)
+    progress = Progress("start")
     pool.run(workers, ready, timeout_s=START_DEADLINE_S)
     progress.close(f"{workers} processes")
 
@@ -96,6 +95,4 @@ def ready(place: RankPlace) -> None:
 
 def _show(progress: Progress, title: str, counter: Counter, total: int, finished: threading.Event) -> None:
     while not finished.wait(_POLL_S):
-        done = counter.total()
-        left = progress.elapsed * (total - done) / done if done else None
-        progress.show(f"{title}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", left_s=left)
+        progress.show(title, counter.total(), total)

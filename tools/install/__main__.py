@@ -10,32 +10,18 @@ SUPPORTED = ("3.11", "3.12")
 def unsupported():
     # type: () -> str
     """The message for a Python that was not tried; names a supported one where the machine has one."""
-    mine = "%d.%d.%d" % sys.version_info[:3]  # noqa: UP031 (Python 3.5 and older must read this file)
-    lines = [
-        "Python " + mine + " (" + sys.executable + ") was not tried with these packages.",
-        "megatron-dapo runs on Python " + " and ".join(SUPPORTED) + ".",
-    ]
-    for version in reversed(SUPPORTED):
-        found = works("python" + version, version)
-        if found:
-            lines.append("This machine has one: PYTHON=" + found + " make install")
-            break
-    else:
-        lines.append("Install one of them, then name it: PYTHON=/path/to/python3.12 make install")
-    return "\n".join(lines)
-
-
-def works(command, version):
-    # type: (str, str) -> str | None
-    """Path of the interpreter that `command` starts; None when it starts none, or another version."""
-    code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
-    with open(os.devnull, "w") as nowhere:
+    way_out = "Install one of them, then name it: PYTHON=/path/to/python3.12 make install"
+    for version in SUPPORTED:
+        command = ["python" + version, "-c", "import sys; print(sys.executable)"]
         try:
-            said = subprocess.check_output([command, "-c", code], stderr=nowhere)
+            found = subprocess.check_output(command, stderr=subprocess.STDOUT).decode().strip()
         except (OSError, subprocess.CalledProcessError):
-            return None
-    running, path = said.decode().split(None, 1)
-    return path.strip() if running == version else None
+            continue
+        way_out = "This machine has one: PYTHON=" + found + " make install"
+    return (
+        "Python %d.%d.%d" % sys.version_info[:3] + " (" + sys.executable + ") was not tried with these packages.\n"  # noqa: UP031
+        "megatron-dapo runs on Python " + " and ".join(SUPPORTED) + ".\n" + way_out
+    )
 
 
 if __name__ == "__main__":

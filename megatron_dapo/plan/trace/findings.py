@@ -246,7 +246,7 @@ def _reason(place: str) -> str | None:
     return KNOWN_WAITS.get((file, rest.partition(" ")[2]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Findings:
     """All that is said about a config's traces."""
 
@@ -258,12 +258,8 @@ class Findings:
     @classmethod
     def of(cls, traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> "Findings":
         """Of the traces of one config."""
-        return cls(
-            traces=traces,
-            peaks=peaks(traces, config, hf, constants),
-            waits=loop_waits(traces),
-            disagreements=disagreements(traces),
-        )
+        found = peaks(traces, config, hf, constants)
+        return cls(traces, found, loop_waits(traces), disagreements(traces))
 
     @property
     def faults(self) -> list[str]:

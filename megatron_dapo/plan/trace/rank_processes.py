@@ -14,9 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.trace.findings import Call, RankTrace, Shard
+from megatron_dapo.plan.trace.findings import RankTrace
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 
@@ -152,7 +154,4 @@ def _run(
 
 def read_trace(file: Path) -> RankTrace:
     """What `one_rank` wrote."""
-    fields = json.loads(file.read_text())
-    calls = [Call(one[0], tuple(one[1]), *one[2:]) for one in fields.pop("calls")]
-    shards = [Shard(key, dtype, *map(tuple, blocks)) for key, dtype, *blocks in fields.pop("shards")]
-    return RankTrace(calls=calls, shards=shards, waits=[tuple(wait) for wait in fields.pop("waits")], **fields)
+    return TypeAdapter(RankTrace).validate_json(file.read_bytes())

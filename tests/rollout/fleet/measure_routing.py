@@ -1,8 +1,8 @@
 """`python -m tests.rollout.fleet.measure_routing`: which server gets which request, ours against round-robin.
 
-In virtual time, the product's balancer stands before modelled servers (tools/simulation/engines.py), one of which is
-slow. All responses of one batch are asked for at once; lengths are long-tailed. A server reads a prompt once for all
-responses that it gets of the group (prefix cache).
+In virtual time, the product's balancer stands before modelled servers
+(tools/benchmarks/simulation/modelled_engine.py), one of which is slow. All responses of one batch are asked for at
+once; lengths are long-tailed. A server reads a prompt once for all responses that it gets of the group (prefix cache).
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from statistics import fmean
 from typing import Protocol, cast
 
 from megatron_dapo.plan.lengths import Workload
-from rollout.fleet.balancer import Balancer, Member, State
-from rollout.fleet.member import Timing
+from rollout.fleet.balancer import Balancer
+from rollout.fleet.member import Member, State, Timing
 from rollout.server.engine import RemoteServer
-from tools.simulation.engines import Engine, Response, Speed
-from tools.simulation.fleet import Prompts
-from tools.simulation.virtual_time import run_virtually
+from tools.benchmarks.simulation.modelled_engine import Engine, Response, Speed
+from tools.benchmarks.simulation.modelled_fleet import Prompts
+from tools.benchmarks.simulation.virtual_time import run_virtually
 
 SERVERS, SLOTS, GROUPS, GROUP_SIZE = 16, 32, 128, 16
 SEEDS = 6
@@ -111,11 +111,11 @@ async def route(make: Callable[[list[Member], int], Router], slowness: float, se
     )
 
 
-def compare(slowness: float) -> tuple[Routed, Routed]:
-    """(ours, round-robin) on the same responses; means over `SEEDS` batches."""
+def compare(slowness: float, seeds: int = SEEDS) -> tuple[Routed, Routed]:
+    """(ours, round-robin) on the same responses; means over as many batches as `seeds`."""
 
     def mean(make: Callable[[list[Member], int], Router]) -> Routed:
-        routed = [run_virtually(route(make, slowness, seed)) for seed in range(SEEDS)]
+        routed = [run_virtually(route(make, slowness, seed)) for seed in range(seeds)]
         return Routed(**{field.name: fmean(getattr(one, field.name) for one in routed) for field in fields(Routed)})
 
     return mean(lambda members, limit: cast(Router, Balancer(members, limit))), mean(RoundRobin)

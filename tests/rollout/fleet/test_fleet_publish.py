@@ -16,7 +16,7 @@ from tests.rollout.standin import StandIn
 
 def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path]) -> None:
     async def test() -> None:
-        servers = [StandIn(seconds_a_token=0.1) for _ in range(2)]
+        servers = [StandIn(seconds_a_token=0.05) for _ in range(2)]
         async with fleet_of(*servers, max_running_requests=4) as fleet:
             await fleet.publish(folders[0], 1)
             tasks = [asyncio.ensure_future(fleet.generate(request(f"r{i}", tokens=30))) for i in range(12)]

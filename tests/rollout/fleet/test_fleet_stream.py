@@ -213,7 +213,8 @@ def test_weights_that_are_gone_are_not_served_and_the_next_ones_are(folders: lis
 def test_with_every_server_lost_a_publish_ends_by_its_deadline(folders: list[Path]) -> None:
     async def test() -> None:
         server = StandIn()
-        async with fleet_of(server, fleet_deadline_s=0.5) as fleet:
+        timing = replace(FAST, load_deadline_s=0.5)
+        async with fleet_of(server, timing=timing, start_s=1.0, fleet_deadline_s=0.5) as fleet:
             stream = FromMemory(folders[0], server)
             stream.may_write.clear()
             stream.fails = {server.url: Failure(reason="no answer", answers=False)}

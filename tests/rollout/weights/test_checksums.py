@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import WeightMismatch
-from rollout.weights import tensor_hashes
-from rollout.weights.checksums import ChecksumStream, expected_checksums, verify
-from rollout.weights.tensor_hashes import cpu_hash, cuda_hash
+from rollout.weights import checksums
+from rollout.weights.checksums import ChecksumStream, cpu_hash, cuda_hash, expected_checksums, verify
 from rollout.wire.client import ServerInfo
 from tests.rollout.folders import VOCABULARY, save_model
 
@@ -175,7 +174,7 @@ def by_the_book(words: list[int]) -> str:
 
 def test_parts_are_hashed_as_the_whole_they_make(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of odd sizes, columns of a wider matrix, blocks much smaller than a part."""
-    monkeypatch.setattr(tensor_hashes, "BLOCK_BYTES", 40_000)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 40_000)
     torch.manual_seed(3)
     columns = torch.randn(300, 200)[:, 20:113]
     for dtype in (torch.float32, torch.bfloat16):

@@ -94,8 +94,7 @@ def test_what_a_killed_server_had_passed_on_is_not_drawn_again() -> None:
     async def test() -> None:
         servers = [streaming(4, 0.02) for _ in range(2)]
         parts = []
-        async with fleet_of(*servers) as fleet:
-            fleet._observe = parts.append
+        async with fleet_of(*servers, observe=parts.append) as fleet:
             answer = asyncio.ensure_future(fleet.generate(request(tokens=40)))
             await until(lambda: sum(server.segments for server in servers) == 3)
             first = next(server for server in servers if server.running)

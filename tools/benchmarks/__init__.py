@@ -1,0 +1,1 @@
+"""What the figures in docs/measurements/ were measured with."""

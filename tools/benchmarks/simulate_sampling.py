@@ -1,0 +1,167 @@
+"""Ways to fill a batch with useful groups, compared in virtual time: tokens, wall-clock, bias, staleness.
+
+python -m tools.benchmarks.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
+
+Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
+the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
+`async` (`ahead` groups of the next batches stay in flight). simulation/modelled_engine.py states the model of a server,
+simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.plan.lengths import Workload
+from tools.benchmarks.simulation.modelled_engine import Speed
+from tools.benchmarks.simulation.modelled_fleet import Prompts
+from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours
+from tools.benchmarks.simulation.sampling_figures import Conditions, Figures, MakePolicy, Reference, measure, reference
+
+YARDSTICK = "batch-synchronous, 3x"
+"""What wall-clock is compared with."""
+
+_COLUMNS = (
+    "policy",
+    "step, s",
+    "times faster",
+    "rollout, s",
+    "slots in use",
+    "tokens, M",
+    "/ least",
+    "aborted, M",
+    "length",
+    "accuracy",
+    "stale tokens",
+    "oldest",
+)
+
+
+def policies(wanted: int, group_size: int) -> dict[str, MakePolicy]:
+    """By name."""
+
+    def ours(share: float, max_staleness: int, margin: float) -> MakePolicy:
+        sampling = DynamicSamplingConfig(max_staleness=max_staleness, margin=margin)
+        config = AlgorithmConfig(
+            prompts_per_step=wanted,
+            group_size=group_size,
+            mini_batch_responses=group_size,
+            dynamic_sampling=sampling,
+        )
+        return lambda fleet, folder: Ours(fleet, config, folder, ahead=math.ceil(share * wanted))
+
+    def batch_synchronous(factor: float) -> MakePolicy:
+        return lambda fleet, _: BatchSynchronous(fleet, wanted, factor)
+
+    def first_completed(factor: float) -> MakePolicy:
+        return lambda fleet, _: FirstCompleted(fleet, wanted, factor)
+
+    return {
+        YARDSTICK: batch_synchronous(3.0),
+        **{f"first completed, {factor:g}x, abort": first_completed(factor) for factor in (1.5, 2.0, 3.0)},
+        "ours, sync, max_staleness 0, margin 0": ours(0, 0, 0),
+        "ours, sync, max_staleness 0, margin 1": ours(0, 0, 1),
+        "ours, sync, max_staleness 1, margin 0": ours(0, 1, 0),
+        "ours, sync, max_staleness 1, margin 2": ours(0, 1, 2),
+        "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
+        "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
+        "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, a row as soon as it is known."""
+    options = _options(arguments)
+    conditions = Conditions(
+        workload=Workload(
+            mean_response=options.mean_length,
+            sigma=options.sigma,
+            difficulty_share=options.difficulty_share,
+            mean_prompt=options.mean_prompt,
+            pass_rate=options.useful,
+            longest=options.longest,
+            group_size=options.group_size,
+        ),
+        speed=Speed(fixed_s=options.fixed_s, context_s=options.context_s, prefill_s=options.prefill_s),
+        engines=options.engines,
+        slots=options.slots,
+        train_s=options.train_s,
+        sync_s=options.sync_s,
+        steps=options.steps,
+        warm_steps=options.warm_steps,
+        seed=options.seed,
+    )
+    known = reference(Prompts(conditions.workload, conditions.seed))
+    least = known.least_tokens(options.prompts)
+    print(f"{options.engines} engines x {options.slots} slots, N = {options.prompts}, G = {options.group_size}")
+    print(
+        f"P(0 < k < G) = {known.useful_share:.3f}; a group has {known.group_tokens:.0f} tokens; least tokens a batch: "
+        f"{least / 1e6:.1f} M; useful groups: length {known.useful_length:.0f}, accuracy {known.useful_accuracy:.3f}\n"
+    )
+    print(f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}", flush=True)
+    found: dict[str, Figures] = {}
+    for name, make in policies(options.prompts, options.group_size).items():
+        if options.only in name or name == YARDSTICK:
+            found[name] = measure(make, conditions)
+            print(_row(name, found[name], found[YARDSTICK], known, least), flush=True)
+    if options.json is not None:
+        tree = {
+            "conditions": dataclasses.asdict(conditions) | {"prompts": options.prompts},
+            "reference": dataclasses.asdict(known) | {"least_tokens": least},
+            "policies": {name: dataclasses.asdict(figures) for name, figures in found.items()},
+        }
+        options.json.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _row(name: str, figures: Figures, yardstick: Figures, known: Reference, least: float) -> str:
+    cells = (
+        name,
+        f"{figures.step_s:.0f}",
+        f"{yardstick.step_s / figures.step_s:.2f}",
+        f"{figures.rollout_s:.0f}",
+        f"{figures.utilisation:.2f}",
+        f"{figures.generated_tokens / 1e6:.1f}",
+        f"{figures.generated_tokens / least:.3f}",
+        f"{figures.aborted_tokens / 1e6:.1f}",
+        f"{figures.length / known.useful_length:.3f}",
+        f"{figures.accuracy / known.useful_accuracy:.3f}",
+        f"{figures.stale_share:.2f}",
+        f"{figures.max_staleness}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    speed = Speed()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=512, help="N: useful groups of a batch")
+    parser.add_argument("--group-size", type=int, default=16, help="G")
+    parser.add_argument("--engines", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=128, help="responses that one engine runs at once")
+    parser.add_argument("--useful", type=float, default=0.72, help="P(0 < k < G)")
+    parser.add_argument("--mean-length", type=float, default=5200.0, help="tokens, before any response is cut off")
+    parser.add_argument("--sigma", type=float, default=0.9, help="standard deviation of the logarithm of the length")
+    parser.add_argument("--difficulty-share", type=float, default=0.5, help="of sigma squared, between prompts")
+    parser.add_argument("--longest", type=int, default=20480, help="rollout.max_new_tokens")
+    parser.add_argument("--mean-prompt", type=float, default=200.0, help="tokens")
+    parser.add_argument("--fixed-s", type=float, default=speed.fixed_s, help="of a decode step")
+    parser.add_argument("--context-s", type=float, default=speed.context_s, help="of a decode step, a token of context")
+    parser.add_argument("--prefill-s", type=float, default=speed.prefill_s, help="a token")
+    parser.add_argument("--train-s", type=float, default=450.0, help="log-probs and updates of one batch")
+    parser.add_argument("--sync-s", type=float, default=52.0, help="new weights, servers standing still")
+    parser.add_argument("--steps", type=int, default=8, help="that count")
+    parser.add_argument("--warm-steps", type=int, default=3, help="before them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="policies with this in their name, and the first")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
