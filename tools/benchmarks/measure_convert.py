@@ -1,6 +1,6 @@
 """Speed of tools/convert_checkpoint.py beside `shutil.copy` of the same bytes.
 
-python -m tools.benchmarks.measure_convert > table.md        (docs/measurements/convert.md)
+python -m tools.benchmarks.measure_convert > table.md        (docs/measurements.md)
 
 A random model of 2.3 GiB (bfloat16) is written to a temporary folder, copied, converted to a Megatron checkpoint and
 back. These take turns, each after a sync, and the fastest of a few rounds counts, so that a ratio of two times is of
