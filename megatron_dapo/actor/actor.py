@@ -107,9 +107,8 @@ class MegatronActor:
     def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
         """Model with its weights, optimizer, reference and passes; the process groups are up."""
         from megatron_dapo.actor.model.model_chunks import build_model
-        from megatron_dapo.actor.offload import parts_at_rest
+        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
         from megatron_dapo.actor.optimizer import ActorOptimizer
-        from megatron_dapo.actor.reference_policy import ReferenceWeights
         from megatron_dapo.actor.step import ForwardBackward
         from megatron_dapo.actor.weights.hf_weights import load_hf_weights
 

@@ -5,12 +5,13 @@ buffers, their parts in parameters, master weights and gradients) is valid after
 away its tensors must not be touched: they have no memory.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn import Module
 
 from megatron_dapo.config.actor_config import OffloadConfig
 
@@ -168,3 +169,34 @@ def _copied(storage: UntypedStorage, host: list[Tensor] | None) -> list[Tensor]:
     if host is None or [len(piece) for piece in host] != [len(piece) for piece in pieces]:
         return [to_host(piece) for piece in pieces]
     return [kept.copy_(piece, non_blocking=True) for kept, piece in zip(host, pieces, strict=True)]
+
+
+class ReferenceWeights:
+    """The reference policy of the KL term: the weights that the run began with, a rank's own shard, in host memory."""
+
+    def __init__(self, chunks: Sequence[Module]) -> None:
+        """Copy the weights that `chunks` hold now."""
+        self._chunks = chunks
+        self._weights = self._copy()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The chunks hold the reference's weights inside, and their own again, bit for bit, afterwards."""
+        own = self._copy()
+        self._set(self._weights)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+
+    def _copy(self) -> list[Tensor]:
+        return [to_host(parameter) for parameter in self._parameters()]
+
+    @torch.no_grad()
+    def _set(self, weights: Sequence[Tensor]) -> None:
+        # In place: the optimizer's and the gradient buffers' views of the parameters must stay valid.
+        for parameter, weight in zip(self._parameters(), weights, strict=True):
+            parameter.copy_(weight)

@@ -21,8 +21,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_dapo.actor.model.layers import output_weight
 from megatron_dapo.actor.model.log_prob import gather_over_context, linear_token_log_probs, token_log_probs
-from megatron_dapo.actor.model.output_layer import output_weight
 from megatron_dapo.actor.model.packed_sequences import PackedSequences, packed_sequences
 from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch

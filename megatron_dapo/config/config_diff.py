@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from megatron_dapo.config.load import flatten
 from megatron_dapo.config.paper import PAPER, Stated
 from megatron_dapo.config.root import Config
 
@@ -27,15 +28,6 @@ class Departure:
 
     stated: Stated
     value: Any
-
-
-def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """{"run": {"seed": 1}} -> {"run.seed": 1}; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def flatten_config(config: Config) -> dict[str, Any]:

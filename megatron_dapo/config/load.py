@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -177,3 +177,12 @@ def _members(annotation: Any) -> Iterator[Any]:
     yield annotation
     for argument in get_args(annotation):
         yield from _members(argument)
+
+
+def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """{"run": {"seed": 1}} -> {"run.seed": 1}; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat

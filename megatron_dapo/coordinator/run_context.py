@@ -19,7 +19,7 @@ from megatron_dapo.cluster.ray_cluster import GCS, Cluster
 from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
-from megatron_dapo.config.config_diff import flatten
+from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs

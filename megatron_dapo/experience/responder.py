@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megatron_dapo.data.detokenizer import Decoder
 from megatron_dapo.data.prompts import Prompt
+from megatron_dapo.data.tokenizer import Decoder
 from reward.verdict import Verdict, VerificationRequest
 from rollout.generation import FinishReason, Generation, GenerationRequest
 

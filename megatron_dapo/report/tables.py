@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from megatron_dapo.config.config_diff import departures, differences, flatten, shown
+from megatron_dapo.config.config_diff import departures, differences, shown
+from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.statistics import Accuracy, difference, percent

@@ -24,7 +24,7 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.data.detokenizer import decoder_of
+from megatron_dapo.data.tokenizer import decoder_of
 from megatron_dapo.experience.generator import GroupGenerator
 from megatron_dapo.experience.groups import Admission
 from megatron_dapo.experience.responder import Responder

@@ -51,8 +51,8 @@ def in_a_process(*arguments: str, folders: tuple[Path, ...] = ()) -> subprocess.
 @contextmanager
 def layers_like_transformer_engines() -> Iterator[None]:
     """Norms and attention get what TransformerEngine's have besides: an extra state, empty, that refuses a pickle."""
+    from megatron_dapo.actor.model.layers import RMSNorm
     from megatron_dapo.actor.model.packed_attention import PackedAttention
-    from megatron_dapo.actor.model.rms_norm import RMSNorm
 
     def get_extra_state(self: torch.nn.Module) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)

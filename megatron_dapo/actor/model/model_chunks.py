@@ -10,8 +10,7 @@ from torch.nn.functional import silu
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.model.layer_spec import local_spec, transformer_engine_spec
-from megatron_dapo.actor.model.output_layer import HiddenStatesOutput
+from megatron_dapo.actor.model.layers import HiddenStatesOutput, local_spec, transformer_engine_spec
 from megatron_dapo.actor.model.packed_attention import Rotary
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 

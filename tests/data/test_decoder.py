@@ -5,7 +5,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dapo.data.detokenizer import ByteLevelDecoder, decoder_of
+from megatron_dapo.data.tokenizer import ByteLevelDecoder, decoder_of
 
 TEXTS = ["Die Straße ist 12 km lang – naïve café ☕ 数学 и \t\n x² ≤ 3", "So x = 42, and 7 * 6 = 42.\n\nAnswer: 42"]
 
