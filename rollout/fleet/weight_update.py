@@ -254,12 +254,16 @@ class Publisher:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _stop_drawing(self, member: Member) -> None:
-        """Pauses the server. A server that others run may hold requests that are not this fleet's, for example of a run
-        that was killed in the middle of a publish. They would stay in the paused server, and its cache with them."""
+        """Pauses the server, once it is idle: a request that is answered stays in SGLang's scheduler for up to a step
+        more, and in one that is paused for ever, so that the cache could not be flushed.
+
+        A server that others run may hold requests that are not this fleet's, for example of a run that was killed in
+        the middle of a publish.
+        """
         if not member.engine.ours:
             await member.client.resume()
             await member.client.abort(None)
-            await member.client.flush_cache()  # waits until they have ended
+        await member.client.flush_cache()  # waits until all have ended
         await member.client.pause()
 
     async def _send(self, published: Published, paused: Mapping[Member, Target]) -> Sent | None:

@@ -5,6 +5,7 @@ weights drew it and at which position.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,10 @@ INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_para
 BACKLOG = 2048
 """Connections that may wait to be accepted, as a real server's (uvicorn). Where fewer may, the kernel drops those of a
 burst, and a client that believes itself connected repeats its request for minutes."""
+
+
+LINGERS_S = 0.02
+"""An ended request stays in the scheduler after its answer, as one of an overlapped batch; a pause keeps it there."""
 
 
 class StandIn:
@@ -94,6 +99,7 @@ class StandIn:
             return
         await self.may_start.wait()
         self.released = False
+        self._leaving: set[asyncio.Task[None]] = set()
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
         app = web.Application()
@@ -200,6 +206,9 @@ class StandIn:
                         await asyncio.wait_for(aborted.wait(), self.seconds_a_token)
         finally:
             del self.running[rid]
+            leaving = asyncio.ensure_future(self._leave())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
         if reason["type"] == "abort" and self.repeats_itself:
             sent = 0
@@ -235,9 +244,19 @@ class StandIn:
         self.paused = False
         return web.json_response({})
 
+    async def _leave(self) -> None:
+        await asyncio.sleep(LINGERS_S)
+        while self.paused:
+            await asyncio.sleep(0.005)
+
     async def _flush(self, request: web.Request) -> web.Response:
         self.calls.append("flush")
-        return web.Response(status=400 if self.running else 200)
+        deadline = time.monotonic() + float(request.query["timeout"])
+        while self.running or self._leaving:
+            if time.monotonic() > deadline:
+                return web.Response(status=400)
+            await asyncio.sleep(0.005)
+        return web.Response()
 
     async def _release_memory(self, request: web.Request) -> web.Response:
         self.calls.append("release")

@@ -31,8 +31,8 @@ def test_publish_interrupts_and_every_token_has_its_version(folders: list[Path])
             assert (np.diff(answer.weight_versions) >= 0).all()
         assert sum(set(answer.weight_versions) == {1, 2} for answer in answers) == 8
         for server in servers:
-            assert server.calls[:5] == ["pause", "update 1", "flush", "resume", "generate 1"]
-            begin = server.calls.index("pause", 1)
+            assert server.calls[:6] == ["flush", "pause", "update 1", "flush", "resume", "generate 1"]
+            begin = server.calls.index("pause", 2)
             assert server.calls[begin : begin + 4] == ["pause", "update 2", "flush", "resume"]
             assert {call for call in server.calls[begin + 4 :]} == {"generate 2"}
 
@@ -69,7 +69,7 @@ def test_a_restarted_server_gets_the_newest_weights_before_it_serves(folders: li
             await server.die()
             generation = await fleet.generate(request())
             assert set(generation.weight_versions) == {7}
-            assert server.calls == ["pause", "update 7", "flush", "resume", "generate 7"]
+            assert server.calls == ["flush", "pause", "update 7", "flush", "resume", "generate 7"]
             assert server.loaded == folders[2]
 
     run(test)
