@@ -5,14 +5,17 @@ rows are taken, far less work than the tokenizer's own `decode`, and the same te
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import jinja2
 import numpy as np
 import pyarrow
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
@@ -20,6 +23,8 @@ PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template")
 """Keys of tokenizer_config.json that change nothing of what tokenizer.json says of text and ids."""
+_OTHER_TEMPLATE = re.compile(r"\b(generation|strftime_now|tools|documents)\b")
+"""What only transformers gives a chat template."""
 
 
 class TokenizerError(ValueError):
@@ -90,14 +95,17 @@ class FileTokenizer:
 
     clean_up_tokenization_spaces = False
 
-    def __init__(self, folder: Path, eos_token: str | None) -> None:
+    def __init__(self, folder: Path, named: Mapping[str, str], chat_template: str | None) -> None:
+        """`named`: {"eos_token": "</s>", ...}, which a chat template may use."""
         from tokenizers import Tokenizer
 
         self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
-        self.eos_token_id = None if eos_token is None else self.backend_tokenizer.token_to_id(eos_token)
-        self._folder = folder
+        eos = named.get("eos_token")
+        self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
+        self.chat_template = chat_template
+        self._named = named
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of `text`."""
@@ -107,38 +115,49 @@ class FileTokenizer:
         """The text of `token_ids`."""
         return self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    @cached_property
-    def _full(self) -> Any:
-        """transformers' own tokenizer, for what is in chat templates."""
-        return _load_by_transformers(self._folder)
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
+        """As transformers renders it, always to text."""
+        if self.chat_template is None:
+            raise ValueError("there is none; data.template=plain takes prompts as they are")
+        return _compiled(self.chat_template).render(
+            messages=conversation, add_generation_prompt=add_generation_prompt, **self._named
+        )
 
-    @property
-    def chat_template(self) -> str | None:
-        """The chat template of the model, if it has one."""
-        return self._full.chat_template
 
-    def apply_chat_template(self, *arguments: Any, **named: Any) -> Any:
-        """As transformers does it."""
-        return self._full.apply_chat_template(*arguments, **named)
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> jinja2.Template:
+    def fail(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = fail
+    return environment.from_string(template)
 
 
 def _load_tokenizer(folder: Path) -> Any:
     """A `FileTokenizer` where transformers would read tokenizer.json as it is too, else transformers' tokenizer."""
-    file = folder / "tokenizer_config.json"
+    file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = _read_json(file) if file.is_file() else {}
-    named = [settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None]
+    named = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
+    template = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
     if (
         settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
         and not settings.get("clean_up_tokenization_spaces")
         and set(settings) <= {*_PLAIN_SETTINGS, *_NAMED_TOKENS}
-        and all(isinstance(token, str) for token in named)
+        and all(isinstance(token, str) for token in named.values())
+        and (template is None or (isinstance(template, str) and not _OTHER_TEMPLATE.search(template)))
     ):
         try:
-            light = FileTokenizer(folder, settings.get("eos_token"))
+            light = FileTokenizer(folder, named, template)
         except Exception as error:  # the library raises bare Exception
             raise _unreadable(folder, error) from None
         added = light.backend_tokenizer.get_added_tokens_decoder().values()
-        if set(named) <= {token.content for token in added if token.special}:
+        if set(named.values()) <= {token.content for token in added if token.special}:
             return light
     return _load_by_transformers(folder)
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from megatron_dapo.data import tokenizer as tokenizer_module
@@ -57,6 +58,37 @@ def test_the_light_tokenizer_is_transformers_own(text: str) -> None:
             assert light.decode(ids, skip_special_tokens=skip) == full.decode(ids, skip_special_tokens=skip)
     chat = [{"role": "user", "content": text}]
     assert light.apply_chat_template(chat, tokenize=False) == full.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- for m in messages %}\n  {%- if loop.first %}{{ bos_token }}{% endif %}\n<|{{ m.role }}|>"
+        "\n{{ m.content | trim }}{{ eos_token }}{% endfor %}\n{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{{ messages[0]['content'] }}{{ missing }}{% set ns = namespace(n=0) %}{{ ns.n }}",
+    ],
+)
+def test_the_light_chat_template_is_transformers_own(folder, template) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    light, full = load_text_tools(folder).tokenizer, AutoTokenizer.from_pretrained(str(folder))
+    assert isinstance(light, FileTokenizer)
+    chat = [{"role": "user", "content": " <b>\u00e9 & 3 "}, {"role": "skip", "content": "x"}]
+    for prompt in (True, False):
+        rendered = light.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+        assert rendered == full.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+
+
+def test_a_template_may_refuse_a_chat(folder) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    with pytest.raises(TemplateError, match="no system"):
+        load_text_tools(folder).tokenizer.apply_chat_template([])
+
+
+@pytest.mark.parametrize("part", ["{% generation %}a{% endgeneration %}", "{{ strftime_now('%Y') }}", "{{ tools }}"])
+def test_a_template_of_more_than_text_is_transformers_to_render(folder, part) -> None:
+    (folder / "chat_template.jinja").write_text(part)
+    assert not isinstance(load_text_tools(folder).tokenizer, FileTokenizer)
 
 
 @pytest.mark.parametrize(
