@@ -206,7 +206,7 @@ class StandIn:
                         await asyncio.wait_for(aborted.wait(), self.seconds_a_token)
         finally:
             del self.running[rid]
-            leaving = asyncio.ensure_future(self._leave())
+            leaving = asyncio.ensure_future(self._linger())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
@@ -244,7 +244,7 @@ class StandIn:
         self.paused = False
         return web.json_response({})
 
-    async def _leave(self) -> None:
+    async def _linger(self) -> None:
         await asyncio.sleep(LINGERS_S)
         while self.paused:
             await asyncio.sleep(0.005)
