@@ -23,6 +23,8 @@ PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template")
 """Keys of tokenizer_config.json that change nothing of what tokenizer.json says of text and ids."""
+_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+"""What transformers reads beside tokenizer_config.json."""
 _OTHER_TEMPLATE = re.compile(r"\b(generation|strftime_now|tools|documents)\b")
 """What only transformers gives a chat template."""
 
@@ -147,6 +149,7 @@ def _load_tokenizer(folder: Path) -> Any:
     template = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
     if (
         settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        and not any((folder / name).exists() for name in _MORE_FILES)
         and not settings.get("clean_up_tokenization_spaces")
         and set(settings) <= {*_PLAIN_SETTINGS, *_NAMED_TOKENS}
         and all(isinstance(token, str) for token in named.values())

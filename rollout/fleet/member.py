@@ -44,7 +44,7 @@ class Timing:
 
     def backoff_s(self, attempt: int) -> float:
         """The pause after a failed attempt, counted from 0."""
-        return min(self.first_backoff_s * 2**attempt, self.longest_backoff_s)
+        return min(self.first_backoff_s * 2 ** min(attempt, 30), self.longest_backoff_s)
 
 
 class State(StrEnum):

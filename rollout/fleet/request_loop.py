@@ -157,11 +157,12 @@ class RequestLoop:
             try:
                 return await member.call(member.client.score(uuid.uuid4().hex, token_ids, prompt_ids.size))
             except ServerUnavailable as error:
-                problem = str(error)
+                problem = str(error) if self.publisher.interruptions == publishes else None
+                if problem is not None:
+                    member.suspect(problem)  # before the release, which gives the free place to a waiting request
             finally:
                 self.balancer.release(member)
-            if self.publisher.interruptions == publishes:
-                member.suspect(problem)
+            if problem is not None:
                 failures += 1
                 await self._after_failure("score", failures, problem)
 

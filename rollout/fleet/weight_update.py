@@ -306,9 +306,13 @@ class Publisher:
     async def _load(self, member: Member, published: Published, folder: Path) -> None:
         """The server reads the folder; the checksums it must have are computed meanwhile."""
         assert member.info is not None
-        load = member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
-        with member.busy():
-            await asyncio.gather(load, published.checksums(member.info))
+        computing = asyncio.ensure_future(published.checksums(member.info))
+        try:
+            with member.busy():
+                await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+            await computing
+        finally:
+            computing.cancel()
 
     async def _verify_and_resume(self, member: Member, published: Published, deadline_s: float) -> int:
         """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""

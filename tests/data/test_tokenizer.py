@@ -91,6 +91,11 @@ def test_a_template_of_more_than_text_is_transformers_to_render(folder, part) ->
     assert not isinstance(load_text_tools(folder).tokenizer, FileTokenizer)
 
 
+def test_a_map_of_special_tokens_is_transformers_to_read(folder) -> None:
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<unk>"}')
+    assert not isinstance(load_text_tools(folder, [0, 1, 2, 3]).tokenizer, FileTokenizer)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

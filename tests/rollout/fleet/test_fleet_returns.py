@@ -108,3 +108,10 @@ def test_servers_restart_side_by_side_and_memory_is_left_when_none_starts() -> N
             assert time.monotonic() - began < 5
 
     run(test)
+
+
+def test_a_server_that_never_starts_is_tried_for_ever() -> None:
+    pauses = [FAST.backoff_s(attempt) for attempt in (0, 1, 2, 5000)]
+    assert pauses[0] == FAST.first_backoff_s
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == FAST.longest_backoff_s
