@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.actor.gloo import RankPlace
+from tests.actor.stream_layout import local_rows, padded_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
     """(input ids [1, t] of this rank, packed sequence params) of one packed micro-batch."""
     from megatron.core import parallel_state
 
-    from megatron_dapo.actor.model.packed_sequences import local_rows, packed_sequences, padded_lengths
+    from megatron_dapo.actor.model.packed_sequences import packed_sequences
 
     layout = built.actor.layout
     lengths = padded_lengths(
@@ -94,8 +95,6 @@ def logits_of(
 def _logits(built: Built, micro_batches: list) -> list[PartialLogits]:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_dapo.actor.model.packed_sequences import local_rows
 
     def forward_step(batches: Iterator, chunk: torch.nn.Module):
         ids, packed = next(batches)

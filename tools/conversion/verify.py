@@ -19,7 +19,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_cod
 from megatron_dapo.actor.device import prepare, process_groups
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.model.model_chunks import build_model
-from megatron_dapo.actor.model.packed_sequences import packed_sequences, padded_lengths
+from megatron_dapo.actor.model.packed_sequences import packed_sequences
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.actor.weights.safetensors_file import bytes_of
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
@@ -197,8 +197,7 @@ def megatron_logits(
 
     def forward_step(batches: Iterator, model: torch.nn.Module) -> tuple:
         ids = next(batches)
-        lengths = padded_lengths([ids.shape[1]], context_parallel=1, tensor_parallel=1)
-        packed = packed_sequences(lengths, context_parallel=1, context_rank=0, device=device.device)
+        packed = packed_sequences([ids.shape[1]], context_parallel=1, context_rank=0, device=device.device)
         return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), lambda output, **_: output[0]
 
     with torch.no_grad():

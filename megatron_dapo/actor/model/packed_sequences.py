@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_dapo.actor.packing import zigzag_positions
 
 # A bucket holds sequences of at least this share of its longest, or at most this many tokens shorter: below that a
 # call's overhead costs more than the padding.
@@ -84,7 +87,7 @@ def packed_sequences(
 ) -> PackedSequences:
     """What `GPTModel.forward(..., packed_seq_params=...)` takes for a stream of sequences of these padded lengths.
 
-    Lengths are those of the whole sequences, padding included. The stream's rules are those of `padded_lengths`.
+    Lengths are those of the whole sequences, with their padding to a multiple of 2*CP (of 1 without CP).
     """
     ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(padded_lengths)
@@ -101,38 +104,11 @@ def packed_sequences(
     )
 
 
-def padded_lengths(lengths: Sequence[int], *, context_parallel: int, tensor_parallel: int) -> list[int]:
-    """Lengths with the padding that a layout needs.
-
-    Context parallelism cuts each sequence into 2*CP equal chunks; sequence parallelism cuts a rank's stream into TP
-    parts, for which the last sequence is padded further. (padded_lengths([5, 6], context_parallel=2,
-    tensor_parallel=2) is [8, 8].)
-    """
-    chunks = 2 * context_parallel if context_parallel > 1 else 1
-    padded = [_round_up(length, chunks) for length in lengths]
-    total = sum(padded)
-    padded[-1] += _round_up(total, chunks * tensor_parallel) - total
-    return padded
-
-
-def local_rows(padded_lengths: Sequence[int], *, context_parallel: int, context_rank: int) -> torch.Tensor:
-    """[t] rows of the whole stream [T] that this context-parallel rank holds, in its order."""
-    rows, start = [], 0
-    for length in padded_lengths:
-        rows.append(start + _local_positions(length, context_parallel, context_rank))
-        start += length
-    return torch.cat(rows)
-
-
 def _local_positions(length: int, context_parallel: int, context_rank: int) -> torch.Tensor:
+    """[length / CP] positions of one sequence that a context-parallel rank holds, in its order."""
     if context_parallel == 1:
         return torch.arange(length)
-    chunks = torch.arange(length).view(2 * context_parallel, -1)
-    return torch.cat([chunks[context_rank], chunks[2 * context_parallel - 1 - context_rank]])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return torch.from_numpy(zigzag_positions(np.array([length]), context_parallel, context_rank))
 
 
 def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -> AttentionPlan:

@@ -6,6 +6,7 @@ import torch
 
 from tests.actor.gloo import RankPlace
 from tests.actor.ranks import build, micro_batch
+from tests.actor.stream_layout import local_rows
 from tests.actor.tiny import load_reference, random_sequences, save_tiny
 
 # The second is longer than an attention bucket, and short ones stand around it.
@@ -39,7 +40,6 @@ def gradients(place: RankPlace, folder, layout: dict, recompute: str) -> dict[st
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_dapo.actor.model.packed_sequences import local_rows
     from megatron_dapo.actor.weights.hf_weights import hf_tensors
 
     config = built.chunks[0].config
