@@ -1,4 +1,4 @@
-"""`run.mode: async` with its real parts: the servers write ahead while the actor trains; killed and resumed."""
+"""`run.mode: async` with its real parts: the servers write ahead while the actor trains; stopped and resumed."""
 
 import signal
 from pathlib import Path
@@ -27,15 +27,17 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
-    """A run that was killed by SIGKILL in its second step or later, and went on from its newest checkpoint."""
+    """A run that was stopped by Ctrl-C in its second step or later, and went on from what it had saved by then."""
     run_dir = tmp_path_factory.mktemp("async") / "run"
-    running = start(run_dir, *ASYNC)
+    at_the_end = ("run.checkpoint_every=0",)
+    running = start(run_dir, *ASYNC, *at_the_end)
     running.wait_for(f"step 1/{STEPS}", 240)
-    running.signal(signal.SIGKILL)
-    killed = running.finish(60)
-    assert killed.code == -signal.SIGKILL
-    assert killed.left_behind == ()
-    finished = start(run_dir, *ASYNC, "run.resume=true").finish(300)
+    running.signal(signal.SIGINT, group=True)
+    stopped = running.finish(120)
+    assert stopped.code == ExitCode.CONTINUE, stopped.output
+    assert stopped.left_behind == ()
+    assert (run_dir / "checkpoints" / "latest").read_text().strip().startswith("step_"), "what was reached is saved"
+    finished = start(run_dir, *ASYNC, *at_the_end, "run.resume=true").finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir

@@ -122,6 +122,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_mixture_trains_every_source(tmp_path):
     """Two rollout steps with real parts: no source is all right or all wrong, and no verdict fails."""
