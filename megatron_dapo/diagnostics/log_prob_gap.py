@@ -120,7 +120,13 @@ async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.nd
             drawing = asyncio.gather(*map(fleet.generate, asked))
             drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
             pairs = [(ids, generation.token_ids) for ids, generation in zip(request.prompts, drawn, strict=True)]
-            scoring = asyncio.gather(*itertools.starmap(fleet.score, pairs))
+            client = fleet.members[0].client
+            scoring = asyncio.gather(
+                *(
+                    client.score(f"bisect-score-{at}.", np.concatenate(pair).astype(np.int32), pair[0].size)
+                    for at, pair in enumerate(pairs)
+                )
+            )
             scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
     responses = Responses(
         token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),

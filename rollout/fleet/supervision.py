@@ -5,7 +5,9 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from rollout.config import RolloutConfig
 from rollout.errors import (
     AccessDenied,
     FleetLost,
@@ -28,33 +30,23 @@ LATE_FACTOR = 2.0
 """The last servers may take so many times as long as enough servers took to start."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """One task per server, and one that watches over all of them."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        balancer: Balancer,
-        publisher: Publisher,
-        gpu_memory: GpuMemory,
-        *,
-        timing: Timing,
-        start_deadline_s: float,
-        fleet_deadline_s: float,
-        report: Callable[[str], None],
-        check: Callable[[Member], None],
-    ) -> None:
-        """`check`: raises ServerUnfit for a server that answers, but that the run cannot use."""
-        self.members = members
-        self.balancer = balancer
-        self.publisher = publisher
-        self.gpu_memory = gpu_memory
-        self.timing = timing
-        self.start_deadline_s = start_deadline_s
-        self.fleet_deadline_s = fleet_deadline_s
-        self.report = report
-        self.check = check
-        self._tasks: list[asyncio.Task[None]] = []
+    config: RolloutConfig
+    timing: Timing
+    balancer: Balancer
+    publisher: Publisher
+    gpu_memory: GpuMemory
+    report: Callable[[str], None]
+    start_deadline_s: float
+    """For a server's first start, and for each later one."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self.balancer.members
 
     def watch(self) -> None:
         """Begins to watch the servers, once they are started."""
@@ -67,7 +59,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def start_all(self, deadline_s: float) -> None:
+    async def start_all(self) -> None:
         """Starts all servers and returns when they are READY, or enough of them. The rest failed or takes far longer
         than the others: it is DOWN then, and brought up like a server that is lost later.
 
@@ -76,8 +68,8 @@ class Supervisor:
         """
 
         async def begin(member: Member) -> None:
-            await self._start(member, deadline_s)
-            self.check(member)
+            await self._start(member)
+            self._check(member)
             member.enter(State.READY)
 
         began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
@@ -121,37 +113,36 @@ class Supervisor:
             if deadline is None and len(pending) + len(problems) <= may_miss:
                 deadline = began + LATE_FACTOR * (time.monotonic() - began)
 
-    async def _start(self, member: Member, deadline_s: float) -> None:
+    async def _start(self, member: Member) -> None:
         """Starts a server and returns when it is ready. A server that ends meanwhile is started once more; one that is
         killed is started again until the deadline.
 
         Raises:
-            ServerStartError: as `_wait_ready`.
+            As `_wait_ready`.
         """
-        began, ended = time.monotonic(), 0
+        deadline, ended = time.monotonic() + self.start_deadline_s, 0
         await member.engine.start()
         while True:
             try:
-                return await self._wait_ready(member, deadline_s, began)
+                return await self._wait_ready(member, deadline)
             except ServerEnded as error:
                 ended += not member.engine.killed()
-                if ended > 1 or time.monotonic() - began > deadline_s:
+                if ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
             await asyncio.sleep(self.timing.first_backoff_s)
             await member.forget_client()
             await member.engine.restart()
 
-    async def _wait_ready(self, member: Member, deadline_s: float, began: float | None = None) -> None:
+    async def _wait_ready(self, member: Member, deadline: float) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
 
         Args:
-            began: when the `deadline_s` began (time.monotonic); None: now.
+            deadline: `start_deadline_s` after its start (time.monotonic).
 
         Raises:
             ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
         """
-        deadline = (time.monotonic() if began is None else began) + deadline_s
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
@@ -171,9 +162,26 @@ class Supervisor:
                 problem = str(error)
             if time.monotonic() > deadline:
                 raise ServerStartError(
-                    f"{member.url}: not ready within {deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
+                    f"{member.url}: not ready within {self.start_deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
                 )
             await asyncio.sleep(_POLL_S)
+
+    def _check(self, member: Member) -> None:
+        """
+        Raises:
+            ServerUnfit: the server answers, but the run cannot use it.
+        """
+        assert member.info is not None
+        if self.config.deterministic and not member.info.deterministic:
+            raise ServerUnfit(
+                f"{member.url}: rollout.deterministic is set, but this server runs without "
+                "--enable-deterministic-inference and would ignore the seeds"
+            )
+        if member.info.altered:
+            raise ServerUnfit(
+                f"{member.url}: it runs with {member.info.altered}, so that its weights are not those it is given and "
+                "no publish could be verified; start it without"
+            )
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -252,8 +260,8 @@ class Supervisor:
             async with self.gpu_memory.server_start():
                 await member.engine.restart()
         member.enter(State.STARTING, member.reason)
-        await self._wait_ready(member, self.start_deadline_s)
-        self.check(member)
+        await self._wait_ready(member, time.monotonic() + self.start_deadline_s)
+        self._check(member)
         if not member.engine.ours:
             # It was not restarted: its device may still wait in a broken process group, although its processes answer.
             with member.busy():
@@ -272,6 +280,7 @@ class Supervisor:
     async def _watch_fleet(self) -> None:
         """Reports while no server serves. Ends the waits of requests once that lasts longer than `fleet_deadline_s` and
         no first restart is under way."""
+        deadline_s = self.config.fleet_deadline_s
         down_since = reported = None
         while True:
             await asyncio.sleep(_POLL_S)
@@ -284,14 +293,14 @@ class Supervisor:
             if reported is None or now - reported > self.timing.report_interval_s:
                 reported = now
                 self.report(
-                    f"all servers are down for {now - down_since:.0f} s (of {self.fleet_deadline_s:g} s); "
+                    f"all servers are down for {now - down_since:.0f} s (of {deadline_s:g} s); "
                     f"{self.balancer.waiting} requests wait for {states}"
                 )
             restarting = any(member.restart_deadline >= now for member in self.members)
-            if now - down_since > self.fleet_deadline_s and not restarting:
+            if now - down_since > deadline_s and not restarting:
                 self.balancer.refuse(
                     FleetLost(
-                        f"all servers are down for longer than rollout.fleet_deadline_s = {self.fleet_deadline_s:g}; "
+                        f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}; "
                         f"last words:\n{describe(self.members)}"
                     )
                 )

@@ -84,7 +84,7 @@ async def publish_twice(
         report = await fleet.publish_stream(stream, version)
         assert report.by_disk == {}, report.by_disk
         assert stream.written == 0
-        assert report.servers[0].tensors > 6, "every checksum was compared"
+        assert min(report.servers.values()) > 6, "every checksum was compared"
         assert stream.sent is not None
         seconds.append(stream.sent.seconds)
     assert stream is not None

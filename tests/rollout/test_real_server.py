@@ -6,6 +6,7 @@ Two servers start once for the module: a deterministic Qwen3 and a fast Qwen2 (t
 import asyncio
 import os
 import signal
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -113,10 +114,11 @@ def test_score_is_the_models_opinion_of_a_given_response(places: dict[str, Place
     place, draw = places[kind], np.random.default_rng(5)
 
     async def work() -> None:
+        client = place.fleet.members[0].client
         for prompt_size, size in ((1, 1), (7, 30), (200, 100)):
             prompt, response = (draw.integers(0, VOCABULARY, n).astype(np.int32) for n in (prompt_size, size))
             for _ in range(2):  # the second time from the prefix cache
-                scores = await place.fleet.score(prompt, response)
+                scores = await client.score(uuid.uuid4().hex, np.concatenate([prompt, response]), prompt_size)
                 np.testing.assert_allclose(scores, reference(place.model, prompt, response), atol=1e-4, rtol=0)
 
     place.run(work())
@@ -211,7 +213,7 @@ def test_published_weights_serve_and_their_checksums_agree(places: dict[str, Pla
     async def work() -> None:
         before = await all_of(place.fleet, asked)
         report = await place.fleet.publish(tmp_path / "new", 5)
-        assert report.servers[0].tensors == {"qwen3": 35, "qwen2": 30}[kind]
+        assert list(report.servers.values()) == [{"qwen3": 35, "qwen2": 30}[kind]]
         after = await all_of(place.fleet, asked)
         assert {version for answer in after for version in answer.weight_versions} == {5}
         assert_log_probs(changed, asked, after)
@@ -241,9 +243,8 @@ def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: 
         await place.fleet.publish(place.folder, 20)
         tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
         await asyncio.sleep(0.3)
-        report = await place.fleet.publish(tmp_path / "new", 21)
+        await place.fleet.publish(tmp_path / "new", 21)
         answers = await asyncio.gather(*tasks)
-        assert report.interrupted == 8
         for one, answer in zip(asked, answers, strict=True):
             assert answer.token_ids.size == 300
             assert set(answer.weight_versions) <= {20, 21}
@@ -252,6 +253,7 @@ def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: 
             for mask, model in ((old, place.model), (~old, changed)):
                 expected = reference(model, one.prompt_ids, answer.token_ids)
                 np.testing.assert_allclose(answer.log_probs[mask], expected[mask], atol=1e-4, rtol=0)
+        assert all(answer.weight_versions[-1] == 21 for answer in answers)
         assert any(len(set(answer.weight_versions)) == 2 for answer in answers)
         await place.fleet.publish(place.folder, 22)
 
