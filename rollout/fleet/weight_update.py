@@ -278,7 +278,8 @@ class Publisher:
         computing = asyncio.ensure_future(published.checksums(member.info))
         try:
             with member.busy():
-                await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+                body = {"model_path": str(folder)}
+                await member.client.update_weights("disk", body, published.label, self.timing.load_deadline_s)
             await computing
         finally:
             computing.cancel()

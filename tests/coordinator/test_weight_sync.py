@@ -162,7 +162,7 @@ def test_a_planted_wrong_tensor_is_named(place: Place, tmp_path: Path, transport
         await place.all_ready()
         stream = Planted(run_ranks, folder, transport)
         member = place.fleet.members[0]
-        stream.wrong = lambda: member.client.update_weights_from_disk(wrong, "wrong", 60)
+        stream.wrong = lambda: member.client.update_weights("disk", {"model_path": str(wrong)}, "wrong", 60)
         with pytest.raises(WeightMismatch, match=PLANTED.replace(".", r"\.")) as caught:
             await place.publish(stream)
         assert len(caught.value.problems) == 1

@@ -21,9 +21,8 @@ from rollout.errors import ServerRefused, WeightMismatch
 from rollout.generation import FinishReason, GenerationRequest, SamplingParams, ServedPart
 from rollout.server.api_key import read_key
 from rollout.weights.checksums import expected_checksums, verify
-from rollout.wire.array_frames import MEDIA_TYPE
 from rollout.wire.client import SglangClient
-from rollout.wire.reply import Reply
+from rollout.wire.reply import MEDIA_TYPE, Reply
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     SHAPES,
@@ -169,8 +168,8 @@ def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, mon
             await ask("too long", np.zeros(CONTEXT + 1, np.int32))
         with monkeypatch.context() as patch:
             read = Mock(side_effect=AssertionError("not asked for"))
-            patch.setattr("rollout.wire.client._FRAMES", {})
-            patch.setattr("rollout.wire.client.array_frames.read_frame", read)
+            patch.setattr("rollout.wire.client._FRAMES", {"Content-Type": "application/json"})
+            patch.setattr("rollout.wire.reply.read_frame", read)
             replies.append(await ask("json", one.prompt_ids))
             with pytest.raises(ServerRefused, match="longer than") as other:
                 await ask("too long", np.zeros(CONTEXT + 1, np.int32))
@@ -269,7 +268,7 @@ def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_p
     member = place.fleet.members[0]
 
     async def work() -> None:
-        await member.client.update_weights_from_disk(tmp_path, "wrong", 60)
+        await member.client.update_weights("disk", {"model_path": str(tmp_path)}, "wrong", 60)
         assert member.info is not None
         expected = expected_checksums(place.folder, member.info)
         with pytest.raises(WeightMismatch) as caught:
