@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from rollout import cpu
-from rollout.server.parent_death import end_with
+from rollout.server import end_with
 
 PARENT = "ROLLOUT_SERVER_PARENT"
 """Environment variable: id of the process whose end also ends this one. Not set when a person starts the server."""
