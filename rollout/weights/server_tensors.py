@@ -24,7 +24,7 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-_ALWAYS = (
+_EACH = (
     "self_attn.o_proj.weight",
     "mlp.down_proj.weight",
     "input_layernorm.weight",
@@ -106,7 +106,7 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
                     sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
                     if kind == "weight" or sources[0] in names:
                         yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, layout)
-            for name in (*_ALWAYS, *(name for name in _OPTIONAL if prefix + name in names)):
+            for name in (*_EACH, *(name for name in _OPTIONAL if prefix + name in names)):
                 yield ServerTensor(rank, prefix + name, (prefix + name,), layout)
         for name in whole:
             yield ServerTensor(rank, name, (name,), layout)
