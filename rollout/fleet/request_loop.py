@@ -254,12 +254,15 @@ class RequestLoop:
         return reply
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
-        bias = request.sampling.logit_bias or {}
-        largest = max(int(request.prompt_ids.max()), *request.sampling.stop_token_ids, *bias, 0)
-        if largest >= self.vocab_size:
+        if request.prompt_ids.size == 0:
+            raise ValueError(f"request {request.request_id}: the prompt is empty; give at least one token")
+        others = [*request.sampling.stop_token_ids, *(request.sampling.logit_bias or ())]
+        ids = np.append(request.prompt_ids, np.array(others, np.int64))
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
             raise ValueError(
-                f"request {request.request_id}: token id {largest} is outside the vocabulary of {self.vocab_size}; "
-                "a server would crash on it. Do tokenizer and model belong together?"
+                f"request {request.request_id}: token id {outside[0]} is outside the vocabulary of "
+                f"{self.vocab_size}; a server would crash on it. Do tokenizer and model belong together?"
             )
 
     async def _after_failure(self, request_id: str, failures: int, problem: str) -> None:

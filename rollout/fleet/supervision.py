@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.config import RolloutConfig
@@ -27,7 +27,7 @@ _POLL_S = 0.25
 SERVERS_PER_MISSING = 10
 """A fleet starts without one server of so many. A smaller fleet needs all."""
 LATE_FACTOR = 2.0
-"""The last servers may take so many times as long as enough servers took to start."""
+"""The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
 
 
 @dataclass(eq=False)
@@ -75,15 +75,27 @@ class Supervisor:
         began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
         tasks = {asyncio.ensure_future(begin(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
+        pending, patience_s = set(tasks), None
         try:
-            await self._until_enough(tasks, problems, may_miss)
+            while pending and len(problems) <= may_miss:
+                done, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    error = task.exception()
+                    if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
+                        problems[tasks[task]] = error
+                    elif error is not None:
+                        raise error
+                if patience_s is None and len(pending) + len(problems) <= may_miss:
+                    patience_s = (LATE_FACTOR - 1) * (time.monotonic() - began)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         missing = [member for member in self.members if member.state is not State.READY]
         if len(missing) > may_miss:
-            text = "\n".join(str(problem) for problem in problems.values())
+            text = "\n".join(map(str, problems.values()))
             others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
             raise ServerStartError(f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}")
         for member in missing:
@@ -92,26 +104,6 @@ class Supervisor:
             member.enter(State.DOWN, str(problems.get(member, late)).splitlines()[0])
         if missing:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
-
-    async def _until_enough(
-        self, tasks: Mapping[asyncio.Task[None], Member], problems: dict[Member, ServerStartError], may_miss: int
-    ) -> None:
-        """Returns when all `tasks` have ended, when more than `may_miss` failed, or when all but so many are ready and
-        the others take too long. Notes the failed ones in `problems`; raises any other error."""
-        began, pending, deadline = time.monotonic(), set(tasks), None
-        while pending:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
-                    problems[tasks[task]] = error
-                elif error is not None:
-                    raise error
-            if not done or len(problems) > may_miss:
-                return
-            if deadline is None and len(pending) + len(problems) <= may_miss:
-                deadline = began + LATE_FACTOR * (time.monotonic() - began)
 
     async def _start(self, member: Member) -> None:
         """Starts a server and returns when it is ready. A server that ends meanwhile is started once more; one that is

@@ -66,10 +66,6 @@ class Engine(Protocol):
         """Ends what is left of it and begins a new start."""
         return None
 
-    def kill(self) -> None:
-        """Ends it at once, with all of its processes."""
-        return None
-
     async def close(self) -> None:
         """Ends it in order."""
         return None

@@ -139,9 +139,6 @@ class StandIn:
         await self.die()
         await self.start()
 
-    def kill(self) -> None:
-        raise NotImplementedError
-
     async def close(self) -> None:
         self.closed = True
         await self.die()

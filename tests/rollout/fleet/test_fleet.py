@@ -96,8 +96,11 @@ def test_token_ids_outside_the_vocabulary_reach_no_server() -> None:
     async def test() -> None:
         server = StandIn()
         async with fleet_of(server) as fleet:
-            with pytest.raises(ValueError, match=f"{VOCABULARY} is outside the vocabulary"):
-                await fleet.generate(request(prompt=(3, VOCABULARY)))
+            for wrong in (VOCABULARY, -1):
+                with pytest.raises(ValueError, match=f"{wrong} is outside the vocabulary"):
+                    await fleet.generate(request(prompt=(3, wrong)))
+            with pytest.raises(ValueError, match="prompt is empty"):
+                await fleet.generate(request(prompt=()))
         assert server.prompts == []
 
     run(test)
