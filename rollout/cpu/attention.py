@@ -107,7 +107,6 @@ class BatchedAttention(TorchNativeAttnBackend):
             most = max(1, min(MASK_ELEMENTS // (queries * keys), KEY_ELEMENTS // (keys * self.key_width)))
             for begin in range(0, len(members), most):
                 chosen = members[begin : begin + most]
-                whole = len(chosen) == len(lengths)
                 index = torch.tensor(chosen)
                 total, count = torch.tensor([lengths[i] for i in chosen]), torch.tensor([new[i] for i in chosen])
                 query = torch.arange(queries)
@@ -119,15 +118,14 @@ class BatchedAttention(TorchNativeAttnBackend):
                 if queries > 1:
                     real = query < count[:, None]  # [B, Q]
                     rows, places = (starts[index][:, None] + query)[real], real.view(-1).nonzero().view(-1)
-                elif whole:
+                elif len(chosen) == len(lengths):
                     rows = None
-                request = requests if whole else requests[index]
                 groups.append(
                     Group(
                         size=len(chosen),
                         queries=queries,
                         keys=keys,
-                        slots=table[request, :keys].long().view(-1),
+                        slots=table[requests[index], :keys].long().view(-1),
                         bias=bias[:, None],
                         rows=rows,
                         places=places,

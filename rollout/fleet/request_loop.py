@@ -46,12 +46,8 @@ class Response:
         return np.concatenate([self.request.prompt_ids, *(reply.token_ids for reply, _ in self.parts)])
 
     @property
-    def tokens(self) -> int:
-        return sum(reply.token_ids.size for reply, _ in self.parts)
-
-    @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - self.tokens
+        return self.request.sampling.max_new_tokens - sum(reply.token_ids.size for reply, _ in self.parts)
 
     @property
     def complete(self) -> bool:

@@ -21,6 +21,7 @@ from rollout.fleet.balancer import Balancer
 from rollout.fleet.gpu_memory import GpuMemory
 from rollout.fleet.member import Member, State, Timing, describe
 from rollout.fleet.weight_update import Publisher
+from rollout.wire.client import ServerInfo
 
 _POLL_S = 0.25
 
@@ -69,7 +70,6 @@ class Supervisor:
 
         async def begin(member: Member) -> None:
             await self._start(member)
-            self._check(member)
             member.enter(State.READY)
 
         began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
@@ -134,6 +134,7 @@ class Supervisor:
 
         Raises:
             ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
+            ServerUnfit: it answers, but the run cannot use it.
         """
         problem = "no answer yet"
         while True:
@@ -145,7 +146,7 @@ class Supervisor:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
-                return
+                return self._check(member, member.info)
             except AccessDenied as error:  # a restart would not change it
                 raise ServerUnfit(
                     f"{error}\nrollout.api_key_file names the file with the key that it asks for"
@@ -158,21 +159,16 @@ class Supervisor:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _check(self, member: Member) -> None:
-        """
-        Raises:
-            ServerUnfit: the server answers, but the run cannot use it.
-        """
-        assert member.info is not None
-        if self.config.deterministic and not member.info.deterministic:
+    def _check(self, member: Member, info: ServerInfo) -> None:
+        if self.config.deterministic and not info.deterministic:
             raise ServerUnfit(
                 f"{member.url}: rollout.deterministic is set, but this server runs without "
                 "--enable-deterministic-inference and would ignore the seeds"
             )
-        if member.info.altered:
+        if info.altered:
             raise ServerUnfit(
-                f"{member.url}: it runs with {member.info.altered}, so that its weights are not those it is given and "
-                "no publish could be verified; start it without"
+                f"{member.url}: it runs with {info.altered}, so that its weights are not those it is given and no "
+                "publish could be verified; start it without"
             )
 
     async def _watch(self, member: Member) -> None:
@@ -253,7 +249,6 @@ class Supervisor:
                 await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self._wait_ready(member, time.monotonic() + self.start_deadline_s)
-        self._check(member)
         if not member.engine.ours:
             # It was not restarted: its device may still wait in a broken process group, although its processes answer.
             with member.busy():

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
 
     server_args = prepare_server_args(list(arguments))
     if KEY_FILE in os.environ:
-        from rollout.server.api_key import read_key
+        from rollout.server.server_command import read_key
 
         # Not as an argument: SGLang would turn it into plain text and print it. Its settings are read-only by now.
         object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from rollout.server.api_key import read_key
+from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.transport import (
     Failure,

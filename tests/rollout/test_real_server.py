@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.errors import ServerRefused, WeightMismatch
 from rollout.generation import FinishReason, GenerationRequest, SamplingParams, ServedPart
-from rollout.server.api_key import read_key
+from rollout.server.server_command import read_key
 from rollout.weights.checksums import expected_checksums, verify
 from rollout.wire.client import SglangClient
 from rollout.wire.reply import MEDIA_TYPE, Reply

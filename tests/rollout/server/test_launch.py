@@ -17,7 +17,7 @@ import pytest
 from megatron_dapo.config.root import GOVERNED, REFUSED
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server.engine import LocalServer, free_port, launch_server, tail
+from rollout.server.engine import LocalServer, choose_port, launch_server, tail
 from rollout.server.server_command import ServerSpec, server_arguments
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
 
 
 def test_servers_of_one_machine_draw_from_different_ports() -> None:
-    ports = {index: {free_port("127.0.0.1", index) for _ in range(20)} for index in range(8)}
+    ports = {index: {choose_port(RolloutConfig(), index) for _ in range(20)} for index in range(8)}
     assert all(20000 <= port < 32768 for drawn in ports.values() for port in drawn)
     shares = [{port % 64 for port in drawn} for drawn in ports.values()]
     assert [len(share) for share in shares] == [1] * 8
