@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import signal
-import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,18 +142,11 @@ def find_target(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console as Terminal
-    from rich.table import Table
-
-    table = Table("answers", "figure", box=SIMPLE_HEAD)
-    table.add_column("value", justify="right")
-    table.add_column("95% interval", justify="right")
+    print(f"{'answers':36} {'figure':12} {'value':>8}   95% interval")
     for mode, about in result["ways"].items():
         described = f"{mode}, {about['problems']} problems x {about['samples']}"
         for name, figure in about["figures"].items():
             value, low, high = (100 * figure[key] for key in ("value", "low", "high"))
-            table.add_row(described, name, f"{value:.1f}%", f"{low:.1f} to {high:.1f}")
+            print(f"{described:36} {name:12} {value:>7.1f}%   {low:.1f} to {high:.1f}")
             described = ""
-        table.add_row("", "mean length", f"{about['mean_tokens']:.0f}", f"{about['truncated']:.1%} cut off")
-    Terminal(file=sys.stdout, highlight=False).print(table)
+        print(f"{'':36} {'mean length':12} {about['mean_tokens']:>8.0f}   {about['truncated']:.1%} cut off", flush=True)

@@ -49,10 +49,6 @@ class RolloutFleet:
         self._api_key, self._observe = api_key, observe
         self.members: tuple[Member, ...] = ()
         """The servers in the order of `engines`, each with its state, once `start` was called."""
-        self._balancer: Balancer
-        self._publisher: Publisher
-        self._gpu_memory: GpuMemory
-        self._requests: RequestLoop
         self._supervisor: Supervisor | None = None
         self._watch: asyncio.Task[None] | None = None
 

@@ -218,6 +218,7 @@ def choose_port(config: RolloutConfig, index: int) -> int:
     """
     draw = random.SystemRandom()  # independent of the run's own random numbers
     free = draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS)
+    problem: str | None = None
     for port in [config.port + index] if config.port else free:
         problem = _port_problem(config.host, port)
         if problem is None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import aiohttp
 import numpy as np
@@ -63,12 +63,6 @@ class SglangClient:
         self.control_deadline_s = control_deadline_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Closes the connections. Running and later calls end in ServerUnavailable."""

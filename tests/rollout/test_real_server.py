@@ -23,6 +23,7 @@ from rollout.server.server_command import read_key
 from rollout.weights.checksums import expected_checksums, verify
 from rollout.wire.client import SglangClient
 from rollout.wire.reply import MEDIA_TYPE, Reply
+from tests.rollout.fleet_kit import closing_client
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     SHAPES,
@@ -157,7 +158,7 @@ def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, mon
     key = read_key(place.folder.with_suffix(".key"))
 
     async def ask(rid: str, ids: np.ndarray) -> tuple[Reply, int]:
-        async with SglangClient(place.server.url, request_deadline_s=60.0, api_key=key) as client:
+        async with closing_client(SglangClient(place.server.url, request_deadline_s=60.0, api_key=key)) as client:
             segments: list[Reply] | None = [] if streamed else None
             reply = await client.generate(rid, ids, sampling, seed=1, segments=segments)
             return reply, len(segments or [])
