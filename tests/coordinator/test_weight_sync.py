@@ -225,7 +225,7 @@ def test_a_server_lost_in_the_middle_keeps_nobody_waiting(
         stream = Killed(run_ranks, folder, transport, deadline_s=15.0, bucket_bytes=1 << 18)
         stream.victim, stream.number = place.servers[0], number
         started = time.monotonic()
-        report = await place.publish(stream)
+        await place.publish(stream)
         assert time.monotonic() - started < 200
         requests = asked(6)
         answers = await asyncio.gather(*map(place.fleet.generate, requests))
