@@ -29,7 +29,7 @@ LONGEST = 256
 
 ROW = "{:<22} {:<8} {:<13} {:<21} {:<9} {:<9} {:<9} {:<5} {}"
 HEADER = ROW.format(
-    "layout", "budget", "micro-batches", "aggregation", "loss", "gradient", "worst", "", "worst parameter"
+    *["layout", "budget", "micro-batches", "aggregation", "loss", "gradient", "worst"], "", "worst parameter"
 )
 
 

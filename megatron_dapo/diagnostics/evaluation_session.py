@@ -20,7 +20,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog
+from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog, response_log
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
 from megatron_dapo.experience.evaluation import AnswerKey, Evaluator
 from megatron_dapo.experience.problem_results import RESULT, Answer, write_results
@@ -85,7 +85,7 @@ class EvaluationSession:
         """
         described = await self._labels() if weights is None else {"fingerprint": fingerprint(weights)}
         deadline_s = self.config.run.step_deadline_s
-        with ResponseLog(out, self._settings(described)) as log:
+        with response_log(out, self._settings(described)) as log:
             missing = sum(key not in log.known for key in self.evaluator.keys)
             if missing and weights is not None:
                 self.weight_version += 1
