@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from rollout.config import RolloutConfig
@@ -18,39 +19,30 @@ from rollout.weights.checksums import Checksums
 from rollout.wire.client import ServerInfo
 
 
+@dataclass(eq=False, repr=False)
 class RolloutFleet:
     """Answers requests with one or more SGLang servers, and keeps these alive.
 
     All methods belong to one event loop, whose thread lives as long as the fleet.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        engines: Sequence[Engine],
-        *,
-        vocab_size: int,
-        report: Callable[[str], None],
-        timing: Timing | None = None,
-        api_key: str | None = None,
-        observe: Callable[[ServedPart], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            vocab_size: rows of the model's embedding.
-            report: gets a line whenever a server fails or comes back.
-            api_key: what the servers ask for; None: nothing.
-            observe: gets every answer of a server to a request.
-        """
-        if not engines:
-            raise ValueError("a fleet needs at least one engine; see rollout.servers and rollout.urls")
-        self.config, self.engines, self.vocab_size = config, tuple(engines), vocab_size
-        self.report, self.timing = report, timing or Timing()
-        self._api_key, self._observe = api_key, observe
-        self.members: tuple[Member, ...] = ()
-        """The servers in the order of `engines`, each with its state, once `start` was called."""
-        self._supervisor: Supervisor | None = None
-        self._watch: asyncio.Task[None] | None = None
+    config: RolloutConfig
+    engines: Sequence[Engine]
+    """At least one."""
+    _: KW_ONLY
+    vocab_size: int
+    """Rows of the model's embedding."""
+    report: Callable[[str], None]
+    """Gets a line whenever a server fails or comes back."""
+    timing: Timing = field(default_factory=Timing)
+    api_key: str | None = None
+    """What the servers ask for; None: nothing."""
+    observe: Callable[[ServedPart], None] | None = None
+    """Gets every answer of a server to a request."""
+    members: tuple[Member, ...] = field(default=(), init=False)
+    """The servers in the order of `engines`, each with its state, once `start` was called."""
+    _supervisor: Supervisor | None = field(default=None, init=False)
+    _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self, deadline_s: float) -> None:
         """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
@@ -62,13 +54,11 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        self.members = tuple(
-            Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
-        )
+        self.members = tuple(Member(engine, config.request_deadline_s, timing, self.api_key) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
         memory = self._gpu_memory = GpuMemory(balancer, timing)
-        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self._observe)
+        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
         self._supervisor = Supervisor(config, timing, balancer, publisher, memory, self.report, deadline_s)
         try:
             await self._supervisor.start_all()

@@ -129,7 +129,6 @@ def test_both_servers_serve_the_trainers_weights(place: Place, tmp_path: Path, t
         assert stream.written == 0
         assert stream.sent is not None
         assert stream.sent.buckets > 2
-        print(f"{transport}: {stream.sent.bytes / 1e6:.1f} MB in {stream.sent.seconds:.2f} s")
         await asyncio.gather(*running)
         requests = asked(8)
         answers = await asyncio.gather(*map(place.fleet.generate, requests))
