@@ -3,14 +3,11 @@
 Legend of shapes: P prompt tokens, T response tokens.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-
-LARGEST_SEED = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -29,9 +26,6 @@ class SamplingParams:
     """How to draw a response.
 
     DAPO's training responses: SamplingParams(max_new_tokens=20480, temperature=1.0, stop_token_ids=(151643,))
-
-    Raises:
-        ValueError: a value outside its range; the message names it.
     """
 
     max_new_tokens: int
@@ -44,19 +38,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens; the log-probs include it. -inf is not possible, -1e9 forbids a token."""
 
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature = {self.temperature}: must be a finite number, 0 or above")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: must be in (0, 1]")
-        bias = self.logit_bias or {}
-        if any(token < 0 for token in (*self.stop_token_ids, *bias)):
-            raise ValueError("stop_token_ids and logit_bias: token ids must be 0 or above")
-        if not all(math.isfinite(value) for value in bias.values()):
-            raise ValueError("logit_bias: values must be finite; use -1e9 to forbid a token")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
@@ -65,36 +46,18 @@ class GenerationRequest:
     The third of 16 responses to the prompt 5-17-9: GenerationRequest(request_id="step7/prompt41/2",
     group_id="step7/prompt41", prompt_ids=np.array([5, 17, 9], np.int32), sampling=SamplingParams(max_new_tokens=64),
     seed=8675309)
-
-    Raises:
-        ValueError: empty ids, an empty or negative prompt, a seed out of range.
-        TypeError: `prompt_ids` is no one-dimensional int32 array.
     """
 
     request_id: str
     group_id: str
     """Requests of one group share a prompt and go to one server, whose prefix cache then holds it once."""
     prompt_ids: np.ndarray
-    """int32 [P]; the fleet also checks them against the vocabulary, since one id too large ends a server."""
+    """int32 [P]; the fleet checks them against the vocabulary, since one id too large ends a server."""
     sampling: SamplingParams
     seed: int
     """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
     priority: int = 0
     """The smallest goes first where requests wait for a server. An interrupted request keeps its priority."""
-
-    def __post_init__(self) -> None:
-        if not self.request_id or not self.group_id:
-            raise ValueError(f"request_id {self.request_id!r}, group_id {self.group_id!r}: must not be empty")
-        ids = self.prompt_ids
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
-            shown = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
-            raise TypeError(f"request {self.request_id}: prompt_ids must be a one-dimensional int32 array, not {shown}")
-        if ids.size == 0:
-            raise ValueError(f"request {self.request_id}: the prompt is empty; give at least one token")
-        if ids.min() < 0:
-            raise ValueError(f"request {self.request_id}: prompt_ids hold {ids.min()}; token ids are 0 or above")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"request {self.request_id}: seed = {self.seed}: must be in 0 .. 2**63 - 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

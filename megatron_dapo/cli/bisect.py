@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.command_line import Overrides, comparison_command
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of
+from megatron_dapo.config import Config, ConfigError
 
 FLOAT32_BOUND = 1e-3
 """Nats: mean gap of two implementations in float32 above which they do not hold the same model. Rounding gives 1e-5."""
@@ -63,13 +63,12 @@ def bisect(
 
 def _config_of(source: Path, overrides: Sequence[str]) -> Config:
     """The config, whose `model.path` names the weights: of a run, its newest in Hugging Face format."""
+    config = config_of(source, overrides)
     if not source.is_dir():
-        return load_config(source, overrides)
+        return config
     from megatron_dapo.diagnostics.weight_snapshot import newest_weights
 
-    if not (source / "config.yaml").is_file():
-        raise ConfigError(f"{source}: no config.yaml there; give a config or the directory of a run")
-    config, newest = load_config(source / "config.yaml", overrides), newest_weights(source)
+    newest = newest_weights(source)
     if newest is None:
         raise ConfigError(
             f"{source}: no weights in Hugging Face format below model/ or weights/: the run has not ended, and its "

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +12,7 @@ from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_com
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Case, Difference
+    from megatron_dapo.diagnostics.certificate.certificate import Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -28,8 +27,10 @@ bfloat16: that is rounding, whose size depends on the model. Two draws of it dif
 LONGEST = 256
 """Tokens of the longest response, prompt included, unless the context is shorter or the command line says more."""
 
-HEADER = ("layout", "budget", "micro-batches", "aggregation", "loss", "gradient", "worst", "", "worst parameter")
-WIDTHS = (22, 8, 13, 21, 9, 9, 9, 5, 0)
+ROW = "{:<22} {:<8} {:<13} {:<21} {:<9} {:<9} {:<9} {:<5} {}"
+HEADER = ROW.format(
+    *["layout", "budget", "micro-batches", "aggregation", "loss", "gradient", "worst"], "", "worst parameter"
+)
 
 
 @comparison_command
@@ -49,6 +50,7 @@ def certify(
     loaded = load_config(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
     from megatron_dapo.diagnostics.certificate.certificate import measure_layouts
+    from megatron_dapo.diagnostics.certificate.layouts import label
 
     check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
     here, processes = _on_this_machine(loaded, processes, dtype)
@@ -64,10 +66,13 @@ def certify(
         responses=responses,
         longest=longest or min(here.model.context_length, LONGEST),
         deadline_s=deadline,
-        say=lambda text: print(f"{text}\n\n{_line(HEADER)}", flush=True),
+        say=lambda text: print(f"{text}\n\n{HEADER}", flush=True),
     ):
         verdicts.append(limits.hold(case.aggregation, difference))
-        print(_row(case, difference, "ok" if verdicts[-1] else "FAIL"), flush=True)
+        figures = [f"{value:.1e}" for value in (difference.loss, difference.gradient, difference.worst)]
+        cells = (label(case.layout), case.budget, case.mini_batch.plan.micro_batches_per_rank, case.aggregation)
+        verdict = "ok" if verdicts[-1] else "FAIL"
+        print(ROW.format(*cells, *figures, verdict, difference.parameter), flush=True)
     if not all(verdicts):
         print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {limits.text}")
         return False
@@ -112,26 +117,11 @@ def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None)
     device = local_device(config)
     if config.actor.device == "cuda" and device == "cpu":
         raise ConfigError("actor.device = cuda: no CUDA device is visible; use auto or cpu")
-    here = max(os.cpu_count() or 1, config.actor.layout.world_size)
-    if device == "cuda":
-        here = torch.cuda.device_count()
+    cores = max(os.cpu_count() or 1, config.actor.layout.world_size)
+    here = torch.cuda.device_count() if device == "cuda" else cores
     processes = processes or here
     if device == "cuda" and processes > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
     return replace(config, actor=actor, model=model), processes
-
-
-def _row(case: "Case", difference: "Difference", verdict: str) -> str:
-    from megatron_dapo.diagnostics.certificate.layouts import label
-
-    micro_batches = str(case.mini_batch.plan.micro_batches_per_rank)
-    figures = [f"{value:.1e}" for value in (difference.loss, difference.gradient, difference.worst)]
-    return _line(
-        (label(case.layout), str(case.budget), micro_batches, case.aggregation, *figures, verdict, difference.parameter)
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.command_line import comparison_command
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.cli.command_line import comparison_command, config_of
 
 
 @comparison_command
@@ -17,11 +16,10 @@ def replay(
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that each pass may take.")] = 1800.0,
 ) -> bool:
     """Compute one rollout step of a run again, from its batch and the checkpoint before it, and compare."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: no config.yaml there; give the directory of a run")
+    config = config_of(run)
     from megatron_dapo.diagnostics.step_replay import replay_step
 
-    values = replay_step(run.resolve(), load_config(run / "config.yaml"), step, deadline_s=deadline)
+    values = replay_step(run.resolve(), config, step, deadline_s=deadline)
     print(f"{'':36} {'recorded':>24} {'now':>24} {'difference':>12}")
     for each in values:
         print(f"{each.name:36} {each.recorded:>24.17g} {each.now:>24.17g} {each.difference:>12.1e}")

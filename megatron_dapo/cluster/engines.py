@@ -9,9 +9,8 @@ from megatron_dapo.cluster.placement import Placement, PlacementError, check_sha
 from megatron_dapo.cluster.ray_server import RayServer
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config import Config
-from rollout.server.api_key import Secret, new_key, read_key
 from rollout.server.engine import Engine, LocalServer, RemoteServer
-from rollout.server.server_command import ServerSpec
+from rollout.server.server_command import Secret, ServerSpec, new_key, read_key
 
 KEY_FILE = ".server-key"
 """In the run directory, which every node sees."""

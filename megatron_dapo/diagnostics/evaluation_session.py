@@ -17,10 +17,10 @@ from typing import Any
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.data.tokenizer import TextTools
+from megatron_dapo.coordinator.inputs import read_heldout
+from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog
+from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog, response_log
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
 from megatron_dapo.experience.evaluation import AnswerKey, Evaluator
 from megatron_dapo.experience.problem_results import RESULT, Answer, write_results
@@ -30,8 +30,6 @@ from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.report.liveness import liveness, lock_holder
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
-from rollout.server.api_key import read_key
-from rollout.wire.client import SglangClient
 
 PROGRESS_INTERVAL_S = 10.0
 POLL_S = 0.5
@@ -39,7 +37,7 @@ POLL_S = 0.5
 
 @asynccontextmanager
 async def evaluation_session(
-    config: Config, text: TextTools, heldout: PromptSet, folder: Path, waits: Waits, report: Callable[[str], None]
+    config: Config, folder: Path, report: Callable[[str], None]
 ) -> AsyncIterator["EvaluationSession"]:
     """A fleet and a reward pool for evaluations alone.
 
@@ -47,6 +45,10 @@ async def evaluation_session(
         config: `model.path` names what the servers start with.
         folder: gets the servers' logs and key.
     """
+    text = load_text_tools(config.model.path, config.model.stop_token_ids)
+    heldout = read_heldout(config, text)
+    report(f"held-out problems: {heldout.summary()}")
+    waits = Waits()
     with closing(RewardPool(config.reward)) as pool:
         async with local_fleet(config, folder, waits, vocab_size=text.vocab_size, report=report) as fleet:
             responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder)
@@ -79,20 +81,18 @@ class EvaluationSession:
 
         Raises:
             EvaluationError: `out` belongs to another evaluation, or the servers' weights changed meanwhile.
-            Stalled, StopRequested: as `Waits.wait_for`.
+            Stalled: as `Waits.wait_for`.
         """
         described = await self._labels() if weights is None else {"fingerprint": fingerprint(weights)}
-        with ResponseLog(out, self._settings(described)) as log:
+        deadline_s = self.config.run.step_deadline_s
+        with response_log(out, self._settings(described)) as log:
             missing = sum(key not in log.known for key in self.evaluator.keys)
-            deadline = self.config.run.step_deadline_s
             if missing and weights is not None:
                 self.weight_version += 1
                 publishing = self.fleet.publish(weights, self.weight_version)
-                await self.waits.wait_for("weights of the evaluation", "rollout servers", deadline, publishing)
+                await self.waits.wait_for("weights of the evaluation", "rollout servers", deadline_s, publishing)
             answering = self.evaluator.answer("eval", known=log.known, record=self._recorder(log, missing))
-            answers = await self.waits.wait_for(
-                "held-out answers", "rollout servers", deadline, answering, stoppable=True
-            )
+            answers = await self.waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
             if weights is None and (now := await self._labels()) != described:
                 aside = log.set_aside("mixed")
                 raise EvaluationError(
@@ -125,22 +125,17 @@ class EvaluationSession:
         began = reported = time.monotonic()
 
         def record(key: AnswerKey, answer: Answer) -> None:
-            nonlocal missing, reported
+            nonlocal reported
             log.add(key, answer)
-            missing -= 1
             if time.monotonic() - reported > PROGRESS_INTERVAL_S:
                 reported = time.monotonic()
-                self.report(f"{total - missing} of {total} responses after {reported - began:.0f} s")
+                self.report(f"{len(log.known)} of {total} responses after {reported - began:.0f} s")
 
         return record
 
     async def _labels(self) -> dict[str, Any]:
         """What the servers of `rollout.urls` call their weights."""
-        labels, key_file = {}, self.config.rollout.api_key_file
-        key = read_key(Path(key_file)) if key_file else None
-        for url in self.config.rollout.urls:
-            async with SglangClient(url, request_deadline_s=30.0, api_key=key) as client:
-                labels[url] = await client.weight_label()
+        labels = {member.url: await member.client.weight_label() for member in self.fleet.members}
         if len(set(labels.values())) > 1:
             raise EvaluationError(f"the servers hold different weights: {labels}; give them the same ones first")
         return {"label": next(iter(labels.values())), "urls": sorted(labels)}
@@ -166,35 +161,27 @@ class Watch:
 
     async def evaluate(self, session: EvaluationSession, done: Callable[[int, dict[str, Any]], None]) -> None:
         """Until the run has ended and nothing waits. `done` gets a version and what its result.json holds."""
-        task: asyncio.Task[None] | None = None
+        looking = asyncio.create_task(self._keep_looking())
         try:
-            while self._look() is not None or task is not None or not self._ended:
-                if task is None and self._waiting is not None:
-                    task = asyncio.create_task(self._evaluate_one(session, self._waiting, done))
-                    self._waiting = None
-                if task is None:
-                    await asyncio.sleep(POLL_S)
-                    continue
-                await asyncio.wait([task], timeout=POLL_S)
-                if task.done():
-                    task.result()
-                    task = None
+            while await self.first() is not None:
+                version, self._waiting = self._waiting, None
+                assert version is not None
+                self._report(f"version {version}: evaluating")
+                weights = self._snapshot(version)
+                result = await session.evaluate(self._out(version), weights=weights, rollout_step=version)
+                done(version, result)
+                shutil.rmtree(weights)
         finally:
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            looking.cancel()
 
     def close(self) -> None:
         """Remove the snapshots."""
         shutil.rmtree(self._snapshots, ignore_errors=True)
 
-    async def _evaluate_one(
-        self, session: EvaluationSession, version: int, done: Callable[[int, dict[str, Any]], None]
-    ) -> None:
-        self._report(f"version {version}: evaluating")
-        weights = self._snapshot(version)
-        done(version, await session.evaluate(self._out(version), weights=weights, rollout_step=version))
-        shutil.rmtree(weights)
+    async def _keep_looking(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(POLL_S)
 
     def _look(self) -> int | None:
         """Take snapshots of what is new. Returns the version that waits to be evaluated."""

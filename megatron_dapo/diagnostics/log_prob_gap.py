@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +64,6 @@ class BisectRequest:
     """For the start of the server, and for each stage's scores."""
     skip: frozenset[str] = frozenset()
     """Stages to leave out, for example one whose model fits on no single GPU."""
-    weights: Mapping[str, Path] = field(default_factory=dict)
-    """By stage, a folder in Hugging Face format that it loads instead of `model.path`."""
-
-    def folder(self, stage: str) -> Path:
-        return self.weights.get(stage, Path(self.config.model.path))
 
 
 def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageGap]:
@@ -83,14 +78,14 @@ def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageG
     responses, scores = asyncio.run(_by_engine(request))
     if REFERENCE not in request.skip:
         say(REFERENCE)
-        scores[REFERENCE] = _by_reference(request.folder(REFERENCE), responses)
+        scores[REFERENCE] = _by_reference(Path(request.config.model.path), responses)
     layout = request.config.actor.layout
     with RankPool(local_device(request.config)) as ranks:
         for stage, its_layout in ((ONE_RANK, LayoutConfig()), (LAYOUT, layout)):
             if stage in request.skip or (stage == LAYOUT and layout == LayoutConfig() and ONE_RANK in scores):
                 continue
             say(stage)
-            scores[stage] = _by_megatron(ranks, request, stage, its_layout, responses)
+            scores[stage] = _by_megatron(ranks, request, its_layout, responses)
     known = [stage for stage in STAGES if stage in scores and stage not in request.skip]
     return [_gap(before, after, scores, responses) for before, after in itertools.pairwise(known)]
 
@@ -103,7 +98,7 @@ def first_gap(gaps: Sequence[StageGap], bound: float) -> StageGap | None:
 async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.ndarray]]:
     """The responses, drawn, and the engine's log-probs [N] of them, as it drew them and by prefill."""
     deadline, waits = request.deadline_s, Waits()
-    config = with_own_servers(request.config, request.folder(DECODE))
+    config = with_own_servers(request.config, Path(request.config.model.path))
     config = replace(
         config,
         run=replace(config.run, start_deadline_s=deadline),
@@ -120,7 +115,13 @@ async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.nd
             drawing = asyncio.gather(*map(fleet.generate, asked))
             drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
             pairs = [(ids, generation.token_ids) for ids, generation in zip(request.prompts, drawn, strict=True)]
-            scoring = asyncio.gather(*itertools.starmap(fleet.score, pairs))
+            client = fleet.members[0].client
+            scoring = asyncio.gather(
+                *(
+                    client.score(f"bisect-score-{at}.", np.concatenate(pair).astype(np.int32), pair[0].size)
+                    for at, pair in enumerate(pairs)
+                )
+            )
             scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
     responses = Responses(
         token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
@@ -147,14 +148,9 @@ def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _by_megatron(
-    ranks: RankPool, request: BisectRequest, stage: str, layout: LayoutConfig, responses: Responses
-) -> np.ndarray:
-    config = replace(
-        request.config,
-        actor=replace(request.config.actor, layout=layout, device=local_device(request.config)),
-        model=replace(request.config.model, path=str(request.folder(stage))),
-    )
+def _by_megatron(ranks: RankPool, request: BisectRequest, layout: LayoutConfig, responses: Responses) -> np.ndarray:
+    actor = replace(request.config.actor, layout=layout, device=local_device(request.config))
+    config = replace(request.config, actor=actor)
     job = ActorJob(ranks=ranks, config=config, deadline_s=request.deadline_s)
     log_probs: np.ndarray = job.run(MegatronActor.log_probs, responses, packing(config, responses), 1.0).log_probs
     return log_probs

@@ -1,11 +1,11 @@
 """Responses of an evaluation, on disk as soon as each is judged: a restart asks for the others only."""
 
 import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_dapo.experience.evaluation import AnswerKey
 from megatron_dapo.experience.problem_results import Answer
@@ -20,41 +20,12 @@ class EvaluationError(RuntimeError):
     exit_code = 2
 
 
+@dataclass(frozen=True, slots=True)
 class ResponseLog:
-    """`responses.jsonl` in the folder of one evaluation, which one process writes at a time. Use as a context."""
+    """`responses.jsonl` in the folder of one evaluation."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """
-        Args:
-            settings: what decides a response and its verdict; those of an earlier start must have been equal.
-
-        Raises:
-            EvaluationError: another process holds the folder, its responses were made with other settings, or one of
-                them cannot be read.
-            OSError: the folder cannot be written or locked.
-        """
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock_folder(folder)
-        except FolderHeld:
-            raise EvaluationError(
-                f"{folder}: another evaluation writes there; wait for it, or give another --out"
-            ) from None
-        try:
-            _check_settings(folder / SETTINGS, settings)
-            self.known = _read(folder / RESPONSES)
-        except EvaluationError:
-            self._lock.release()
-            raise
-        self._file = (folder / RESPONSES).open("a", encoding="utf-8")
-
-    def __enter__(self) -> "ResponseLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._lock.release()
+    known: dict[AnswerKey, Answer]
+    _file: TextIO
 
     def add(self, key: AnswerKey, answer: Answer) -> None:
         """One more; with the system before this returns, so that the death of this process cannot lose it."""
@@ -66,21 +37,43 @@ class ResponseLog:
 
     def set_aside(self, ending: str) -> Path:
         """Rename the file: what it holds is of no use to this evaluation. Returns where it is now."""
-        self._file.close()
-        aside = self._folder / f"{RESPONSES}.{ending}"
-        os.replace(self._folder / RESPONSES, aside)
-        return aside
+        path = Path(self._file.name)
+        return path.rename(f"{path}.{ending}")
+
+
+@contextmanager
+def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
+    """The log of a folder, which one process writes at a time.
+
+    Args:
+        settings: what decides a response and its verdict; those of an earlier start must have been equal.
+
+    Raises:
+        EvaluationError: another process holds the folder, its responses were made with other settings, or one of them
+            cannot be read.
+        OSError: the folder cannot be written or locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_folder(folder)
+    except FolderHeld:
+        raise EvaluationError(
+            f"{folder}: another evaluation writes there; wait for it, or give another --out"
+        ) from None
+    try:
+        _check_settings(folder / SETTINGS, settings)
+        known = _read(folder / RESPONSES)
+        with (folder / RESPONSES).open("a", encoding="utf-8") as file:
+            yield ResponseLog(known, file)
+    finally:
+        lock.release()
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         replace_file(path, json.dumps(settings, indent=2) + "\n")
         return
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EvaluationError(f"{path}: {error}; remove the folder, or give another --out") from None
-    before = stored if isinstance(stored, dict) else {}
+    before = json.loads(path.read_text(encoding="utf-8"))
     for key, now in json.loads(json.dumps(settings)).items():
         if key not in before or before[key] != now:
             raise EvaluationError(

@@ -7,6 +7,10 @@ import shutil
 from pathlib import Path
 
 from megatron_dapo.diagnostics.response_log import EvaluationError
+from megatron_dapo.monitor.statistics import EVALUATIONS
+
+KEPT = Path(EVALUATIONS) / ".kept"
+"""In a run directory: the weights that an evaluation of it is about, until it is finished."""
 
 _PIECE = 1 << 20
 """Bytes read at both ends of a file for the fingerprint."""
@@ -28,6 +32,28 @@ def newest_weights(run: Path) -> tuple[Path, int | None] | None:
         if (folder / "config.json").is_file():
             return folder, version
     return None
+
+
+def evaluated_weights(run: Path) -> tuple[Path, int | None]:
+    """The exported model of a run, else a snapshot: of the version at which an evaluation was stopped, or of the newest
+    one. And the version's number.
+
+    Raises:
+        EvaluationError: there are no weights yet.
+    """
+    newest, begun = newest_weights(run), versions(run / KEPT)
+    if newest is not None and newest[1] is None:
+        return newest
+    if begun:
+        return run / KEPT / f"v{begun[-1]}", begun[-1]
+    if newest is None:
+        raise EvaluationError(
+            f"{run}: no weights on disk; wait for the run's first ones (with rollout.weight_sync=disk), or give --model"
+        )
+    source, version = newest
+    if not snapshot(source, run / KEPT / source.name):
+        raise EvaluationError(f"{run}: version {version} was removed by the run meanwhile; try again")
+    return run / KEPT / source.name, version
 
 
 def snapshot(source: Path, target: Path) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.slurm.ray_hook import without_client_server
 from megatron_dapo.storage.durable import replace_file
-from rollout.server.parent_death import end_with
+from rollout.server import end_with
 
 LOOK_S = 0.5
 LEAVE_S = 20.0

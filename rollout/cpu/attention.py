@@ -83,11 +83,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         mode = forward_batch.forward_mode
         if self.use_sliding_window_kv_pool or forward_batch.encoder_lens is not None:
             return
-        lengths = (
-            forward_batch.seq_lens.tolist()
-            if forward_batch.seq_lens_cpu is None
-            else forward_batch.seq_lens_cpu.tolist()
-        )
+        on_host = forward_batch.seq_lens_cpu
+        lengths = (forward_batch.seq_lens if on_host is None else on_host).tolist()
         requests = forward_batch.req_pool_indices
         if mode.is_decode():
             self.groups = self._plan(requests, lengths, [1] * len(lengths))
@@ -110,7 +107,6 @@ class BatchedAttention(TorchNativeAttnBackend):
             most = max(1, min(MASK_ELEMENTS // (queries * keys), KEY_ELEMENTS // (keys * self.key_width)))
             for begin in range(0, len(members), most):
                 chosen = members[begin : begin + most]
-                whole = len(chosen) == len(lengths)
                 index = torch.tensor(chosen)
                 total, count = torch.tensor([lengths[i] for i in chosen]), torch.tensor([new[i] for i in chosen])
                 query = torch.arange(queries)
@@ -122,15 +118,14 @@ class BatchedAttention(TorchNativeAttnBackend):
                 if queries > 1:
                     real = query < count[:, None]  # [B, Q]
                     rows, places = (starts[index][:, None] + query)[real], real.view(-1).nonzero().view(-1)
-                elif whole:
+                elif len(chosen) == len(lengths):
                     rows = None
-                request = requests if whole else requests[index]
                 groups.append(
                     Group(
                         size=len(chosen),
                         queries=queries,
                         keys=keys,
-                        slots=table[request, :keys].long().view(-1),
+                        slots=table[requests[index], :keys].long().view(-1),
                         bias=bias[:, None],
                         rows=rows,
                         places=places,
@@ -138,36 +133,27 @@ class BatchedAttention(TorchNativeAttnBackend):
                 )
         return groups
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> Tensor:
+    def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *rest: Any, **kw: Any) -> Tensor:
         """One token a request: [T, H * D] -> [T, H * D]."""
-        if self.groups is None or not _is_causal_self_attention(layer):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if self._takes(layer) else super().forward_decode
+        return attend(q, k, v, layer, *rest, **kw)
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> Tensor:
+    def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *rest: Any, **kw: Any) -> Tensor:
         """Prompts, or the part of them that is not cached: [T, H * D] -> [T, H * D]."""
-        if self.groups is None or not _is_causal_self_attention(layer):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        attend = self._attend if self._takes(layer) else super().forward_extend
+        return attend(q, k, v, layer, *rest, **kw)
+
+    def _takes(self, layer: RadixAttention) -> bool:
+        return self.groups is not None and _is_causal_self_attention(layer)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:

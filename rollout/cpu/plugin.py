@@ -101,22 +101,18 @@ _LAYERS = "sglang.srt.layers"
 Hooks = dict[str, tuple[Callable[..., Any], str]]
 """{SGLang's name: (our function, "replace" or "around")}"""
 
-FAST_HOOKS: Hooks = {
+_FAST: Hooks = {
     "torch.cuda.synchronize": (nothing_to_do, "replace"),  # called by SGLang's weight checker
     # It collects garbage of the whole heap at each publish, which frees nothing: PyTorch counts references.
     "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": (nothing_to_do, "replace"),
 }
-DETERMINISTIC_HOOKS: Hooks = FAST_HOOKS | {
+_DETERMINISTIC: Hooks = {
     "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": (nothing_to_do, "replace"),
     f"{_LAYERS}.sampler.murmur_hash32": (murmur_hash32, "replace"),
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": (linear_in_full_rows, "around"),
     f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": (head_in_full_rows, "around"),
 }
-HOOKS: dict[CpuMode, Hooks] = {
-    CpuMode.OFF: {},
-    CpuMode.FAST: FAST_HOOKS,
-    CpuMode.DETERMINISTIC: DETERMINISTIC_HOOKS,
-}
+HOOKS = {CpuMode.OFF: {}, CpuMode.FAST: _FAST, CpuMode.DETERMINISTIC: _FAST | _DETERMINISTIC}
 
 
 def register() -> None:

@@ -74,17 +74,8 @@ class _Constexpr:
         self.value = value
 
 
-class _InterpolationMode(enum.Enum):
-    """torchvision's enum; processors of vision models name its members in default arguments."""
-
-    NEAREST = "nearest"
-    NEAREST_EXACT = "nearest-exact"
-    BILINEAR = "bilinear"
-    BICUBIC = "bicubic"
-    BOX = "box"
-    HAMMING = "hamming"
-    LANCZOS = "lanczos"
-
+_InterpolationMode = enum.Enum("_InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
+"""torchvision's enum; processors of vision models name its members in default arguments."""
 
 # What is executed while modules are imported, and hence has to work.
 _CONTENTS: dict[str, dict[str, Any]] = {

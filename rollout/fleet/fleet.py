@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from rollout.config import RolloutConfig
-from rollout.errors import RolloutError, ServerUnfit
+from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.gpu_memory import GpuMemory
 from rollout.fleet.member import Member, State, Timing
@@ -20,47 +19,30 @@ from rollout.weights.checksums import Checksums
 from rollout.wire.client import ServerInfo
 
 
+@dataclass(eq=False, repr=False)
 class RolloutFleet:
     """Answers requests with one or more SGLang servers, and keeps these alive.
 
     All methods belong to one event loop, whose thread lives as long as the fleet.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        engines: Sequence[Engine],
-        *,
-        vocab_size: int,
-        report: Callable[[str], None],
-        timing: Timing | None = None,
-        api_key: str | None = None,
-        observe: Callable[[ServedPart], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            vocab_size: rows of the model's embedding.
-            report: gets a line whenever a server fails or comes back.
-            api_key: what the servers ask for; None: nothing.
-            observe: gets every answer of a server to a request.
-        """
-        if not engines:
-            raise ValueError("a fleet needs at least one engine; see rollout.servers and rollout.urls")
-        self.config = config
-        self.engines = tuple(engines)
-        self.vocab_size = vocab_size
-        self.report = report
-        self.timing = timing or Timing()
-        self._api_key = api_key
-        self._observe = observe
-        self.members: tuple[Member, ...] = ()
-        """The servers in the order of `engines`, each with its state, once `start` was called."""
-        self._balancer: Balancer
-        self._publisher: Publisher
-        self._gpu_memory: GpuMemory
-        self._requests: RequestLoop
-        self._supervisor: Supervisor | None = None
-        self._watch: asyncio.Task[None] | None = None
+    config: RolloutConfig
+    engines: Sequence[Engine]
+    """At least one."""
+    _: KW_ONLY
+    vocab_size: int
+    """Rows of the model's embedding."""
+    report: Callable[[str], None]
+    """Gets a line whenever a server fails or comes back."""
+    timing: Timing = field(default_factory=Timing)
+    api_key: str | None = None
+    """What the servers ask for; None: nothing."""
+    observe: Callable[[ServedPart], None] | None = None
+    """Gets every answer of a server to a request."""
+    members: tuple[Member, ...] = field(default=(), init=False)
+    """The servers in the order of `engines`, each with its state, once `start` was called."""
+    _supervisor: Supervisor | None = field(default=None, init=False)
+    _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self, deadline_s: float) -> None:
         """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
@@ -72,50 +54,19 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        members = self.members = tuple(
-            Member(engine, config.request_deadline_s, timing, self._api_key) for engine in self.engines
-        )
-        balancer = self._balancer = Balancer(members, config.max_running_requests)
-        self._publisher = Publisher(config, members, balancer, timing)
-        self._gpu_memory = GpuMemory(members, balancer, timing)
-        self._requests = RequestLoop(
-            config, members, balancer, self._publisher, timing, vocab_size=self.vocab_size, observe=self._observe
-        )
-        self._supervisor = Supervisor(
-            members,
-            balancer,
-            self._publisher,
-            self._gpu_memory,
-            timing=timing,
-            start_deadline_s=deadline_s,
-            fleet_deadline_s=config.fleet_deadline_s,
-            report=self.report,
-            check=self._check_fit,
-        )
+        self.members = tuple(Member(engine, config.request_deadline_s, timing, self.api_key) for engine in self.engines)
+        balancer = self._balancer = Balancer(self.members, config.max_running_requests)
+        publisher = self._publisher = Publisher(config, timing, balancer)
+        memory = self._gpu_memory = GpuMemory(balancer, timing)
+        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
+        self._supervisor = Supervisor(config, timing, balancer, publisher, memory, self.report, deadline_s)
         try:
-            await self._supervisor.start_all(deadline_s)
+            await self._supervisor.start_all()
         except Exception:
             await self.close()
             raise
         self._supervisor.watch()
         self._watch = asyncio.ensure_future(self._requests.watch(self.report))
-
-    def _check_fit(self, member: Member) -> None:
-        """
-        Raises:
-            ServerUnfit: the server answers, but the run cannot use it.
-        """
-        assert member.info is not None
-        if self.config.deterministic and not member.info.deterministic:
-            raise ServerUnfit(
-                f"{member.url}: rollout.deterministic is set, but this server runs without "
-                "--enable-deterministic-inference and would ignore the seeds"
-            )
-        if member.info.altered:
-            raise ServerUnfit(
-                f"{member.url}: it runs with {member.info.altered}, so that its weights are not those it is given and "
-                "no publish could be verified; start it without"
-            )
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.
@@ -131,21 +82,6 @@ class RolloutFleet:
             FleetLost: no server for `fleet_deadline_s`.
         """
         return await self._requests.generate(request)
-
-    async def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
-        """The engine's log-probs of a given response at temperature 1, to compare with the trainer's.
-
-        Args:
-            prompt_ids: int32 [P], P >= 1.
-            response_ids: int32 [T].
-
-        Returns:
-            float32 [T].
-
-        Raises:
-            As `generate`.
-        """
-        return await self._requests.score(prompt_ids, response_ids)
 
     async def publish(
         self, folder: Path, weight_version: int, checksums: Mapping[ServerInfo, Checksums] | None = None
@@ -168,7 +104,7 @@ class RolloutFleet:
             FileNotFoundError, ValueError: the folder is incomplete, or the model's checksums are not known.
             FleetLost: no server within `fleet_deadline_s`.
         """
-        weights = OnDisk(folder=folder, checksums=checksums or {})
+        weights = OnDisk(folder=folder.resolve(), checksums=checksums or {})
         return await self._publisher.publish(weights, weight_version)
 
     async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
@@ -180,7 +116,7 @@ class RolloutFleet:
         Raises:
             As `publish`, and what `stream` raises.
         """
-        return await self._publisher.publish_stream(stream, weight_version)
+        return await self._publisher.publish(stream, weight_version)
 
     @property
     def kinds(self) -> tuple[ServerInfo, ...]:

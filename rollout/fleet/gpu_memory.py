@@ -6,7 +6,7 @@ same and free nothing.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollout.errors import RolloutError, ServerUnavailable
@@ -17,12 +17,11 @@ from rollout.fleet.member import Member, State, Timing
 class GpuMemory:
     """Whose the memory is: the servers' or the trainer's. At the start it is the servers'."""
 
-    def __init__(self, members: Sequence[Member], balancer: Balancer, timing: Timing) -> None:
-        self._members, self._balancer, self._timing = members, balancer, timing
-        self._with_servers = asyncio.Event()
-        self._with_servers.set()
+    def __init__(self, balancer: Balancer, timing: Timing) -> None:
+        self._balancer, self._timing = balancer, timing
         self._starting = 0
-        self._none_starting = asyncio.Event()
+        self._with_servers, self._none_starting = asyncio.Event(), asyncio.Event()
+        self._with_servers.set()
         self._none_starting.set()
 
     @property
@@ -53,17 +52,17 @@ class GpuMemory:
         Raises:
             RolloutError: a request is in flight.
         """
-        running = sum(member.in_flight for member in self._members)
+        running = sum(member.in_flight for member in self._balancer.members)
         if running or self._balancer.waiting:
             raise RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
         self._balancer.close()
         self._with_servers.clear()
         await self._none_starting.wait()
-        return tuple(await asyncio.gather(*(self._release(member) for member in self._members)))
+        return tuple(await asyncio.gather(*(self._release(member) for member in self._balancer.members)))
 
     async def resume(self) -> None:
         """Returns when every server that gave its memory up has it back. The others may be restarted again."""
-        await asyncio.gather(*(self._resume(member) for member in self._members if member.serving))
+        await asyncio.gather(*(self._resume(member) for member in self._balancer.members if member.serving))
         self._with_servers.set()
         self._balancer.open()
 

@@ -1,7 +1,7 @@
 """The way of one request: a place at a server, one call to it, what came of that, and again until the response ends.
 
-    generate:  Response -> [ Balancer.acquire -> _attempt -> Response.add ] until complete -> Generation
-    _attempt:  _call (deadline, cancellation, abort) -> check -> Attempt
+    generate:  Response -> [ Balancer.acquire -> _attempt ] until the response is complete -> Generation
+    _attempt:  _call (deadline, cancellation, abort) -> check -> one more part of the response
 
 An attempt ends in one of four ways:
   - complete: the reply ends the response.
@@ -14,10 +14,9 @@ An attempt ends in one of four ways:
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -31,17 +30,6 @@ from rollout.wire.reply import Reply, check_reply, join_segments
 
 CONTEXT_RESERVE = 8
 """SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
-    """What one call to a server brought."""
-
-    reply: Reply | None
-    """None: nothing that can be used."""
-    weight_version: int
-    failure: str | None = None
-    """Why the server did not finish its part; None: it did, or a publish interrupted it."""
 
 
 @dataclass(slots=True)
@@ -58,16 +46,8 @@ class Response:
         return np.concatenate([self.request.prompt_ids, *(reply.token_ids for reply, _ in self.parts)])
 
     @property
-    def tokens(self) -> int:
-        return sum(reply.token_ids.size for reply, _ in self.parts)
-
-    @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - self.tokens
-
-    def add(self, attempt: Attempt) -> None:
-        if attempt.reply is not None:
-            self.parts.append((attempt.reply, attempt.weight_version))
+        return self.request.sampling.max_new_tokens - sum(reply.token_ids.size for reply, _ in self.parts)
 
     @property
     def complete(self) -> bool:
@@ -103,28 +83,19 @@ class _Awaited:
     since: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
 class RequestLoop:
     """Sends requests to the fleet's servers until each has its response."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        members: Sequence[Member],
-        balancer: Balancer,
-        publisher: Publisher,
-        timing: Timing,
-        *,
-        vocab_size: int,
-        observe: Callable[[ServedPart], None] | None,
-    ) -> None:
-        self.config, self.members, self.timing = config, members, timing
-        self.balancer, self.publisher = balancer, publisher
-        self.vocab_size = vocab_size
-        self.observe = observe
-        self._awaited: dict[_Awaited, None] = {}
-        """In the order in which they were asked for."""
-        self._calls = 0
-        self._aborts: set[asyncio.Task[None]] = set()
+    config: RolloutConfig
+    timing: Timing
+    balancer: Balancer
+    publisher: Publisher
+    vocab_size: int
+    observe: Callable[[ServedPart], None] | None
+    _awaited: dict[str, _Awaited] = field(default_factory=dict, init=False)
+    """By the id of the call, in the order in which they were asked for."""
+    _aborts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
@@ -134,60 +105,36 @@ class RequestLoop:
         while True:
             member = await self.balancer.acquire(request.group_id, request.priority, avoid=failed)
             try:
-                attempt = await self._attempt(member, response)
+                failure = await self._attempt(member, response)
             finally:
                 self.balancer.release(member)
-            response.add(attempt)
             if response.complete:
                 return response.generation()
             failed = None
-            if attempt.failure is not None:
+            if failure is not None:
                 failures, failed = failures + 1, member
-                await self._after_failure(request.request_id, failures, attempt.failure)
-
-    async def score(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
-        """See `RolloutFleet.score`."""
-        token_ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
-        if prompt_ids.size == 0 or token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
-            raise ValueError(f"score: needs a prompt, and token ids in 0 .. {self.vocab_size - 1}")
-        failures = 0
-        while True:
-            member = await self.balancer.acquire(uuid.uuid4().hex)
-            publishes = self.publisher.interruptions
-            try:
-                return await member.call(member.client.score(uuid.uuid4().hex, token_ids, prompt_ids.size))
-            except ServerUnavailable as error:
-                problem = str(error) if self.publisher.interruptions == publishes else None
-                if problem is not None:
-                    member.suspect(problem)  # before the release, which gives the free place to a waiting request
-            finally:
-                self.balancer.release(member)
-            if problem is not None:
-                failures += 1
-                await self._after_failure("score", failures, problem)
+                await self._after_failure(request.request_id, failures, failure)
 
     async def watch(self, report: Callable[[str], None]) -> None:
         """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth
         of a request's deadline. The supervisor's probes find single servers that are silent."""
         deadline_s = self.config.request_deadline_s
-        activity, since = self._activity(), time.monotonic()
+        segments: dict[str, int] = {}
+        since = time.monotonic()
         while True:
             await asyncio.sleep(self.timing.silence_s)
-            before, activity, now = activity, self._activity(), time.monotonic()
-            if activity != before or not self._awaited:
+            before, segments = segments, {rid: len(each.segments) for rid, each in self._awaited.items()}
+            now = time.monotonic()
+            if segments != before or not segments:
                 since = now
             elif now - since >= deadline_s / 10:
-                oldest = next(iter(self._awaited))
+                oldest = next(iter(self._awaited.values()))
                 tokens = sum(segment.token_ids.size for segment in oldest.segments)
                 report(
-                    f"no server has sent anything for {now - since:.0f} s; responses owed: {len(self._awaited)}, the "
+                    f"no server has sent anything for {now - since:.0f} s; responses owed: {len(segments)}, the "
                     f"longest {oldest.request_id} by {oldest.url}, {tokens} tokens in {now - oldest.since:.0f} s "
                     f"(asked for again after rollout.request_deadline_s = {deadline_s:g} s)"
                 )
-
-    def _activity(self) -> tuple[int, int, int]:
-        """Changes with every request, answer and segment."""
-        return self._calls, len(self._awaited), sum(len(each.segments) for each in self._awaited)
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
@@ -195,12 +142,13 @@ class RequestLoop:
             task.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
-    async def _attempt(self, member: Member, response: Response) -> Attempt:
-        """Asks one server for the rest of the response."""
+    async def _attempt(self, member: Member, response: Response) -> str | None:
+        """Asks one server for the rest of the response. Returns why the server did not finish its part; None: it did,
+        or a publish interrupted it."""
         request, prompt, left = response.request, response.prompt_ids, response.tokens_left
         version, publishes, start = member.weight_version, self.publisher.interruptions, time.time()
         segments: list[Reply] = []
-        reply: Reply | None
+        reply: Reply | None = None
         failure = None
         try:
             reply = await self._call(member, request, prompt, left, segments)
@@ -208,14 +156,18 @@ class RequestLoop:
             if reply.finish_reason is FinishReason.ABORT and self.publisher.interruptions == publishes:
                 failure = f"{member.url} ended the response before its end"
         except ServerUnavailable as error:
-            member.suspect(str(error))
-            reply, failure = self._streamed_so_far(member, segments, left), str(error)
+            failure = str(error)
+            member.suspect(failure)
+            with suppress(RolloutError):  # what it had streamed, if that can be used
+                reply = self._checked(member, join_segments(segments), left) if segments else None
         except ServerRefused:
             if not response.parts or left > CONTEXT_RESERVE:
                 raise
             # The response fills the context. A response that goes on may not use the last tokens of it.
             ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
             reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+        if reply is not None:
+            response.parts.append((reply, version))
         if self.observe is not None and reply is not None:
             part = ServedPart(
                 request_id=request.request_id,
@@ -228,7 +180,7 @@ class RequestLoop:
                 finish_reason=reply.finish_reason,
             )
             self.observe(part)
-        return Attempt(reply=reply, weight_version=version, failure=failure)
+        return failure
 
     async def _call(
         self, member: Member, request: GenerationRequest, prompt: np.ndarray, left: int, segments: list[Reply]
@@ -247,61 +199,36 @@ class RequestLoop:
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
-        ask = partial(member.client.generate, rid, prompt, sampling, seed=seed, segments=segments if streams else None)
-        awaited = _Awaited(request.request_id, member.url, segments)
-        self._awaited[awaited] = None
-        self._calls += 1
+        asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments if streams else None)
+        call = asyncio.ensure_future(member.call(asking))
+        self._awaited[rid] = _Awaited(request.request_id, member.url, segments)
         try:
-            reply = await member.call(self._abort_at_deadline(member, rid, ask))
-            self._check_reply(member, reply, left)
-            return reply
+            await asyncio.wait({call}, timeout=self.config.request_deadline_s)
+            if not call.done():  # a server that is merely slow answers the abort with what it has
+                self._abort(member, rid)
+            return self._checked(member, await call, left)
         except (ServerUnavailable, asyncio.CancelledError):
             self._abort(member, rid)
             raise
         finally:
-            del self._awaited[awaited]
-
-    async def _abort_at_deadline(
-        self, member: Member, rid: str, ask: Callable[[], Coroutine[Any, Any, Reply]]
-    ) -> Reply:
-        """A server that is merely slow answers the abort with what it has."""
-        task = asyncio.ensure_future(ask())
-        try:
-            await asyncio.wait({task}, timeout=self.config.request_deadline_s)
-            if not task.done():
-                self._abort(member, rid)
-            return await task
-        finally:
-            task.cancel()
+            call.cancel()
+            del self._awaited[rid]
 
     def _abort(self, member: Member, rid: str) -> None:
         """In the background: without it a server notices only seconds later that nobody waits for an answer."""
-        if not member.serving:
-            return
 
         async def abort() -> None:
-            try:
+            with suppress(ServerUnavailable, ServerRefused):  # the server is dead then, and so is the request
                 await member.client.abort(rid)
-            except (ServerUnavailable, ServerRefused):
-                return  # the server is dead then, and so is the request
 
-        task = asyncio.ensure_future(abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        if member.serving:
+            task = asyncio.ensure_future(abort())
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
-    def _streamed_so_far(self, member: Member, segments: list[Reply], left: int) -> Reply | None:
-        """What a server that failed had streamed of a response, if it can be used."""
-        if not segments:
-            return None
-        reply = join_segments(segments)
-        try:
-            self._check_reply(member, reply, left)
-        except RolloutError:
-            return None
-        return reply if reply.token_ids.size else None
+    def _checked(self, member: Member, reply: Reply, left: int) -> Reply:
+        """The reply, if it can be used.
 
-    def _check_reply(self, member: Member, reply: Reply, left: int) -> None:
-        """
         Raises:
             ServerUnavailable: the server has other weights than it was given, or its answer cannot be used.
             ServerRefused: the server has no room for the `left` tokens that it was asked for.
@@ -320,21 +247,25 @@ class RequestLoop:
                 "holds no more, and all longer responses would count as truncated; raise model.context_length, "
                 "rollout.memory_fraction or rollout.kv_cache_tokens, or lower rollout.max_new_tokens"
             )
+        return reply
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
-        bias = request.sampling.logit_bias or {}
-        largest = max(int(request.prompt_ids.max()), *request.sampling.stop_token_ids, *bias, 0)
-        if largest >= self.vocab_size:
+        if request.prompt_ids.size == 0:
+            raise ValueError(f"request {request.request_id}: the prompt is empty; give at least one token")
+        others = [*request.sampling.stop_token_ids, *(request.sampling.logit_bias or ())]
+        ids = np.append(request.prompt_ids, np.array(others, np.int64))
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
             raise ValueError(
-                f"request {request.request_id}: token id {largest} is outside the vocabulary of {self.vocab_size}; "
-                "a server would crash on it. Do tokenizer and model belong together?"
+                f"request {request.request_id}: token id {outside[0]} is outside the vocabulary of "
+                f"{self.vocab_size}; a server would crash on it. Do tokenizer and model belong together?"
             )
 
     async def _after_failure(self, request_id: str, failures: int, problem: str) -> None:
         """Gives up after `max_attempts`. The second attempt starts at once, since it goes to another server. Later ones
         wait; otherwise all would be used up within a second."""
         if failures >= self.config.max_attempts:
-            tails = "\n".join(member.engine.log_tail() for member in self.members if not member.serving)
+            tails = "\n".join(member.engine.log_tail() for member in self.balancer.members if not member.serving)
             raise RolloutError(
                 f"request {request_id}: gave up after rollout.max_attempts = {failures} attempts; last words: {problem}"
                 + (f"\n{tails}" if tails else "")

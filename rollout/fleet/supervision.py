@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from rollout.config import RolloutConfig
 from rollout.errors import (
     AccessDenied,
     FleetLost,
@@ -19,42 +21,33 @@ from rollout.fleet.balancer import Balancer
 from rollout.fleet.gpu_memory import GpuMemory
 from rollout.fleet.member import Member, State, Timing, describe
 from rollout.fleet.weight_update import Publisher
+from rollout.wire.client import ServerInfo
 
 _POLL_S = 0.25
 
 SERVERS_PER_MISSING = 10
 """A fleet starts without one server of so many. A smaller fleet needs all."""
 LATE_FACTOR = 2.0
-"""The last servers may take so many times as long as enough servers took to start."""
+"""The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """One task per server, and one that watches over all of them."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        balancer: Balancer,
-        publisher: Publisher,
-        gpu_memory: GpuMemory,
-        *,
-        timing: Timing,
-        start_deadline_s: float,
-        fleet_deadline_s: float,
-        report: Callable[[str], None],
-        check: Callable[[Member], None],
-    ) -> None:
-        """`check`: raises ServerUnfit for a server that answers, but that the run cannot use."""
-        self.members = members
-        self.balancer = balancer
-        self.publisher = publisher
-        self.gpu_memory = gpu_memory
-        self.timing = timing
-        self.start_deadline_s = start_deadline_s
-        self.fleet_deadline_s = fleet_deadline_s
-        self.report = report
-        self.check = check
-        self._tasks: list[asyncio.Task[None]] = []
+    config: RolloutConfig
+    timing: Timing
+    balancer: Balancer
+    publisher: Publisher
+    gpu_memory: GpuMemory
+    report: Callable[[str], None]
+    start_deadline_s: float
+    """For a server's first start, and for each later one."""
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self.balancer.members
 
     def watch(self) -> None:
         """Begins to watch the servers, once they are started."""
@@ -67,7 +60,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def start_all(self, deadline_s: float) -> None:
+    async def start_all(self) -> None:
         """Starts all servers and returns when they are READY, or enough of them. The rest failed or takes far longer
         than the others: it is DOWN then, and brought up like a server that is lost later.
 
@@ -76,22 +69,33 @@ class Supervisor:
         """
 
         async def begin(member: Member) -> None:
-            await self._start(member, deadline_s)
-            self.check(member)
+            await self._start(member)
             member.enter(State.READY)
 
         began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
         tasks = {asyncio.ensure_future(begin(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
+        pending, patience_s = set(tasks), None
         try:
-            await self._until_enough(tasks, problems, may_miss)
+            while pending and len(problems) <= may_miss:
+                done, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    error = task.exception()
+                    if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
+                        problems[tasks[task]] = error
+                    elif error is not None:
+                        raise error
+                if patience_s is None and len(pending) + len(problems) <= may_miss:
+                    patience_s = (LATE_FACTOR - 1) * (time.monotonic() - began)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         missing = [member for member in self.members if member.state is not State.READY]
         if len(missing) > may_miss:
-            text = "\n".join(str(problem) for problem in problems.values())
+            text = "\n".join(map(str, problems.values()))
             others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
             raise ServerStartError(f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}")
         for member in missing:
@@ -101,57 +105,37 @@ class Supervisor:
         if missing:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
 
-    async def _until_enough(
-        self, tasks: Mapping[asyncio.Task[None], Member], problems: dict[Member, ServerStartError], may_miss: int
-    ) -> None:
-        """Returns when all `tasks` have ended, when more than `may_miss` failed, or when all but so many are ready and
-        the others take too long. Notes the failed ones in `problems`; raises any other error."""
-        began, pending, deadline = time.monotonic(), set(tasks), None
-        while pending:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
-                    problems[tasks[task]] = error
-                elif error is not None:
-                    raise error
-            if not done or len(problems) > may_miss:
-                return
-            if deadline is None and len(pending) + len(problems) <= may_miss:
-                deadline = began + LATE_FACTOR * (time.monotonic() - began)
-
-    async def _start(self, member: Member, deadline_s: float) -> None:
+    async def _start(self, member: Member) -> None:
         """Starts a server and returns when it is ready. A server that ends meanwhile is started once more; one that is
         killed is started again until the deadline.
 
         Raises:
-            ServerStartError: as `_wait_ready`.
+            As `_wait_ready`.
         """
-        began, ended = time.monotonic(), 0
+        deadline, ended = time.monotonic() + self.start_deadline_s, 0
         await member.engine.start()
         while True:
             try:
-                return await self._wait_ready(member, deadline_s, began)
+                return await self._wait_ready(member, deadline)
             except ServerEnded as error:
                 ended += not member.engine.killed()
-                if ended > 1 or time.monotonic() - began > deadline_s:
+                if ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
             await asyncio.sleep(self.timing.first_backoff_s)
             await member.forget_client()
             await member.engine.restart()
 
-    async def _wait_ready(self, member: Member, deadline_s: float, began: float | None = None) -> None:
+    async def _wait_ready(self, member: Member, deadline: float) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
 
         Args:
-            began: when the `deadline_s` began (time.monotonic); None: now.
+            deadline: `start_deadline_s` after its start (time.monotonic).
 
         Raises:
             ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
+            ServerUnfit: it answers, but the run cannot use it.
         """
-        deadline = (time.monotonic() if began is None else began) + deadline_s
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
@@ -162,7 +146,7 @@ class Supervisor:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
-                return
+                return self._check(member, member.info)
             except AccessDenied as error:  # a restart would not change it
                 raise ServerUnfit(
                     f"{error}\nrollout.api_key_file names the file with the key that it asks for"
@@ -171,9 +155,21 @@ class Supervisor:
                 problem = str(error)
             if time.monotonic() > deadline:
                 raise ServerStartError(
-                    f"{member.url}: not ready within {deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
+                    f"{member.url}: not ready within {self.start_deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
                 )
             await asyncio.sleep(_POLL_S)
+
+    def _check(self, member: Member, info: ServerInfo) -> None:
+        if self.config.deterministic and not info.deterministic:
+            raise ServerUnfit(
+                f"{member.url}: rollout.deterministic is set, but this server runs without "
+                "--enable-deterministic-inference and would ignore the seeds"
+            )
+        if info.altered:
+            raise ServerUnfit(
+                f"{member.url}: it runs with {info.altered}, so that its weights are not those it is given and no "
+                "publish could be verified; start it without"
+            )
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -252,8 +248,7 @@ class Supervisor:
             async with self.gpu_memory.server_start():
                 await member.engine.restart()
         member.enter(State.STARTING, member.reason)
-        await self._wait_ready(member, self.start_deadline_s)
-        self.check(member)
+        await self._wait_ready(member, time.monotonic() + self.start_deadline_s)
         if not member.engine.ours:
             # It was not restarted: its device may still wait in a broken process group, although its processes answer.
             with member.busy():
@@ -272,6 +267,7 @@ class Supervisor:
     async def _watch_fleet(self) -> None:
         """Reports while no server serves. Ends the waits of requests once that lasts longer than `fleet_deadline_s` and
         no first restart is under way."""
+        deadline_s = self.config.fleet_deadline_s
         down_since = reported = None
         while True:
             await asyncio.sleep(_POLL_S)
@@ -284,14 +280,14 @@ class Supervisor:
             if reported is None or now - reported > self.timing.report_interval_s:
                 reported = now
                 self.report(
-                    f"all servers are down for {now - down_since:.0f} s (of {self.fleet_deadline_s:g} s); "
+                    f"all servers are down for {now - down_since:.0f} s (of {deadline_s:g} s); "
                     f"{self.balancer.waiting} requests wait for {states}"
                 )
             restarting = any(member.restart_deadline >= now for member in self.members)
-            if now - down_since > self.fleet_deadline_s and not restarting:
+            if now - down_since > deadline_s and not restarting:
                 self.balancer.refuse(
                     FleetLost(
-                        f"all servers are down for longer than rollout.fleet_deadline_s = {self.fleet_deadline_s:g}; "
+                        f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}; "
                         f"last words:\n{describe(self.members)}"
                     )
                 )

@@ -8,12 +8,12 @@ A server that fails on the way goes DOWN. Its supervisor restarts it and calls `
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rollout.config import RolloutConfig
 from rollout.errors import FleetLost, ServerUnavailable
@@ -24,31 +24,18 @@ from rollout.weights.sender import Sent
 from rollout.weights.transport import Target
 from rollout.wire.client import ServerInfo
 
+T = TypeVar("T")
+
 _DRAIN_POLL_S = 0.02
 _ABORT_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerPublish:
-    """One server's share: ServerPublish(url="http://127.0.0.1:30000", tensors=290, seconds=1.4)"""
-
-    url: str
-    tensors: int
-    """Checksums compared, over all ranks."""
-    seconds: float
-    """From the start of the publish to the server's last checksum."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What a publish did. Servers in `down` get the weights when they are back, before they serve."""
+    """What a publish did. A server that is down gets the weights when it is back, before it serves."""
 
-    weight_version: int
-    servers: tuple[ServerPublish, ...]
-    down: tuple[str, ...]
-    interrupted: int
-    """Responses that were being drawn. They go on with the new weights, after the tokens they have."""
-    seconds: float
+    servers: Mapping[str, int]
+    """{url: checksums compared, over all ranks} of the servers that serve them."""
     bytes: int
     """Of the weights."""
     by_disk: Mapping[str, str]
@@ -75,76 +62,61 @@ class OnDisk:
     folder: Path
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
 
-    @property
-    def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
-
 
 class Published:
     """Weights that every server must hold: in a folder, in the trainer's memory, or in both."""
 
-    def __init__(self, weight_version: int, *, on_disk: OnDisk | None = None, stream: WeightStream | None = None):
+    def __init__(self, weight_version: int, weights: OnDisk | WeightStream) -> None:
         self.weight_version = weight_version
         self.label = str(weight_version)
         """The servers' name of these weights."""
         self.superseded = asyncio.Event()
         """Set when the next weights are published."""
-        self.stream = stream
+        self.weights = weights
         self.verified: set[Member] = set()
         """Servers that were given these weights and let go on."""
-        self.known_checksums = dict(on_disk.checksums) if on_disk else {}
+        self.known_checksums = dict(weights.checksums) if isinstance(weights, OnDisk) else {}
         """The trainer's, by kind of server."""
-        self._on_disk = on_disk
-        self._writing: asyncio.Task[OnDisk | None] | None = None
-        self._computing: dict[ServerInfo, asyncio.Task[Checksums]] = {}
+        self._tasks: dict[object, asyncio.Task[Any]] = {}
 
     async def folder(self) -> Path | None:
         """Where they are on disk; written now if need be. None: the trainer has changed them."""
-        if self._on_disk is None and self.stream is not None:
-            if _must_start(self._writing):
-                self._writing = asyncio.ensure_future(self.stream.to_disk())
-            assert self._writing is not None
-            self._on_disk = await asyncio.shield(self._writing)
-            if self._on_disk is not None:
-                self.known_checksums = {**self._on_disk.checksums, **self.known_checksums}
-        return None if self._on_disk is None else self._on_disk.folder
+        if isinstance(self.weights, OnDisk):
+            return self.weights.folder
+        on_disk = await self._once("folder", self.weights.to_disk)
+        if on_disk is None:
+            return None
+        self.known_checksums = {**on_disk.checksums, **self.known_checksums}
+        return on_disk.folder
 
     async def checksums(self, info: ServerInfo) -> Checksums:
         """Computed from the folder, once, for a kind of server that the trainer did not know in time."""
         if info in self.known_checksums:
             return self.known_checksums[info]
-        if _must_start(self._computing.get(info)):
-            folder = await self.folder()
-            if folder is None:
-                raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
-            self._computing[info] = asyncio.ensure_future(asyncio.to_thread(expected_checksums, folder, info))
-        return await asyncio.shield(self._computing[info])
+        folder = await self.folder()
+        if folder is None:
+            raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
+        return await self._once(info, partial(asyncio.to_thread, expected_checksums, folder, info))
+
+    async def _once(self, key: object, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `begin` returns, which is called once for all who ask, and again if it failed."""
+        task = self._tasks.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._tasks[key] = asyncio.ensure_future(begin())
+        return await asyncio.shield(task)
 
 
+@dataclass(eq=False)
 class Publisher:
     """Holds the newest published weights and brings servers to them."""
 
-    def __init__(self, config: RolloutConfig, members: Sequence[Member], balancer: Balancer, timing: Timing) -> None:
-        self.members = members
-        self.balancer = balancer
-        self.timing = timing
-        self.config = config
-        self.current: Published | None = None
-        self.interruptions = 0
-        """Publishes that ended running requests. It tells a request whether a publish aborted it."""
-        self._one_at_a_time = asyncio.Lock()
-
-    async def publish(self, weights: OnDisk, weight_version: int) -> PublishReport:
-        """Every serving server holds the folder on return, verified; see `RolloutFleet.publish`."""
-        folder = weights.folder.resolve()
-        if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-            raise FileNotFoundError(f"{folder}: publish needs config.json and .safetensors files in one folder")
-        on_disk = OnDisk(folder=folder, checksums=weights.checksums)
-        return await self._publish(Published(weight_version, on_disk=on_disk), on_disk.bytes)
-
-    async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
-        """The same without a folder; see `RolloutFleet.publish_stream`."""
-        return await self._publish(Published(weight_version, stream=stream), 0)
+    config: RolloutConfig
+    timing: Timing
+    balancer: Balancer
+    current: Published | None = field(default=None, init=False)
+    interruptions: int = field(default=0, init=False)
+    """Publishes that ended running requests. It tells a request whether a publish aborted it."""
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def bring_up_to_date(self, member: Member) -> None:
         """Gives a server that just started the newest weights and marks it READY.
@@ -168,42 +140,42 @@ class Publisher:
                 self.balancer.dispatch()
                 return
 
-    async def _publish(self, published: Published, size: int) -> PublishReport:
-        """Updates the serving servers while no request starts. `size`: bytes of a folder's weights."""
+    async def publish(self, weights: OnDisk | WeightStream, weight_version: int) -> PublishReport:
+        """Updates the serving servers while no request starts; see `RolloutFleet.publish`."""
+        size = 0
+        if isinstance(weights, OnDisk):
+            files = list(weights.folder.glob("*.safetensors"))
+            if not (weights.folder / "config.json").is_file() or not files:
+                raise FileNotFoundError(
+                    f"{weights.folder}: publish needs config.json and .safetensors files in one folder"
+                )
+            size = sum(file.stat().st_size for file in files)
+        published = Published(weight_version, weights)
         async with self._one_at_a_time:
-            started = time.monotonic()
             self.balancer.close()
             try:
                 # From here on a server that comes back gets these weights too.
                 if self.current is not None:
                     self.current.superseded.set()
                 self.current = published
-                serving = [member for member in self.members if member.serving]
-                interrupted = sum(member.in_flight for member in serving)
-                self.interruptions += interrupted > 0
+                serving = [member for member in self.balancer.members if member.serving]
+                self.interruptions += any(member.in_flight for member in serving)
                 try:
                     paused = await self._each(serving, published, self._pause)
-                    sent = await self._send(published, paused)
-                    finish = partial(self._finish, published=published, targets=paused, sent=sent, started=started)
+                    sent = await self._send(published, paused) or Sent(bytes=size)
+                    finish = partial(self._finish, published=published, targets=paused, sent=sent)
                     updated = await self._each(paused, published, finish)
                 except BaseException as error:  # also a cancellation
                     for member in serving:
                         self._give_up(member, published, error)
                     raise
-                servers = tuple(share for share in updated.values() if share is not None)
+                servers = {member.url: compared for member, compared in updated.items() if compared is not None}
                 if not servers:
                     await self._any_ready()
             finally:
                 self.balancer.open()
-            return PublishReport(
-                weight_version=published.weight_version,
-                servers=servers,
-                down=tuple(member.url for member in self.members if not member.serving),
-                interrupted=interrupted,
-                seconds=time.monotonic() - started,
-                bytes=sent.bytes if sent is not None else size,
-                by_disk={} if sent is None else {url: failure.reason for url, failure in sent.failures.items()},
-            )
+            by_disk = {url: failure.reason for url, failure in sent.failures.items()}
+            return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk)
 
     async def _each(
         self, members: Sequence[Member] | Mapping[Member, Any], published: Published, work: Callable[..., Any]
@@ -268,40 +240,37 @@ class Publisher:
 
     async def _send(self, published: Published, paused: Mapping[Member, Target]) -> Sent | None:
         """From the trainer's memory into all paused servers; None for weights in a folder."""
-        if published.stream is None:
+        if isinstance(published.weights, OnDisk):
             return None
         with ExitStack() as stack:
             for member in paused:
                 stack.enter_context(member.busy())
-            sent = await published.stream.send(tuple(paused.values()), published.label)
+            sent = await published.weights.send(tuple(paused.values()), published.label)
         published.known_checksums |= sent.checksums
         return sent
 
     async def _finish(
-        self,
-        member: Member,
-        *,
-        published: Published,
-        targets: Mapping[Member, Target],
-        sent: Sent | None,
-        started: float,
-    ) -> ServerPublish | None:
+        self, member: Member, *, published: Published, targets: Mapping[Member, Target], sent: Sent
+    ) -> int | None:
         """Lets a paused server serve again, once it has the weights and they are verified. A server that was not sent
-        all of them, but answers, reads the folder. None: it was restarted meanwhile, and its supervisor does this."""
+        all of them, but answers, reads the folder.
+
+        Returns:
+            The number of checksums compared. None: it was restarted meanwhile, and its supervisor does this.
+        """
         target = targets[member]
         if member.restarts != target.restarts or not member.serving:
             return None
-        failure = None if sent is None else sent.failures.get(target.url)
+        failure = sent.failures.get(target.url)
         if failure is not None and not failure.answers:
             raise ServerUnavailable(failure.reason)
         deadline_s = self.config.sync_deadline_s  # over NCCL the checksums are the first answer that needs the data
-        if sent is None or failure is not None:
+        if isinstance(published.weights, OnDisk) or failure is not None:
             folder = await published.folder()
             assert folder is not None, "the trainer waits for this publish"
             await member.call(self._load(member, published, folder))
             deadline_s = self.timing.load_deadline_s
-        tensors = await member.call(self._verify_and_resume(member, published, deadline_s))
-        return ServerPublish(url=member.url, tensors=tensors, seconds=time.monotonic() - started)
+        return await member.call(self._verify_and_resume(member, published, deadline_s))
 
     async def _load(self, member: Member, published: Published, folder: Path) -> None:
         """The server reads the folder; the checksums it must have are computed meanwhile."""
@@ -309,7 +278,8 @@ class Publisher:
         computing = asyncio.ensure_future(published.checksums(member.info))
         try:
             with member.busy():
-                await member.client.update_weights_from_disk(folder, published.label, self.timing.load_deadline_s)
+                body = {"model_path": str(folder)}
+                await member.client.update_weights("disk", body, published.label, self.timing.load_deadline_s)
             await computing
         finally:
             computing.cancel()
@@ -329,14 +299,9 @@ class Publisher:
     async def _any_ready(self) -> None:
         deadline_s = self.config.fleet_deadline_s
         deadline = time.monotonic() + deadline_s
-        while not any(member.state is State.READY for member in self.members):
+        while not any(member.state is State.READY for member in self.balancer.members):
             now = time.monotonic()
             # After a broken process group all of them may have been restarted, which takes as long as a start.
-            if now > deadline and all(member.restart_deadline < now for member in self.members):
-                raise FleetLost(f"publish: no server within {deadline_s:g} s\n{describe(self.members)}")
+            if now > deadline and all(member.restart_deadline < now for member in self.balancer.members):
+                raise FleetLost(f"publish: no server within {deadline_s:g} s\n{describe(self.balancer.members)}")
             await asyncio.sleep(_DRAIN_POLL_S)
-
-
-def _must_start(task: "asyncio.Task[Any] | None") -> bool:
-    """Whether it was never started, or failed."""
-    return task is None or (task.done() and (task.cancelled() or task.exception() is not None))

@@ -1,0 +1,21 @@
+"""SGLang's servers as processes. What all of them share: the kernel kills one when its parent ends, however the parent
+ends."""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if that is not `parent` any more.
+
+    It survives an exec, so `preexec_fn` of a process without threads can call it for any program.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; this process would outlive its parent")
+    if os.getppid() != parent:
+        sys.exit(f"the process {parent} that started this one has ended")

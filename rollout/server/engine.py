@@ -66,10 +66,6 @@ class Engine(Protocol):
         """Ends what is left of it and begins a new start."""
         return None
 
-    def kill(self) -> None:
-        """Ends it at once, with all of its processes."""
-        return None
-
     async def close(self) -> None:
         """Ends it in order."""
         return None
@@ -126,7 +122,7 @@ class LocalServer:
         Raises:
             ServerStartError: the configured port is taken; nothing was started.
         """
-        self._port = self._choose_port()
+        self._port = choose_port(self.config, self.spec.index)
         self._next_stop_check, self._times_stopped = time.monotonic() + STOP_CHECK_S, 0
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,18 +185,6 @@ class LocalServer:
             self._times_stopped = self._times_stopped + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
         return self._times_stopped > 1
 
-    def _choose_port(self) -> int:
-        if not self.config.port:
-            return free_port(self.config.host, self.spec.index)
-        wanted = self.config.port + self.spec.index
-        problem = _port_problem(self.config.host, wanted)
-        if problem:
-            raise ServerStartError(
-                f"rollout.port = {self.config.port}: server {self.spec.index} would listen on "
-                f"{self.config.host}:{wanted}, which cannot be had ({problem}); choose another port, or 0 for free ones"
-            )
-        return wanted
-
     def _environment(self) -> dict[str, str]:
         # A checkout that is not installed must be importable in the child too.
         package = str(Path(__file__).resolve().parents[2])
@@ -224,16 +208,25 @@ def _port_problem(host: str, port: int) -> str | None:
     return None
 
 
-def free_port(host: str, index: int) -> int:
-    """A port that stays free while server `index` starts: on a busy machine it opens the port only after a minute.
+def choose_port(config: RolloutConfig, index: int) -> int:
+    """The configured port of server `index`, or one that stays free while it starts: on a busy machine it opens the
+    port only after a minute. Free ports are outside the range that the kernel uses for outgoing connections, so they
+    are not given away meanwhile.
 
-    The port is outside the range that the kernel uses for outgoing connections, so it is not given away meanwhile.
+    Raises:
+        ServerStartError: the configured port is taken, or no port of the host can be had.
     """
     draw = random.SystemRandom()  # independent of the run's own random numbers
-    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
-        if _port_problem(host, port) is None:
+    free = draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS)
+    problem: str | None = None
+    for port in [config.port + index] if config.port else free:
+        problem = _port_problem(config.host, port)
+        if problem is None:
             return port
-    raise ServerStartError(f"rollout.host = {host}: {_port_problem(host, 0) or 'no free port'}; name a rollout.port")
+    raise ServerStartError(
+        f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
+        f"({problem}); choose another host or port, or port 0 for free ones"
+    )
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

@@ -9,12 +9,12 @@ server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_se
 import itertools
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from rollout import cpu
-from rollout.server.parent_death import end_with
+from rollout.server import end_with
 
 PARENT = "ROLLOUT_SERVER_PARENT"
 """Environment variable: id of the process whose end also ends this one. Not set when a person starts the server."""
@@ -77,24 +77,6 @@ def _values(arguments: Sequence[str], flag: str) -> list[str]:
     return following + [given.partition("=")[2] for given in arguments if given.startswith(f"{flag}=")]
 
 
-def drop_expandable_segments(variables: MutableMapping[str, str]) -> list[str]:
-    """Removes that setting from PyTorch's `variables`; returns the names of those that had it.
-
-    torch_memory_saver does not see memory of expandable segments. It refuses them under the old name of the variable;
-    under the new one they would stay on the GPU.
-    """
-    changed = []
-    for name in ALLOCATOR:
-        settings = variables.get(name, "").split(",")
-        kept = [setting for setting in settings if setting.partition(":")[0].strip() != "expandable_segments"]
-        if kept != settings:
-            changed.append(name)
-            variables[name] = ",".join(kept)
-            if not kept:
-                del variables[name]
-    return changed
-
-
 def rendezvous() -> str:
     """A file in this process's memory: only processes of its owner can open it, and it is gone when this process ends.
     SGLang's own choice is a port that torch opens on every interface, from the range that the kernel uses for outgoing
@@ -116,8 +98,11 @@ def main(arguments: Sequence[str]) -> None:
     end_with_parent()
     os.environ.update(environment(arguments))
     if "--enable-memory-saver" in arguments:
-        for name in drop_expandable_segments(os.environ):
-            print(f"{name}: expandable_segments is left out, torch_memory_saver cannot release such memory", flush=True)
+        for name in ALLOCATOR:
+            # Memory of expandable segments is refused under the old name; under the new one it would stay on the GPU.
+            if "expandable_segments" in os.environ.get(name, ""):
+                print(f"{name} is left out: torch_memory_saver cannot release expandable_segments", flush=True)
+                del os.environ[name]
     if not any(_values(arguments, flag) for flag in _OTHER_RENDEZVOUS):
         os.environ.setdefault(RENDEZVOUS, rendezvous())
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
@@ -133,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
 
     server_args = prepare_server_args(list(arguments))
     if KEY_FILE in os.environ:
-        from rollout.server.api_key import read_key
+        from rollout.server.server_command import read_key
 
         # Not as an argument: SGLang would turn it into plain text and print it. Its settings are read-only by now.
         object.__setattr__(server_args, "api_key", read_key(Path(os.environ[KEY_FILE])))

@@ -1,11 +1,15 @@
-"""The command line of one SGLang server, from the config and what the run knows of its model and machine."""
+"""What one SGLang server is started with: its command line, from the config and what the run knows of its model and
+machine, and its API key, which keeps other users of a machine or network away, in a file of its owner."""
 
+import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rollout.config import RolloutConfig
 from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND
+from rollout.errors import KeyFileError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +34,7 @@ class ServerSpec:
     log_path: Path
     """Everything that the server prints is appended here."""
     api_key_file: Path | None = None
-    """File with the key that the server asks its callers for (rollout.server.api_key); None: it answers anybody."""
+    """File with the key that the server asks its callers for; None: it answers anybody."""
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
     shares_memory: bool = False
@@ -87,3 +91,36 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)
+
+
+class Secret(str):
+    """A text whose repr is hidden: SGLang prints its settings when it starts."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def new_key(path: Path) -> None:
+    """Write a fresh key to `path`, readable by its owner only; one that is there is replaced."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+
+
+def read_key(path: Path) -> Secret:
+    """The key in a file.
+
+    Raises:
+        KeyFileError: it is missing, empty, or others may read it too.
+    """
+    try:
+        mode, key = path.stat().st_mode, path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"{path}: no API key can be read there ({error})") from None
+    if mode & 0o077:
+        raise KeyFileError(f"{path}: others may read this API key; chmod 600 it")
+    if not key or not key.isascii() or any(character.isspace() for character in key):
+        raise KeyFileError(f"{path}: expected one API key: a line of ASCII text without spaces")
+    return Secret(key)

@@ -6,7 +6,6 @@ servers must then report. It runs in trainer rank 0, which holds the gathered we
 """
 
 import asyncio
-import time
 from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from rollout.server.api_key import read_key
+from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.transport import (
     Failure,
@@ -50,7 +49,6 @@ class Sent:
 
     bytes: int = 0
     buckets: int = 0
-    seconds: float = 0.0
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
@@ -116,7 +114,6 @@ class WeightSender:
         self._runner = asyncio.Runner()
         self._bytes = self._buckets = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._started = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +147,6 @@ class WeightSender:
         return Sent(
             bytes=self._bytes,
             buckets=self._buckets,
-            seconds=time.monotonic() - self._started,
             failures=dict(self._failures),
             checksums=self._checksums.finish(),
         )

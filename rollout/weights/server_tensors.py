@@ -4,7 +4,7 @@ SGLang fuses and shards what it loads: q, k and v become `qkv_proj`, gate and up
 parallel rank has its shard. Known models: Llama, Qwen2, Qwen3.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,23 @@ from rollout.wire.client import ServerInfo
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _VOCABULARY_STEP = 64
+"""The vocabulary is padded to a multiple of this that the ranks divide."""
 _CPU_INTERMEDIATE_STEP = 32
+"""On a CPU the MLP is padded so that the width of each rank is a multiple of this."""
+_VOCABULARY, _BY_COLUMNS = ("embed_tokens", "lm_head"), ("o_proj", "down_proj")
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-_ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+_EACH = (
+    "self_attn.o_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+_OPTIONAL = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
+"""Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them."""
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Shard = Callable[[str, Tensor], list[Tensor]]
-"""(Hugging Face name, whole tensor) -> a rank's shard of it, in pieces along the first dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +44,41 @@ class ServerTensor:
     """SGLang's."""
     sources: tuple[str, ...]
     """Hugging Face tensors that it is made of, in order."""
-    shard: Shard
+    layout: "_Layout"
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensor in pieces, views of `tensors` wherever nothing is padded."""
-        return [piece for source in self.sources for piece in self.shard(source, tensors[source])]
+        return [piece for source in self.sources for piece in self.layout.shard(source, tensors[source], self.rank)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
     """What decides how a model's tensors are sharded."""
 
-    layers: int
+    ranks: int
     key_heads: int
     vocabulary: int
-    tied: bool
-    intermediate: int
-    """Width of the MLP, on a CPU padded so that each rank's is a multiple of 32."""
-    ranks: int
+    sizes: Mapping[str, int | None]
+    """Of the tensors that are sharded, by the last part of their name: the size to which they are padded with zeros."""
+
+    def shard(self, name: str, tensor: Tensor, rank: int) -> list[Tensor]:
+        """A rank's shard of a Hugging Face tensor, in pieces along the first dimension.
+
+        Raises:
+            ValueError: a size that the ranks do not divide.
+        """
+        part, kind = name.split(".")[-2:]
+        dim = int(part in _BY_COLUMNS)
+        if part not in self.sizes or (dim == 1 and kind == "bias"):
+            return [tensor]
+        if part in _VOCABULARY:
+            tensor = tensor[: self.vocabulary]
+        size = self.sizes[part] or tensor.shape[dim]
+        # If there are fewer key heads than ranks, several ranks have the same one.
+        ranks = min(self.ranks, self.key_heads) if part in ("k_proj", "v_proj") else self.ranks
+        if size % ranks:
+            raise ValueError(f"{name}: {size} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
+        return _shard(tensor, dim, size // ranks, rank * ranks // self.ranks)
 
 
 def server_tensors(config: Mapping[str, Any], names: Container[str], info: ServerInfo) -> Iterator[ServerTensor]:
@@ -71,8 +95,21 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
     if architecture not in ARCHITECTURES:
         raise ValueError(f"config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
     layout = _layout_of(config, info)
+    whole = ["model.norm.weight", "model.embed_tokens.weight"]
+    if not config.get("tie_word_embeddings"):  # a tied head is the embedding itself; a copy in the file is not loaded
+        whole.append("lm_head.weight")
     for rank in range(layout.ranks):
-        yield from _of_rank(layout, names, rank)
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            for fused, parts in _FUSED.items():
+                for kind in ("weight", "bias"):
+                    sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
+                    if kind == "weight" or sources[0] in names:
+                        yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, layout)
+            for name in (*_EACH, *(name for name in _OPTIONAL if prefix + name in names)):
+                yield ServerTensor(rank, prefix + name, (prefix + name,), layout)
+        for name in whole:
+            yield ServerTensor(rank, name, (name,), layout)
 
 
 def server_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:
@@ -97,74 +134,19 @@ def _layout_of(config: Mapping[str, Any], info: ServerInfo) -> _Layout:
                 "on a CPU; SGLang would invent heads of zeros there"
             )
         intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
-    return _Layout(
-        layers=config["num_hidden_layers"],
-        key_heads=key_heads,
-        vocabulary=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        intermediate=intermediate,
-        ranks=ranks,
-    )
+    vocabulary, step = config["vocab_size"], _VOCABULARY_STEP
+    if _multiple(vocabulary, step) % ranks:
+        step *= ranks
+    sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"))
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), intermediate)
+    sizes |= dict.fromkeys(_VOCABULARY, _multiple(vocabulary, step))
+    return _Layout(ranks=ranks, key_heads=key_heads, vocabulary=vocabulary, sizes=sizes)
 
 
-def _of_rank(layout: _Layout, names: Container[str], rank: int) -> Iterator[ServerTensor]:
-    def rows(name: str, tensor: Tensor) -> list[Tensor]:
-        return _rows(tensor, name, layout, rank)
-
-    def columns(name: str, tensor: Tensor) -> list[Tensor]:
-        padded = layout.intermediate if ".mlp." in name else tensor.shape[1]
-        return _shard(tensor, 1, padded, layout.ranks, rank, name)
-
-    def vocabulary_rows(name: str, tensor: Tensor) -> list[Tensor]:
-        return _vocabulary_rows(tensor, name, layout, rank)
-
-    def whole(_: str, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
-
-    for layer in range(layout.layers):
-        prefix = f"model.layers.{layer}."
-        for fused, parts in _FUSED.items():
-            for kind in ("weight", "bias"):
-                sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
-                if kind == "weight" or sources[0] in names:
-                    yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, rows)
-        for part in _ROW_PARALLEL:
-            yield ServerTensor(rank, prefix + part, (prefix + part,), columns)
-        # Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them.
-        optional = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
-        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-        for name in (*norms, *(name for name in optional if prefix + name in names)):
-            yield ServerTensor(rank, prefix + name, (prefix + name,), whole)
-    yield ServerTensor(rank, "model.norm.weight", ("model.norm.weight",), whole)
-    # A tied head is the embedding itself, reported once; a copy in the file is not loaded.
-    for name in ("model.embed_tokens.weight", *(() if layout.tied else ("lm_head.weight",))):
-        yield ServerTensor(rank, name, (name,), vocabulary_rows)
-
-
-def _rows(tensor: Tensor, name: str, layout: _Layout, rank: int) -> list[Tensor]:
-    """A rank's output rows. If there are fewer key heads than ranks, several ranks have the same one."""
-    if ".mlp." in name:
-        return _shard(tensor, 0, layout.intermediate, layout.ranks, rank, name)
-    ranks = layout.ranks
-    if "k_proj" in name or "v_proj" in name:
-        ranks = min(layout.ranks, layout.key_heads)
-    return _shard(tensor, 0, tensor.shape[0], ranks, rank * ranks // layout.ranks, name)
-
-
-def _vocabulary_rows(tensor: Tensor, name: str, layout: _Layout, rank: int) -> list[Tensor]:
-    """The vocabulary is padded with rows of zeros to a multiple of 64 that the ranks divide."""
-    step = _VOCABULARY_STEP
-    if _multiple(layout.vocabulary, step) % layout.ranks:
-        step *= layout.ranks
-    return _shard(tensor[: layout.vocabulary], 0, _multiple(layout.vocabulary, step), layout.ranks, rank, name)
-
-
-def _shard(tensor: Tensor, dim: int, padded: int, ranks: int, rank: int, name: str) -> list[Tensor]:
-    """A rank's shard of `tensor`, as if it were padded with zeros to `padded` along `dim`."""
-    if padded % ranks:
-        raise ValueError(f"{name}: {padded} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
-    size, length = padded // ranks, tensor.shape[dim]
-    part = tensor.narrow(dim, min(rank * size, length), max(0, min(size, length - rank * size)))
+def _shard(tensor: Tensor, dim: int, size: int, index: int) -> list[Tensor]:
+    """Number `index` of the shards of `size` along `dim`, with zeros where the tensor has ended."""
+    length = tensor.shape[dim]
+    part = tensor.narrow(dim, min(index * size, length), max(0, min(size, length - index * size)))
     missing = size - part.shape[dim]
     if missing == 0:
         return [part]

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -150,14 +151,15 @@ def _payload(path: str, bucket: FlatBucket) -> str:
 
 def own_address_for(targets: Sequence[Target]) -> str:
     """This machine's address as the servers see it; the loopback address only if all of them are on this machine."""
-    hosts = [urlsplit(target.url).hostname or "" for target in targets]
-    found = []
-    for host in hosts:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    own = ""
+    for target in targets:
+        family, _, _, _, where = socket.getaddrinfo(urlsplit(target.url).hostname, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # sends nothing
-            found.append(str(probe.getsockname()[0]))
-    return next((address for address in found if not address.startswith("127.") and address != "::1"), found[0])
+            own = str(probe.getsockname()[0])
+        if not ip_address(own).is_loopback:
+            break
+    return own
 
 
 def check_this_machine(url: str) -> None:
@@ -341,18 +343,16 @@ def _without_fatal_watchdog() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _in_thread(work: Callable[[], object]) -> "Future[None]":
+def _in_thread(work: Callable[[], object]) -> "Future[object]":
     """Runs `work` in a daemon thread: it may wait for ever, and does not keep the process from ending."""
-    done: Future[None] = Future()
+    done: Future[object] = Future()
 
     def run() -> None:
         done.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
     threading.Thread(target=run, name="weight-sync", daemon=True).start()
     return done
@@ -360,12 +360,8 @@ def _in_thread(work: Callable[[], object]) -> "Future[None]":
 
 async def failures_of(calls: "Mapping[str, Any]") -> dict[str, Failure]:
     """Awaits all calls; {url: error} of those that failed."""
-    results = await asyncio.gather(*calls.values(), return_exceptions=True)
-    problems = {}
-    for url, result in zip(calls, results, strict=True):
-        if isinstance(result, BaseException):
-            problems[url] = _failure(result)
-    return problems
+    results = zip(calls, await asyncio.gather(*calls.values(), return_exceptions=True), strict=True)
+    return {url: _failure(result) for url, result in results if isinstance(result, BaseException)}
 
 
 def _failure(error: BaseException) -> Failure:

@@ -1,4 +1,4 @@
-"""The server's side of `rollout.wire.array_frames`: SGLang's own HTTP server learns a second media type.
+"""The server's side of the frames of `rollout.wire.reply`: SGLang's own HTTP server learns a second media type.
 
 It is ASGI middleware, added from outside. A client that does not ask for frames gets SGLang's own answer. So does every
 client of a server with several tokenizer workers: they are other processes, without this middleware.
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout.wire.array_frames import MEDIA_TYPE, Segment, frame, segment_of
+from rollout.wire.reply import MEDIA_TYPE, Segment, frame, segment_of
 
 _LOG = logging.getLogger(__name__)
 _ACCEPT = (b"accept", MEDIA_TYPE.encode())

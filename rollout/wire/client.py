@@ -1,12 +1,10 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import aiohttp
 import numpy as np
@@ -14,8 +12,7 @@ import orjson
 
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.generation import SamplingParams
-from rollout.wire import array_frames
-from rollout.wire.reply import Reply, StreamedError, events, join_segments, only_new, read_part
+from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, only_new, read_parts
 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
@@ -25,8 +22,10 @@ READ_AHEAD = 1 << 20
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
-_FRAMES = {"Accept": array_frames.MEDIA_TYPE}
-"""Always sent. A server that has no frames answers in JSON; the content type tells which."""
+_UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+_PLAIN = {"Content-Type": "application/json"}
+_FRAMES = {**_PLAIN, "Accept": MEDIA_TYPE}
+"""Always sent to /generate. A server that has no frames answers in JSON; the content type tells which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +63,6 @@ class SglangClient:
         self.control_deadline_s = control_deadline_s
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Closes the connections. Running and later calls end in ServerUnavailable."""
@@ -112,19 +105,14 @@ class SglangClient:
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
-        async with self._answer("POST", "/generate", body, deadline_s, _FRAMES) as response:
-            if response.content_type == array_frames.MEDIA_TYPE:
-                parts, read = array_frames.frames(response.content), array_frames.read_frame
-            else:
-                parts, read = _json_parts(response), read_part
+        async with self._answer("/generate", body, deadline_s, _FRAMES) as response:
             try:
-                with self._readable("/generate"):
-                    async for part in parts:
-                        segment, complete = read(part)
-                        received.append(only_new(segment, received))
-            except _Unreadable:
+                async for segment, ends in read_parts(response):
+                    received.append(only_new(segment, received))
+                    complete = ends
+            except _UNREADABLE as error:
                 received.clear()
-                raise
+                raise self._unreadable("/generate", error) from error
             except StreamedError as error:
                 raise _error_for(error.status)(f"{self.url}/generate: {error.status}: {error}") from None
         if not complete:
@@ -140,8 +128,7 @@ class SglangClient:
         """
         params = {"max_new_tokens": 0, "temperature": 1.0}
         body = _generate_body(rid, token_ids, params, start - 1)
-        answer = await self._json("POST", "/generate", body, self.request_deadline_s)
-        with self._readable("/generate"):
+        async with self._json("/generate", body, self.request_deadline_s) as answer:
             entries = answer["meta_info"]["input_token_logprobs"][1:]
             asked, scored = token_ids[start:], np.array([entry[1] for entry in entries])
             # The last id of the vocabulary is reported as 0 (its log-prob is right): SGLang's guard is off by one.
@@ -151,16 +138,15 @@ class SglangClient:
 
     async def health(self, deadline_s: float) -> None:
         """Returns if a server of ours answers that it serves. A paused one does, one that still loads does not."""
-        await self._call("GET", "/health", None, deadline_s)
+        await self._call("/health", None, deadline_s)
 
     async def answers(self, deadline_s: float) -> None:
         """Returns if the HTTP process answers. For servers of others, whose /health may draw a token."""
-        await self._call("GET", "/model_info", None, deadline_s)
+        await self._call("/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
         """Asks the server's scheduler too, so an answer shows that both processes are alive."""
-        answer = await self._json("GET", "/server_info", None, deadline_s)
-        with self._readable("/server_info"):
+        async with self._json("/server_info", None, deadline_s) as answer:
             return ServerInfo(
                 version=str(answer.get("version", "?")),
                 device=answer["device"],
@@ -173,26 +159,25 @@ class SglangClient:
 
     async def weight_label(self) -> str:
         """The server's name of its weights."""
-        answer = await self._json("GET", "/model_info")
-        with self._readable("/model_info"):
+        async with self._json("/model_info") as answer:
             return str(answer["weight_version"])
 
     async def abort(self, rid: str | None) -> None:
         """Ends the request with this id, or every request; each answers with what it has drawn so far."""
-        await self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+        await self._call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def pause(self) -> None:
         """Stops drawing at once; running requests keep their state."""
-        await self._call("POST", "/pause_generation", {"mode": "in_place"})
+        await self._call("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
-        await self._call("POST", "/continue_generation", {})
+        await self._call("/continue_generation", {})
 
     async def flush_cache(self) -> None:
         """Forgets all cached prefixes. Fails while a request runs, even one that nobody here waits for."""
         try:
-            await self._call("POST", f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {})
+            await self._call(f"/flush_cache?timeout={self.control_deadline_s / 2:g}", {})
         except AccessDenied:
             raise
         except ServerRefused as error:
@@ -200,18 +185,17 @@ class SglangClient:
 
     async def memory_gb(self) -> float:
         """GB (2**30 bytes) that weights and KV cache take on each of its accelerators, by its own account."""
-        answer = await self._json("GET", "/server_info")
-        with self._readable("/server_info"):
+        async with self._json("/server_info") as answer:
             usage = answer["internal_states"][0]["memory_usage"]
             return float(usage["weight"] + usage["kvcache"])
 
     async def release_memory(self, deadline_s: float) -> None:
         """Leaves its accelerators' memory. Its scheduler crashes on this call while a request runs."""
-        await self._call("POST", "/release_memory_occupation", {}, deadline_s)
+        await self._call("/release_memory_occupation", {}, deadline_s)
 
     async def resume_memory(self, deadline_s: float) -> None:
         """Takes back what it left, weights included."""
-        await self._call("POST", "/resume_memory_occupation", {}, deadline_s)
+        await self._call("/resume_memory_occupation", {}, deadline_s)
 
     async def update_weights(
         self,
@@ -230,10 +214,6 @@ class SglangClient:
         body = {**body, "weight_version": label, "flush_cache": False}
         await self._succeed(f"/update_weights_from_{source}", body, deadline_s)
 
-    async def update_weights_from_disk(self, folder: Path, label: str, deadline_s: float) -> None:
-        """Loads the safetensors of `folder`, a path that the server can read, and takes `label` as their name."""
-        await self.update_weights("disk", {"model_path": str(folder)}, label, deadline_s)
-
     async def init_weights_update_group(self, group: Mapping[str, Any], deadline_s: float) -> None:
         """The server's ranks join a process group; returns when all have met.
 
@@ -249,52 +229,39 @@ class SglangClient:
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
-        answer = await self._json("POST", "/weights_checker", {"action": "checksum"}, deadline_s)
-        with self._readable("/weights_checker"):
+        async with self._json("/weights_checker", {"action": "checksum"}, deadline_s) as answer:
             return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
 
     async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
-        answer = await self._json("POST", path, body, deadline_s)
-        if not answer.get("success"):
-            raise ServerRefused(f"{self.url}{path}: {answer.get('message')}")
+        async with self._json(path, body, deadline_s) as answer:
+            if not answer.get("success"):
+                raise ServerRefused(f"{self.url}{path}: {answer.get('message')}")
 
+    @asynccontextmanager
     async def _json(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
-    ) -> dict[str, Any]:
-        """The JSON object of a 200 answer."""
-        content = await self._call(method, path, body, deadline_s)
-        with self._readable(path):
-            answer = orjson.loads(content)
-            if not isinstance(answer, dict):
-                raise TypeError(f"expected an object, not {type(answer).__name__}")
-            return answer
+        self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The JSON object of a 200 answer. What inside cannot be read of it becomes ServerUnavailable."""
+        content = await self._call(path, body, deadline_s)
+        try:
+            yield orjson.loads(content)
+        except _UNREADABLE as error:
+            raise self._unreadable(path, error) from error
 
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
-    ) -> bytes:
+    async def _call(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None) -> bytes:
         """The body of a 200 answer."""
-        async with self._answer(method, path, body, deadline_s) as response:
+        async with self._answer(path, body, deadline_s) as response:
             return await response.read()
 
-    @contextmanager
-    def _readable(self, path: str) -> Iterator[None]:
-        """Turns errors of reading an answer into ServerUnavailable."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-            problem = f"{self.url}{path}: cannot read the answer: {type(error).__name__}: {error}"
-            raise _Unreadable(problem) from error
+    def _unreadable(self, path: str, error: Exception) -> ServerUnavailable:
+        return ServerUnavailable(f"{self.url}{path}: cannot read the answer: {type(error).__name__}: {error}")
 
     @asynccontextmanager
     async def _answer(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        deadline_s: float | None,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        self, path: str, body: Mapping[str, Any] | None, deadline_s: float | None, headers: Mapping[str, str] = _PLAIN
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A 200 answer, whose body is read inside; whatever fails becomes one of the two errors."""
+        """A 200 answer, to GET without a `body`, else to POST. It is read inside; whatever fails becomes one of the two
+        errors."""
         if self._closed:  # the call was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
         if self._session is None:
@@ -314,10 +281,10 @@ class SglangClient:
             async with (
                 asyncio.timeout(deadline_s),
                 self._session.request(
-                    method,
+                    "GET" if body is None else "POST",
                     self.url + path,
                     data=None if body is None else orjson.dumps(body),
-                    headers=headers if body is None else {**headers, "Content-Type": "application/json"},
+                    headers=headers,
                 ) as response,
             ):
                 if response.status != 200:
@@ -340,23 +307,10 @@ def _generate_body(rid: str, ids: np.ndarray, params: Mapping[str, Any], logprob
     }
 
 
-async def _json_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """A whole response is a stream of one segment."""
-    if response.content_type == "text/event-stream":
-        async for event in events(response.content):
-            yield event
-    else:
-        yield await response.read()
-
-
 def _error_for(status: int) -> type[RolloutError]:
     if status in (401, 403):
         return AccessDenied
     return ServerRefused if 400 <= status < 500 and status not in _RETRY_LATER else ServerUnavailable
-
-
-class _Unreadable(ServerUnavailable):
-    """The server answered, but the answer cannot be read."""
 
 
 def _tensor_rank(info: Any) -> int:

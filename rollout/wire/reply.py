@@ -1,22 +1,36 @@
-"""What a server answers to /generate, from JSON to arrays, whole or in segments (server-sent events).
+"""What a server answers to /generate, from bytes to arrays: whole or in segments, in JSON or in frames.
 
 At the paper's size a rollout step brings about 10^8 numbers. None of them becomes a long-lived Python object.
+
+SGLang answers in JSON, and in server-sent events where it streams: about 40 bytes for a token and its log-prob, and
+every number has to be parsed. A server of our own launcher can answer in frames (`rollout.wire.array_frames_server`): 8
+bytes a token, which are read as arrays without parsing. A client asks for them in the header `Accept`. Such a body is a
+sequence of frames, each a length (4 bytes, little-endian) and a `Segment` in MessagePack of that length. The last one
+has a finish reason or an error.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
-import orjson
 
 from rollout.generation import FinishReason
+
+MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
+"""Of frames."""
+
+LENGTH_BYTES = 4
+TOKEN_ID, LOG_PROB = np.dtype("<i4"), np.dtype("<f4")
+LONGEST_FRAME = 1 << 28
+"""Bytes, for 32 million tokens. A larger number is no length: the body holds no frames."""
 
 _ROUNDING = 1e-3
 """Nats by which rounding may lift the log-prob of a certain token above 0."""
 
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _EVENT_START, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"[DONE]"
 
 
@@ -65,6 +79,24 @@ class Finish(msgspec.Struct, omit_defaults=True):
     message: str | None = None
 
 
+class Segment(msgspec.Struct, gc=False):
+    """What was drawn since the segment before."""
+
+    token_ids: bytes = b""
+    """int32 [T], little-endian"""
+    log_probs: bytes = b""
+    """float32 [T], little-endian"""
+    finish: Finish | None = None
+    """Of the last segment alone."""
+    weight_version: str | int | None = None
+    total: int | None = None
+    """Tokens of the whole response so far."""
+    error: str | None = None
+    """Why there is no segment."""
+    code: int = 0
+    """HTTP status of the error; the answer itself began with 200."""
+
+
 class _Meta(msgspec.Struct):
     """Every version sends `finish_reason` and `output_token_logprobs`; all else is optional."""
 
@@ -81,13 +113,16 @@ class _Error(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
+    """One of the dicts that SGLang's tokenizer manager yields, and sends as JSON."""
+
     meta_info: _Meta | None = None
-    output_ids: msgspec.Raw = msgspec.Raw(b"null")
-    """Left as bytes: in nearly all cases they are those of the ids among the log-probs."""
+    output_ids: list[int] | None = None
     error: _Error | None = None
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+_ENCODER = msgspec.msgpack.Encoder()
+_SEGMENT = msgspec.msgpack.Decoder(Segment)
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -109,17 +144,68 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 yield data
 
 
+async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The content of each frame up to the end of the body. One that the end of the connection cuts off is left out.
+
+    Raises:
+        ValueError: the body holds no frames.
+    """
+    try:
+        while True:
+            length = int.from_bytes(await content.readexactly(LENGTH_BYTES), "little")
+            if length > LONGEST_FRAME:
+                raise ValueError(f"a frame of {length} bytes")
+            yield await content.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return
+
+
+def frame(segment: Segment) -> bytes:
+    """The bytes that are sent."""
+    content = _ENCODER.encode(segment)
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
+
+
+def segment_of(answer: Mapping[str, Any]) -> Segment:
+    """Packs one of the dicts that SGLang's tokenizer manager yields.
+
+    Raises:
+        ValueError, KeyError, OverflowError: it has no token ids or log-probs, or they contradict each other.
+    """
+    return _segment(msgspec.convert(answer, _Answer))
+
+
 def read_part(content: bytes) -> tuple[Reply, bool]:
-    """(what was drawn, whether the response ends with it), of a whole answer or a segment. Where the response goes on,
-    the finish reason is ABORT: so far it is a partial response.
+    """(what was drawn, whether the response ends with it), of a whole answer or a segment in JSON. Where the response
+    goes on, the finish reason is ABORT: so far it is a partial response.
 
     Raises:
         StreamedError: the server says that the request failed.
         ValueError, KeyError: not an answer of /generate, or one that contradicts itself.
     """
-    answer = _ANSWER.decode(content)
+    return _reply(_segment(_ANSWER.decode(content)))
+
+
+def read_frame(content: bytes) -> tuple[Reply, bool]:
+    """As `read_part`; the arrays are views of `content`."""
+    return _reply(_SEGMENT.decode(content))
+
+
+async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[Reply, bool]]:
+    """An answer, part by part as `read_part`, in whatever way it was sent; one that is not streamed has one part."""
+    if response.content_type == MEDIA_TYPE:
+        async for content in frames(response.content):
+            yield read_frame(content)
+    elif response.content_type == "text/event-stream":
+        async for content in events(response.content):
+            yield read_part(content)
+    else:
+        yield read_part(await response.read())
+
+
+def _segment(answer: _Answer) -> Segment:
     if answer.error is not None:
-        raise StreamedError(answer.error.code, answer.error.message)
+        return Segment(error=answer.error.message, code=answer.error.code)
     meta = answer.meta_info
     if meta is None:
         raise KeyError("meta_info")
@@ -130,37 +216,39 @@ def read_part(content: bytes) -> tuple[Reply, bool]:
         if not aborted:
             raise KeyError("output_token_logprobs")
         drawn = []
-    ids = np.fromiter([token.id for token in drawn], np.int32, len(drawn))
-    if not aborted and not _same_ids(answer.output_ids, ids):
+    ids = [token.id for token in drawn]
+    if not aborted and answer.output_ids not in (None, ids):
         raise ValueError("output_ids and output_token_logprobs disagree")
     with np.errstate(over="ignore"):  # `check_reply` refuses what is infinite
-        log_probs = np.fromiter([token.log_prob for token in drawn], np.float32, len(drawn))
-    return make_reply(ids, log_probs, meta.finish_reason, meta.weight_version, meta.completion_tokens)
+        log_probs = np.array([token.log_prob for token in drawn], LOG_PROB)
+    return Segment(
+        token_ids=np.array(ids, TOKEN_ID).tobytes(),
+        log_probs=log_probs.tobytes(),
+        finish=meta.finish_reason,
+        weight_version=meta.weight_version,
+        total=meta.completion_tokens,
+    )
 
 
-def make_reply(
-    ids: np.ndarray, log_probs: np.ndarray, finish: Finish | None, version: str | int | None, total: int | None
-) -> tuple[Reply, bool]:
-    """(what was drawn, whether the response ends with it).
-
-    Args:
-        ids: int32 [T]
-        log_probs: float32 [T]
-        finish: None where the response goes on.
-        version: the server's name of its weights.
-        total: tokens of the whole response up to here.
-
+def _reply(segment: Segment) -> tuple[Reply, bool]:
+    """
     Raises:
         StreamedError: the server ended the request because it failed.
-        ValueError, KeyError: an unknown finish reason, or one that no request of ours can have.
+        ValueError: an unknown finish reason, one that no request of ours can have, or tokens without log-probs.
     """
+    if segment.error is not None:
+        raise StreamedError(segment.code, segment.error)
+    ids, log_probs = np.frombuffer(segment.token_ids, TOKEN_ID), np.frombuffer(segment.log_probs, LOG_PROB)
+    if ids.size != log_probs.size:
+        raise ValueError(f"{ids.size} tokens with {log_probs.size} log-probs")
+    finish = segment.finish
     if finish is not None and finish.status_code is not None:
         raise StreamedError(finish.status_code, finish.message or "aborted")
     if finish is not None and isinstance(finish.matched, str):  # no request of ours names a text to stop at
         raise ValueError(f"the response was ended by {finish.matched!r}")
-    reason = FinishReason.ABORT if finish is None else _REASONS[finish.type]
-    label = None if version is None else str(version)
-    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label, total=total)
+    reason = FinishReason.ABORT if finish is None else FinishReason(finish.type)
+    label = None if segment.weight_version is None else str(segment.weight_version)
+    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label, total=segment.total)
     return reply, finish is not None
 
 
@@ -207,11 +295,3 @@ def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
         raise ValueError(f"token ids {ids.min()} .. {ids.max()}, with a vocabulary of {vocab_size}")
     if not (np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all():
         raise ValueError("log-probs that are not finite, or above 0")
-
-
-def _same_ids(output_ids: msgspec.Raw, ids: np.ndarray) -> bool:
-    """Whether the JSON is these ids, or null."""
-    written = bytes(output_ids)
-    if written in (b"null", orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)):
-        return True
-    return bool(msgspec.json.decode(written, type=list[int]) == ids.tolist())  # for example with spaces between ids

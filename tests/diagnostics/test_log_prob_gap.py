@@ -1,8 +1,10 @@
 """The stages from engine to trainer with their real parts, on the quickstart's base: SGLang, transformers, Megatron."""
 
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config import load_config
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics import log_prob_gap
+from megatron_dapo.diagnostics.local_jobs import with_own_servers
 from megatron_dapo.diagnostics.log_prob_gap import (
     DECODE,
     LAYOUT,
@@ -31,7 +36,7 @@ pytestmark = [
 PERTURBED = "model.layers.1.mlp.down_proj.weight"
 
 
-def request_with(weights: dict[str, Path]) -> BisectRequest:
+def asked() -> BisectRequest:
     config = load_config(
         ROOT / "examples" / "quickstart" / "dapo.yaml", [f"model.path={ROOT}/examples/quickstart/base"]
     )
@@ -42,7 +47,6 @@ def request_with(weights: dict[str, Path]) -> BisectRequest:
         stop_token_ids=(),
         max_new_tokens=24,
         deadline_s=300.0,
-        weights=weights,
     )
 
 
@@ -57,6 +61,24 @@ def perturbed(tmp_path: Path) -> Path:
     return folder
 
 
+def plant(monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], folder: Path) -> None:
+    """These stages load the weights of `folder`."""
+    engine, megatron = log_prob_gap._by_engine, log_prob_gap._by_megatron
+
+    def planted(request: BisectRequest) -> BisectRequest:
+        return replace(request, config=with_own_servers(request.config, folder))
+
+    def by_engine(request: BisectRequest) -> Any:
+        return engine(planted(request) if DECODE in parts else request)
+
+    def by_megatron(ranks: Any, request: BisectRequest, layout: LayoutConfig, responses: Any) -> Any:
+        stage = ONE_RANK if layout == LayoutConfig() else LAYOUT
+        return megatron(ranks, planted(request) if stage in parts else request, layout, responses)
+
+    monkeypatch.setattr(log_prob_gap, "_by_engine", by_engine)
+    monkeypatch.setattr(log_prob_gap, "_by_megatron", by_megatron)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "expected"),
@@ -69,10 +91,11 @@ def perturbed(tmp_path: Path) -> Path:
     ids=["none", "engine", "layout", "one rank"],
 )
 def test_a_gap_is_found_where_it_was_planted(
-    perturbed: Path, parts: tuple[str, ...], expected: list[tuple[str, str]]
+    perturbed: Path, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], expected: list[tuple[str, str]]
 ) -> None:
     said: list[str] = []
-    gaps = find_gaps(request_with(dict.fromkeys(parts, perturbed)), said.append)
+    plant(monkeypatch, parts, perturbed)
+    gaps = find_gaps(asked(), said.append)
     assert [(gap.before, gap.after) for gap in gaps] == list(pairwise(STAGES))
     above = [gap for gap in gaps if gap.mean_abs > 1e-3]
     assert [(gap.before, gap.after) for gap in above] == expected

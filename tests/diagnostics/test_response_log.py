@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, ResponseLog
+from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, response_log
 from megatron_dapo.experience.problem_results import Answer
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
@@ -12,14 +12,14 @@ ANSWER = Answer(
 
 
 def write(folder, count):
-    with ResponseLog(folder, SETTINGS) as log:
+    with response_log(folder, SETTINGS) as log:
         for sample in range(count):
             log.add(("sampled", "p", sample), ANSWER)
 
 
 def test_what_was_added_is_known_to_the_next_start(tmp_path):
     write(tmp_path, 2)
-    with ResponseLog(tmp_path, SETTINGS) as log:
+    with response_log(tmp_path, SETTINGS) as log:
         assert log.known == {("sampled", "p", 0): ANSWER, ("sampled", "p", 1): ANSWER}
 
 
@@ -27,10 +27,10 @@ def test_a_torn_last_line_is_asked_for_again(tmp_path):
     write(tmp_path, 3)
     file = tmp_path / RESPONSES
     file.write_bytes(file.read_bytes()[:-20])
-    with ResponseLog(tmp_path, SETTINGS) as log:
+    with response_log(tmp_path, SETTINGS) as log:
         assert len(log.known) == 2
         log.add(("sampled", "p", 2), ANSWER)
-    with ResponseLog(tmp_path, SETTINGS) as log:
+    with response_log(tmp_path, SETTINGS) as log:
         assert len(log.known) == 3
 
 
@@ -38,22 +38,26 @@ def test_a_broken_line_is_named(tmp_path):
     write(tmp_path, 2)
     file = tmp_path / RESPONSES
     file.write_text("{}\n" + file.read_text())
-    with pytest.raises(EvaluationError, match=r"responses\.jsonl:1: no response"):
-        ResponseLog(tmp_path, SETTINGS)
+    with pytest.raises(EvaluationError, match=r"responses\.jsonl:1: no response"), response_log(tmp_path, SETTINGS):
+        pass
 
 
 @pytest.mark.parametrize("changed", [{"weights": {"fingerprint": "b"}}, {"temperature": 0.5}])
 def test_responses_of_other_weights_or_settings_are_not_taken_over(tmp_path, changed):
     write(tmp_path, 1)
-    with pytest.raises(EvaluationError, match=f"made with {next(iter(changed))} = .*another --out"):
-        ResponseLog(tmp_path, SETTINGS | changed)
+    with (
+        pytest.raises(EvaluationError, match=f"made with {next(iter(changed))} = .*another --out"),
+        response_log(tmp_path, SETTINGS | changed),
+    ):
+        pass
 
 
 def test_one_process_writes_at_a_time(tmp_path):
     with (
-        ResponseLog(tmp_path, SETTINGS),
+        response_log(tmp_path, SETTINGS),
         pytest.raises(EvaluationError, match="another evaluation writes there"),
+        response_log(tmp_path, SETTINGS),
     ):
-        ResponseLog(tmp_path, SETTINGS)
-    with ResponseLog(tmp_path, SETTINGS):
+        pass
+    with response_log(tmp_path, SETTINGS):
         pass

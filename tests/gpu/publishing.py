@@ -81,12 +81,13 @@ async def publish_twice(
     stream = None
     for version, folder in enumerate(folders, 1):
         stream = trainer_of(on_device, folder, transport, backend)
+        began = time.monotonic()
         report = await fleet.publish_stream(stream, version)
+        seconds.append(time.monotonic() - began)
         assert report.by_disk == {}, report.by_disk
         assert stream.written == 0
-        assert report.servers[0].tensors > 6, "every checksum was compared"
+        assert min(report.servers.values()) > 6, "every checksum was compared"
         assert stream.sent is not None
-        seconds.append(stream.sent.seconds)
     assert stream is not None
     assert stream.sent is not None
     gigabytes = stream.sent.bytes / 1e9

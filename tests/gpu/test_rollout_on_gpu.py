@@ -37,7 +37,7 @@ def test_weights_reach_a_server_by_every_way(
         began = time.monotonic()
         report = await fleet.publish(folders[1], 7)
         record("publish by disk", {"GB": report.bytes / 1e9, "s, with checksums": time.monotonic() - began})
-        assert report.servers[0].tensors > 6
+        assert min(report.servers.values()) > 6
         for transport in ("tensor", "distributed"):
             found = await publish_twice(fleet, on_device, (folders[0], folders[2]), transport, "gloo")
             record(f"publish by {transport}" + (", gloo" if transport == "distributed" else ""), found)

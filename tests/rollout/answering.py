@@ -5,7 +5,7 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
-from rollout.wire.array_frames import MEDIA_TYPE, frame, segment_of
+from rollout.wire.reply import MEDIA_TYPE, frame, segment_of
 
 
 class Answer:

@@ -11,6 +11,7 @@ from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
 from rollout.generation import Generation, GenerationRequest, SamplingParams, ServedPart
+from rollout.wire.client import SglangClient
 from tests.rollout.folders import VOCABULARY
 from tests.rollout.standin import StandIn
 
@@ -57,6 +58,14 @@ async def fleet_of(
         yield fleet
     finally:
         await fleet.close()
+
+
+@asynccontextmanager
+async def closing_client(client: SglangClient) -> AsyncIterator[SglangClient]:
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

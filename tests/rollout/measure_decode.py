@@ -6,8 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from rollout.wire.array_frames import LENGTH_BYTES, Segment, frame, read_frame
-from rollout.wire.reply import Finish, read_part
+from rollout.wire.reply import LENGTH_BYTES, Finish, Segment, frame, read_frame, read_part
 from tests.rollout.script import Script
 
 RESPONSES, ROUNDS = 60, 7

@@ -15,9 +15,8 @@ import torch
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import Generation, GenerationRequest, SamplingParams
-from rollout.server.api_key import new_key, read_key
 from rollout.server.engine import LocalServer
-from rollout.server.server_command import ServerSpec
+from rollout.server.server_command import ServerSpec, new_key, read_key
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from rollout.wire.array_frames import Segment, frame
-from rollout.wire.reply import Finish
+from rollout.wire.reply import Finish, Segment, frame
 from tests.rollout.answering import Answer
 from tests.rollout.script import END, FIRST_TAG, PROMPT_TOKENS, TAGS, Script, prompt_of
 from tests.rollout.standin import StandIn

@@ -13,8 +13,8 @@ from pathlib import Path
 from aiohttp import web
 
 from rollout.weights.checksums import expected_checksums
-from rollout.wire.array_frames import MEDIA_TYPE
 from rollout.wire.client import ServerInfo
+from rollout.wire.reply import MEDIA_TYPE
 from tests.rollout.answering import Answer
 
 INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)
@@ -138,9 +138,6 @@ class StandIn:
     async def restart(self) -> None:
         await self.die()
         await self.start()
-
-    def kill(self) -> None:
-        raise NotImplementedError
 
     async def close(self) -> None:
         self.closed = True

@@ -11,7 +11,7 @@ import pytest
 
 from rollout.generation import SamplingParams
 from rollout.wire.client import SglangClient
-from tests.rollout.fleet_kit import FAST, fleet_of, run
+from tests.rollout.fleet_kit import FAST, closing_client, fleet_of, run
 from tests.rollout.standin import StandIn
 
 PROMPT = np.array([7], np.int32)
@@ -34,7 +34,7 @@ def test_a_call_that_is_cancelled_as_its_deadline_passes_is_cancelled(call: str)
         server = StandIn()
         await server.start()
         server.hangs, server.healthy = True, False
-        async with SglangClient(server.url, request_deadline_s=0.75, control_deadline_s=0.75) as client:
+        async with closing_client(SglangClient(server.url, request_deadline_s=0.75, control_deadline_s=0.75)) as client:
             asked = asyncio.ensure_future(CALLS[call](client))
             await asyncio.sleep(0.2)
             await pause(1.7)

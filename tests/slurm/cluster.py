@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.server.parent_death import end_with
+from rollout.server import end_with
 
 START_S = 120.0
 LEAVE_S = 60.0

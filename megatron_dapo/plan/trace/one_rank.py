@@ -27,7 +27,7 @@ from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.findings import RankTrace, Shard
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
-from rollout.server.parent_death import end_with
+from rollout.server import end_with
 
 
 def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:

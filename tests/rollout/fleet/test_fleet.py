@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from rollout.config import RolloutConfig
@@ -97,10 +96,11 @@ def test_token_ids_outside_the_vocabulary_reach_no_server() -> None:
     async def test() -> None:
         server = StandIn()
         async with fleet_of(server) as fleet:
-            with pytest.raises(ValueError, match=f"{VOCABULARY} is outside the vocabulary"):
-                await fleet.generate(request(prompt=(3, VOCABULARY)))
-            with pytest.raises(ValueError, match="score"):
-                await fleet.score(np.array([3], np.int32), np.array([VOCABULARY], np.int32))
+            for wrong in (VOCABULARY, -1):
+                with pytest.raises(ValueError, match=f"{wrong} is outside the vocabulary"):
+                    await fleet.generate(request(prompt=(3, wrong)))
+            with pytest.raises(ValueError, match="prompt is empty"):
+                await fleet.generate(request(prompt=()))
         assert server.prompts == []
 
     run(test)

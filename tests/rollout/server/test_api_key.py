@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from rollout.errors import KeyFileError
-from rollout.server.api_key import Secret, new_key, read_key
+from rollout.server.server_command import Secret, new_key, read_key
 
 
 def test_a_new_key_is_its_owners_alone_and_new_each_time(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from megatron_dapo.config.root import GOVERNED, REFUSED
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server.engine import LocalServer, free_port, launch_server, tail
+from rollout.server.engine import LocalServer, choose_port, launch_server, tail
 from rollout.server.server_command import ServerSpec, server_arguments
 
 
@@ -95,20 +95,6 @@ ABBREVIATED = ("--tp", "--dp", "--enable-dp-")
 """Python's argparse takes the beginning of an option for it."""
 
 
-def test_expandable_segments_are_left_out_under_both_names_and_nothing_else() -> None:
-    variables = {
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,512:2]",
-        "OTHER": "expandable_segments:True",
-    }
-    assert launch_server.drop_expandable_segments(variables) == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-    assert variables == {
-        "PYTORCH_ALLOC_CONF": "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2]",
-        "OTHER": "expandable_segments:True",
-    }
-    assert launch_server.drop_expandable_segments(variables) == []
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
     """`launched(*arguments)`: the variables with which SGLang, replaced by nothing, would run."""
@@ -154,16 +140,18 @@ def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
     launched: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     alone = dict(launched("--device", "cuda", "--nccl-port", "3000"))
     assert alone["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     shared = launched("--device", "cuda", "--nccl-port", "3000", "--enable-memory-saver")
-    assert "expandable_segments is left out" in capfd.readouterr().out
+    assert "PYTORCH_CUDA_ALLOC_CONF is left out" in capfd.readouterr().out
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
     assert shared["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 def test_servers_of_one_machine_draw_from_different_ports() -> None:
-    ports = {index: {free_port("127.0.0.1", index) for _ in range(20)} for index in range(8)}
+    ports = {index: {choose_port(RolloutConfig(), index) for _ in range(20)} for index in range(8)}
     assert all(20000 <= port < 32768 for drawn in ports.values() for port in drawn)
     shares = [{port % 64 for port in drawn} for drawn in ports.values()]
     assert [len(share) for share in shares] == [1] * 8

@@ -15,9 +15,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from rollout.generation import FinishReason
-from rollout.wire.array_frames import LENGTH_BYTES, MEDIA_TYPE, read_frame, segment_of
 from rollout.wire.array_frames_server import PackedAnswers
-from rollout.wire.reply import Reply, StreamedError
+from rollout.wire.reply import LENGTH_BYTES, MEDIA_TYPE, Reply, StreamedError, read_frame, segment_of
 
 
 @dataclass

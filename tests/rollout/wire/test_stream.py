@@ -9,8 +9,7 @@ import pytest
 
 from rollout.errors import RolloutError, ServerRefused
 from rollout.generation import FinishReason
-from rollout.wire.array_frames import Segment, frame
-from rollout.wire.reply import Finish, StreamedError, events, join_segments, read_part
+from rollout.wire.reply import Finish, Segment, StreamedError, events, frame, join_segments, read_part
 from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
