@@ -10,6 +10,7 @@ Deterministic inference needs a seeded sampler's hash and matmuls that ignore th
 kernels for both. `attention.padded_keys` makes attention independent of the batch.
 """
 
+import multiprocessing
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,13 @@ def head_in_full_rows(head: Callable[..., Tensor], processor: Any, hidden: Tenso
 def _padded(x: Tensor) -> Tensor:
     missing = ROWS - x.shape[0]
     return pad(x, (0, 0, 0, missing)) if x.dim() == 2 and missing > 0 else x
+
+
+def fork_children(prepare: Callable[..., None], *args: Any) -> None:
+    """Around `_set_envs_and_config`, which has children spawned: a CPU server's scheduler and detokenizer are forked, and
+    need not import SGLang again. The process has one thread then, and no CUDA that a fork would break."""
+    prepare(*args)
+    multiprocessing.set_start_method("fork", force=True)
 
 
 _LAYERS = "sglang.srt.layers"

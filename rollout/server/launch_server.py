@@ -2,10 +2,12 @@
 
 The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, the
 server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and with `--device cpu` it gets
-`rollout.cpu`. SGLang spawns its scheduler and detokenizer. Python imports this module again in each of them, as
-`__mp_main__` and before anything else, so its last lines run there too. The installed packages are not changed.
+`rollout.cpu`. SGLang spawns its scheduler and detokenizer; on a CPU they are forked (`rollout.cpu.plugin`). Python
+imports this module again in each that is spawned, as `__mp_main__` and before anything else, so its last lines run
+there too. The installed packages are not changed.
 """
 
+import gc
 import itertools
 import os
 import sys
@@ -14,6 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from rollout import cpu
+from rollout.cpu import standins
 from rollout.server import end_with
 
 PARENT = "ROLLOUT_SERVER_PARENT"
@@ -96,7 +99,9 @@ def end_with_parent() -> None:
 def main(arguments: Sequence[str]) -> None:
     """Runs the server until it is stopped. Call it as the first thing of a process."""
     end_with_parent()
+    os.register_at_fork(after_in_child=end_with_parent)
     os.environ.update(environment(arguments))
+    gc.disable()  # what is imported stays; to look at it again and again takes a fifth of the start
     if "--enable-memory-saver" in arguments:
         for name in ALLOCATOR:
             # Memory of expandable segments is refused under the old name; under the new one it would stay on the GPU.
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str]) -> None:
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
         if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
             sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
-        prepare_imports()
+        standins.install()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -126,17 +131,12 @@ def main(arguments: Sequence[str]) -> None:
     from rollout.wire import array_frames_server
 
     array_frames_server.add()
+    gc.freeze()
+    gc.enable()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def prepare_imports() -> None:
-    """Makes SGLang importable in this process where GPU packages are absent."""
-    from rollout.cpu import standins
-
-    standins.install()
 
 
 if __name__ == "__main__":
@@ -144,5 +144,3 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":
     # SGLang itself does this only after seconds of imports: if its parent died meanwhile, this process would survive.
     end_with_parent()
-    if cpu.cpu_mode() is not cpu.CpuMode.OFF:
-        prepare_imports()

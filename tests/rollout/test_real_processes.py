@@ -1,8 +1,10 @@
 """Real SGLang on the CPU as processes: ports, start, hang, tensor-parallel ranks, the end with their parent."""
 
 import asyncio
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +17,10 @@ from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
-from rollout.server import engine
+from rollout.server import engine, launch_server
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec
+from tests.processes import ROOT
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
     START_S,
@@ -85,10 +88,10 @@ def test_two_looks_that_find_a_server_stopped_count_as_its_end(tmp_path: Path, m
     assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
 
 
-def _eventually(look: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+def _eventually(look: Callable[[], list[psutil.Process]], seconds: float = 10) -> list[psutil.Process]:
     began = time.monotonic()
     while not (found := look()):
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < seconds
         time.sleep(0.01)
     return found
 
@@ -210,9 +213,6 @@ def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    import subprocess
-    import sys
-
     parent = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
@@ -227,14 +227,8 @@ def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_
         parent.wait(10)
 
 
-def test_children_that_are_still_being_imported_end_with_their_server(tmp_path: Path) -> None:
-    """A kill in the seconds before SGLang itself would notice."""
-    import os
-    import subprocess
-    import sys
-
-    from rollout.server import launch_server
-
+def test_children_that_have_just_begun_end_with_their_server(tmp_path: Path) -> None:
+    """A kill before SGLang itself would notice. On a CPU the children are forked."""
     save_model(tmp_path / "model", "qwen3", seed=1)
     arguments = ("--model-path", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32", "--port", "0")
     server = subprocess.Popen(
@@ -244,14 +238,32 @@ def test_children_that_are_still_being_imported_end_with_their_server(tmp_path: 
         stderr=subprocess.DEVNULL,
     )
     try:
-        children: list[psutil.Process] = []
-        while not any("spawn_main" in " ".join(child.cmdline()) for child in children):
-            assert server.poll() is None, "ended before it spawned anything"
-            time.sleep(0.05)
-            children = psutil.Process(server.pid).children(recursive=True)
-        time.sleep(0.5)  # what it is to run has been read from the pipe, whose end would end it as well
-        children = psutil.Process(server.pid).children(recursive=True)
+        children = _eventually(lambda: psutil.Process(server.pid).children(recursive=True), seconds=60)
     finally:
         server.kill()
         server.wait(10)
     assert psutil.wait_procs(children, 20)[1] == []
+
+
+def test_a_spawned_child_ends_with_its_server(tmp_path: Path) -> None:
+    """As on GPUs, by what the launcher does in each process that Python spawns for it."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import importlib.util, multiprocessing, os, time\n"
+        "from rollout.server import launch_server\n"
+        "if __name__ == '__main__':\n"
+        "    __spec__ = importlib.util.find_spec('rollout.server.launch_server')  # as `python -m` sets it\n"
+        "    os.environ[launch_server.PARENT] = str(os.getpid())\n"
+        "    work = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "    multiprocessing.get_context('spawn').Process(target=exec, args=(work,)).start()\n"
+        "    time.sleep(600)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stdout is not None
+        child = psutil.Process(int(server.stdout.readline()))
+    finally:
+        server.kill()
+        server.wait(10)
+    assert psutil.wait_procs([child], 20)[1] == []
