@@ -99,8 +99,8 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def fork_children(prepare: Callable[..., None], *args: Any) -> None:
-    """Around `_set_envs_and_config`, which has children spawned: a CPU server's scheduler and detokenizer are forked, and
-    need not import SGLang again. The process has one thread then, and no CUDA that a fork would break."""
+    """Around `_set_envs_and_config`, which has children spawned: a CPU server's scheduler and detokenizer are forked
+    and need not import SGLang again. The process has one thread then, and no CUDA that a fork would break."""
     prepare(*args)
     multiprocessing.set_start_method("fork", force=True)
 
@@ -110,6 +110,7 @@ Hooks = dict[str, tuple[Callable[..., Any], str]]
 """{SGLang's name: (our function, "replace" or "around")}"""
 
 _FAST: Hooks = {
+    "sglang.srt.entrypoints.engine._set_envs_and_config": (fork_children, "around"),
     "torch.cuda.synchronize": (nothing_to_do, "replace"),  # called by SGLang's weight checker
     # It collects garbage of the whole heap at each publish, which frees nothing: PyTorch counts references.
     "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": (nothing_to_do, "replace"),
