@@ -49,3 +49,4 @@ class WeightMismatch(RolloutError):
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         super().__init__(f"{where}: {len(problems)} tensors differ from the published weights: {shown}")
+        self.problems = tuple(problems)

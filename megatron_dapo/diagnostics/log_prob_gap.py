@@ -27,14 +27,13 @@ from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_f
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
 
-DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
+STAGES = DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
     "engine decode",
     "engine prefill",
     "Hugging Face float32",
     "Megatron TP=1",
     "Megatron, the config's layout",
 )
-STAGES = (DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

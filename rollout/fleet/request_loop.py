@@ -50,26 +50,27 @@ class Response:
         return self.request.sampling.max_new_tokens - sum(reply.token_ids.size for reply, _ in self.parts)
 
     @property
-    def complete(self) -> bool:
-        """Whether the last part ends the response. An aborted part ends it too if it reached the limit, or drew a stop
-        token last: a server that is told to abort between two tokens does not look for one."""
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None: it goes on. An aborted part ends it too if it reached the limit, or drew a stop token
+        last: a server that is told to abort between two tokens does not look for one."""
         if not self.parts:
-            return False
+            return None
         reply = self.parts[-1][0]
+        if reply.finish_reason is not FinishReason.ABORT:
+            return reply.finish_reason
+        if self.tokens_left <= 0:  # the limit counts before the stop token, as in a server
+            return FinishReason.LENGTH
         stopped = reply.token_ids.size > 0 and int(reply.token_ids[-1]) in self.request.sampling.stop_token_ids
-        return reply.finish_reason is not FinishReason.ABORT or self.tokens_left <= 0 or stopped
+        return FinishReason.STOP if stopped else None
 
-    def generation(self) -> Generation:
+    def generation(self, finish_reason: FinishReason) -> Generation:
         """The complete response."""
-        reason = self.parts[-1][0].finish_reason
-        if reason is FinishReason.ABORT:  # the limit counts before the stop token, as in a server
-            reason = FinishReason.LENGTH if self.tokens_left <= 0 else FinishReason.STOP
         return Generation(
             request_id=self.request.request_id,
             token_ids=np.concatenate([reply.token_ids for reply, _ in self.parts]),
             log_probs=np.concatenate([reply.log_probs for reply, _ in self.parts]),
             weight_versions=np.concatenate([np.full(part.token_ids.size, by, np.int32) for part, by in self.parts]),
-            finish_reason=reason,
+            finish_reason=finish_reason,
         )
 
 
@@ -108,8 +109,8 @@ class RequestLoop:
                 failure = await self._attempt(member, response)
             finally:
                 self.balancer.release(member)
-            if response.complete:
-                return response.generation()
+            if response.finish_reason is not None:
+                return response.generation(response.finish_reason)
             failed = None
             if failure is not None:
                 failures, failed = failures + 1, member

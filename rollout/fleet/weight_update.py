@@ -7,6 +7,7 @@ A server that fails on the way goes DOWN. Its supervisor restarts it and calls `
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout.config import RolloutConfig
-from rollout.errors import FleetLost, ServerUnavailable
+from rollout.errors import ServerUnavailable
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing, describe
+from rollout.fleet.member import Member, State, Timing
 from rollout.weights.checksums import Checksums, expected_checksums, verify
 from rollout.weights.sender import Sent
 from rollout.weights.transport import Target
@@ -170,10 +171,10 @@ class Publisher:
                         self._give_up(member, published, error)
                     raise
                 servers = {member.url: compared for member, compared in updated.items() if compared is not None}
-                if not servers:
-                    await self._any_ready()
             finally:
                 self.balancer.open()
+            if not servers:  # waits for one, before all requests and no longer than they would
+                self.balancer.release(await self.balancer.acquire("publish", priority=-sys.maxsize))
             by_disk = {url: failure.reason for url, failure in sent.failures.items()}
             return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk)
 
@@ -295,13 +296,3 @@ class Publisher:
         member.weight_version, member.weight_label = published.weight_version, published.label
         published.verified.add(member)
         return sum(len(names) for names in reported.values())
-
-    async def _any_ready(self) -> None:
-        deadline_s = self.config.fleet_deadline_s
-        deadline = time.monotonic() + deadline_s
-        while not any(member.state is State.READY for member in self.balancer.members):
-            now = time.monotonic()
-            # After a broken process group all of them may have been restarted, which takes as long as a start.
-            if now > deadline and all(member.restart_deadline < now for member in self.balancer.members):
-                raise FleetLost(f"publish: no server within {deadline_s:g} s\n{describe(self.balancer.members)}")
-            await asyncio.sleep(_DRAIN_POLL_S)

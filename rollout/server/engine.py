@@ -157,9 +157,6 @@ class LocalServer:
             return
         group = self.process.pid
         members = _group_members(group)
-        for member in members:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                member.kill()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         self.process.wait(_REAP_S)

@@ -74,8 +74,7 @@ class ChecksumStream:
                 if source not in names:
                     raise ValueError(f"the model needs {source}, which is not among its tensors")
                 self._by_source[source].append((info, tensor))
-        self._hashes: dict[tuple[ServerInfo, int, str], Future[str]] = {}
-        """By kind of server, rank and the server's name of the tensor."""
+        self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str]] = {}
         self._incomplete: dict[str, Tensor] = {}
         """Tensors that wait for another one that they are fused with."""
         self._pool = ThreadPoolExecutor(_HASH_THREADS)
@@ -90,16 +89,13 @@ class ChecksumStream:
         """Begins to hash what `tensors` complete; they must not change until `flush`."""
         known = self._incomplete | dict(tensors)
         for name in tensors:
-            for info, tensor in self._by_source[name]:
-                key = (info, tensor.rank, tensor.name)
-                if key not in self._hashes and all(source in known for source in tensor.sources):
-                    parts = {source: known[source] for source in tensor.sources}
-                    self._hashes[key] = self._pool.submit(self._hash, info, tensor, parts)
-        self._incomplete = {
-            name: value
-            for name, value in known.items()
-            if any((info, tensor.rank, tensor.name) not in self._hashes for info, tensor in self._by_source[name])
-        }
+            for key in self._by_source[name]:
+                sources = key[1].sources
+                if key not in self._hashes and all(source in known for source in sources):
+                    parts = {source: known[source] for source in sources}
+                    self._hashes[key] = self._pool.submit(self._hash, *key, parts)
+        still = {name for name in known if any(key not in self._hashes for key in self._by_source[name])}
+        self._incomplete = {name: known[name] for name in still}
 
     def flush(self) -> None:
         """Returns when every tensor that was given has been read."""
@@ -114,10 +110,9 @@ class ChecksumStream:
         """
         checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._dtypes}
         for info, tensor in self._expected:
-            result = self._hashes.get((info, tensor.rank, tensor.name))
-            if result is None:
+            if (info, tensor) not in self._hashes:
                 raise ValueError(f"{tensor.name} was never whole: one of its parts did not come")
-            checksums[info][tensor.rank][tensor.name] = result.result()
+            checksums[info][tensor.rank][tensor.name] = self._hashes[info, tensor].result()
         return {info: dict(by_rank) for info, by_rank in checksums.items()}
 
     def _hash(self, info: ServerInfo, tensor: ServerTensor, parts: Mapping[str, Tensor]) -> str:

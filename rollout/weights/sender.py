@@ -60,30 +60,24 @@ class GroupCache:
 
     def __init__(self) -> None:
         self._group: GroupTransport | None = None
-        self._left_group: str | None = None
 
-    def get(self, request: SendRequest, *, device: torch.device) -> GroupTransport:
-        """The group of the request's servers. A group of other servers is left first."""
-        if self._group is None or self._group.broken or self._group.targets != request.targets:
-            self.close()
-            self._group = GroupTransport(
-                request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
-            )
-        return self._group
-
-    def close(self) -> None:
-        """Leaves the group."""
-        if self._group is not None:
-            # A broken group is not destroyed at its servers: that call could wait for ever there.
-            self._left_group = None if self._group.broken else self._group.name
-            self._group.close()
+    async def get(
+        self, request: SendRequest, clients: Mapping[str, SglangClient], *, device: torch.device
+    ) -> GroupTransport:
+        """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
+        before = self._group
+        if before is not None and not before.broken and before.targets == request.targets:
+            return before
         self._group = None
-
-    async def destroy_left_group(self, clients: Mapping[str, SglangClient]) -> None:
-        """Ends the group that was left last at the servers that were in it."""
-        name, self._left_group = self._left_group, None
-        if name is not None:
-            await failures_of({url: client.destroy_weights_update_group(name) for url, client in clients.items()})
+        if before is not None:
+            before.close()
+        self._group = group = GroupTransport(
+            request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
+        )
+        if before is not None and not before.broken:  # of a broken one a server could wait for ever in this call
+            ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
+            await failures_of(ends)
+        return group
 
 
 class WeightSender:
@@ -161,8 +155,7 @@ class WeightSender:
         if not request.targets or request.transport == "tensor":
             self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
         else:
-            self._transport = self._groups.get(request, device=self._device)
-            await self._groups.destroy_left_group(self._clients)
+            self._transport = await self._groups.get(request, self._clients, device=self._device)
         if self._clients:
             await self._drop_failed(self._transport.join(self._clients))
 

@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, distributed_c10d
@@ -82,7 +81,12 @@ class SharedMemoryTransport:
             RolloutError: a target is on another machine.
         """
         for target in targets:
-            check_this_machine(target.url)
+            theirs, ours = _addresses(target.url)
+            if theirs != ours and not ip_address(ours).is_loopback:
+                raise RolloutError(
+                    f"{target.url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor "
+                    "shares with the servers; use distributed or disk"
+                )
         self._ranks = {target.url: target.info.tensor_parallel for target in targets}
         self._device, self._deadline_s = device, deadline_s
         self._file = os.memfd_create("rollout-weights")
@@ -120,9 +124,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Frees the memory."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        os.close(self._file)
 
 
 class _MappedMemory:
@@ -151,29 +153,17 @@ def _payload(path: str, bucket: FlatBucket) -> str:
 
 def own_address_for(targets: Sequence[Target]) -> str:
     """This machine's address as the servers see it; the loopback address only if all of them are on this machine."""
-    own = ""
-    for target in targets:
-        family, _, _, _, where = socket.getaddrinfo(urlsplit(target.url).hostname, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    own = [_addresses(target.url)[1] for target in targets]
+    return next((address for address in own if not ip_address(address).is_loopback), own[0])
+
+
+def _addresses(url: str) -> tuple[str, str]:
+    """(a server's address, that of this machine as the server sees it); the same if it is on this machine."""
+    family, _, _, _, where = socket.getaddrinfo(urlsplit(url).hostname, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError):  # without a way there it stays 0.0.0.0
             probe.connect(where)  # sends nothing
-            own = str(probe.getsockname()[0])
-        if not ip_address(own).is_loopback:
-            break
-    return own
-
-
-def check_this_machine(url: str) -> None:
-    """
-    Raises:
-        RolloutError: the server at `url` is not on this machine.
-    """
-    host = urlsplit(url).hostname or ""
-    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    if not {found[4][0] for found in socket.getaddrinfo(host, None)} & here:
-        raise RolloutError(
-            f"{url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor shares with the "
-            "servers; use distributed or disk"
-        )
+        return str(where[0]), str(probe.getsockname()[0])
 
 
 class GroupTransport:

@@ -85,7 +85,7 @@ def test_each_part_of_a_publish(folders: list[Path], where: str, words: str) -> 
             drawing = asyncio.ensure_future(fleet.generate(request(tokens=1000)))
             await until(lambda: server.running)
             # A restart cures a server that does not abort; the others fail again after it.
-            ended = nullcontext() if where == "_abort" else pytest.raises(FleetLost, match=r"no server within 1.5 s")
+            ended = nullcontext() if where == "_abort" else pytest.raises(FleetLost, match=r"fleet_deadline_s = 1.5")
             with ended:
                 await fleet.publish(folders[0], 1)
             assert any(re.search(words, line) for line in reports), reports

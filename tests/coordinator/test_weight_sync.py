@@ -45,18 +45,19 @@ TRANSPORTS = ("tensor", "distributed")
 PLANTED = "model.layers.1.mlp.down_proj.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Place:
     loop: asyncio.AbstractEventLoop
     fleet: RolloutFleet
     servers: tuple[LocalServer, ...]
-    versions: Iterator[int]
+    version: int = 0
+    """Of the newest weights."""
 
     def run(self, work: Any, seconds: float = 300.0) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, seconds))
 
     async def publish(self, stream: WeightStream) -> Any:
-        self.version = next(self.versions)
+        self.version += 1
         return await self.fleet.publish_stream(stream, self.version)
 
     async def all_ready(self) -> None:
@@ -86,7 +87,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
     fleet = RolloutFleet(config, servers, vocab_size=vocabulary, report=print)
     try:
         loop.run_until_complete(fleet.start(300))
-        yield Place(loop=loop, fleet=fleet, servers=servers, versions=iter(range(1, 100)))
+        yield Place(loop=loop, fleet=fleet, servers=servers)
     finally:
         loop.run_until_complete(fleet.close())
         loop.close()

@@ -1,7 +1,8 @@
 """Which layouts a certificate tries: all that fit the model and the processes, and a seeded choice of them."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -12,7 +13,24 @@ from megatron_dapo.config.base import ConfigError
 
 def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
     """Every layout of at most `processes` ranks that divides the model, one process without any split first."""
-    return [layout for layout in _all_layouts(hf.num_layers, processes) if _fits(hf, layout)]
+    fitting, sizes = [], range(1, processes + 1)
+    for tensor, pipeline, context, data in itertools.product(sizes, repeat=4):
+        if tensor * pipeline * context * data > processes:
+            continue
+        stages = [None, *(range(2, hf.num_layers // pipeline + 1) if pipeline > 1 else ())]
+        for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
+            layout = LayoutConfig(
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_pipeline=virtual,
+                context=context,
+                data=data,
+                sequence_parallel=sequence,
+            )
+            with suppress(ConfigError):
+                check_layout(hf, layout)
+                fitting.append(layout)
+    return fitting
 
 
 def choose_layouts(
@@ -54,28 +72,3 @@ def label(layout: LayoutConfig) -> str:
     """A layout in a table: "TP2+SP PP2 VPP2", or "one process"."""
     text = " ".join("+SP" if kind == "SP" else f"{kind}{size}" for kind, size in kinds(layout).items())
     return text.replace(" +SP", "+SP") or "one process"
-
-
-def _all_layouts(num_layers: int, processes: int) -> Iterator[LayoutConfig]:
-    sizes = range(1, processes + 1)
-    for tensor, pipeline, context, data in itertools.product(sizes, repeat=4):
-        if tensor * pipeline * context * data > processes:
-            continue
-        stages = [None, *(range(2, num_layers // pipeline + 1) if pipeline > 1 else ())]
-        for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
-            yield LayoutConfig(
-                tensor=tensor,
-                pipeline=pipeline,
-                virtual_pipeline=virtual,
-                context=context,
-                data=data,
-                sequence_parallel=sequence,
-            )
-
-
-def _fits(hf: HFModelConfig, layout: LayoutConfig) -> bool:
-    try:
-        check_layout(hf, layout)
-    except ConfigError:
-        return False
-    return True
