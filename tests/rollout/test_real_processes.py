@@ -19,7 +19,7 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
 from rollout.server import engine, launch_server
 from rollout.server.engine import LocalServer
-from rollout.server.server_command import ServerSpec
+from rollout.server.server_command import ServerSpec, read_key
 from tests.processes import ROOT
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import (
@@ -130,6 +130,7 @@ def test_a_stopped_server_is_noticed_and_replaced(tmp_path: Path) -> None:
         [place.server],
         vocab_size=VOCABULARY,
         report=place.reports.append,
+        api_key=read_key(tmp_path / "llama.key"),
         timing=Timing(probe_deadline_s=2.0, failed_probes=2, scheduler_interval_s=1.0, scheduler_deadline_s=10.0),
     )
     asked = requests_of(8, seed=9, tokens=200)
