@@ -16,7 +16,7 @@ from megatron_dapo.coordinator.old_log_probs import FilledBatch, LogProbStream, 
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
-from megatron_dapo.coordinator.step_metrics import StepRecord, summary, write_records
+from megatron_dapo.coordinator.step_metrics import StepRecord, write_records
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import save_batch
 
@@ -29,7 +29,7 @@ async def train(context: RunContext, progress: Progress) -> Progress:
         async with context.checkpoints.kept_on_failure(progress):
             batch = await fill_batch(context, progress, timer)
         progress, metrics = await learn(context, progress, batch, timer)
-        context.console.step(summary(metrics), done=progress.rollout_step, total=total)
+        context.console.step(metrics, total=total)
         del batch
         gc.collect()  # between two steps: within one, the thresholds of `run.tune_collector` prevent it
     return progress

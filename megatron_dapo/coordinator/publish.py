@@ -58,10 +58,7 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
     return WeightSync(
-        seconds=time.monotonic() - started,
-        bytes=report.bytes,
-        servers=len(report.servers),
-        by_disk=len(report.by_disk),
+        seconds=time.monotonic() - started, bytes=report.bytes, servers=len(report.servers), by_disk=len(report.by_disk)
     )
 
 

@@ -26,8 +26,7 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.resume import check_resume, manifest, one_line
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
-from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.experience.responder import Responder
+from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
@@ -164,19 +163,13 @@ def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirr
 
 
 def _generator(config: Config, inputs: Inputs, responder: Responder) -> GroupGenerator:
-    return GroupGenerator(
-        responder=responder,
-        prompts=inputs.prompts,
-        sampling=SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            stop_token_ids=inputs.text.stop_token_ids,
-        ),
-        group_size=config.algorithm.group_size,
-        overlong=config.algorithm.overlong,
-        seed=config.run.seed,
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=inputs.text.stop_token_ids,
     )
+    return GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
 
 
 async def _progress(config: Config, run_dir: RunDir) -> Progress:

@@ -36,18 +36,6 @@ class StepRecord:
     sync: WeightSync
 
 
-def summary(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The few figures of the console's line."""
-    return {
-        "accuracy": metrics["accuracy/mean"],
-        "length": metrics["response_length/mean"],
-        "truncated": metrics["truncated_fraction"],
-        "entropy": metrics["entropy"],
-        "tokens_per_second": metrics["tokens/generated"] / metrics["timing/step"],
-        "seconds": metrics["timing/step"],
-    }
-
-
 def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
     """Values of the catalog's metrics for this step."""
     progress, admission, seconds = record.progress, record.batch.admission, record.seconds

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dapo.config.algorithm_config import OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
-from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import ScoredResponse
-from megatron_dapo.experience.responder import Responder, Unjudged
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
@@ -62,11 +61,10 @@ def groups(*prompts, config=None):
     async def generate():
         pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
         generator = GroupGenerator(
-            responder=Responder(fleet=script, pool=pool, decoder=script),
-            prompts=PromptSet(prompts=prompts, spans=spans, **nothing),
-            sampling=SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
-            group_size=len(TEXTS),
-            overlong=OverlongConfig(shape="none"),
+            Responder(fleet=script, pool=pool, decoder=script),
+            PromptSet(prompts=prompts, spans=spans, **nothing),
+            SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
+            AlgorithmConfig(group_size=len(TEXTS), overlong=OverlongConfig(shape="none")),
             seed=0,
         )
         try:
@@ -122,7 +120,9 @@ def test_samples_hold_responses_without_a_verdict(tmp_path):
 
 
 def test_what_nobody_could_judge_stops_the_run():
-    with pytest.raises(Unjudged, match=r"exam\.jsonl:1: no verdict by 'remote': reward\.remote\.url is not set"):
+    with pytest.raises(
+        Unjudged, match=r"prompt \d+ \(exam\.jsonl:1\): no verdict by 'remote': reward\.remote\.url is not set"
+    ):
         groups(replace(PROMPTS[0], verifier="remote"))
     with pytest.raises(Unjudged, match="ground truth"):
         groups(replace(PROMPTS[0], answer=""))

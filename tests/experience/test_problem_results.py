@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.problem_results import Answer, figures, problem_id, write_results
+from megatron_dapo.experience.evaluation import Answer, figures, problem_id, write_results
 
 
 def prompt(text="?", answer="42", place="f.jsonl:1"):

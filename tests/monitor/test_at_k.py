@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_dapo.monitor.statistics import consensus, mean_with_interval, pass_at_k, sizes, wilson_accuracy
+from megatron_dapo.monitor.statistics import consensus, mean_with_interval, pass_at_k, sizes
+from tests.monitor.runs import wilson_accuracy
 
 
 @pytest.mark.parametrize("n", [1, 5, 8])
