@@ -1,7 +1,7 @@
 """Which servers a run uses: running ones by URL, new ones on this machine, or new ones that Ray places on a cluster."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,43 +31,57 @@ def visible_gpus(count: int) -> tuple[str, ...]:
 def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The servers of `rollout.urls`, or `rollout.servers` of this machine's own, not yet started.
 
-    On this machine the trainer takes the first GPUs, the servers those after them, or with `run.mode: colocated` the
-    same ones.
-
     Args:
         logs: folder of the servers' logs.
-        gpus: `visible_gpus`; none for a run on the CPU.
+        gpus: the servers take the first of them; none: they are on the CPU.
+
+    Raises:
+        PlacementError: they need more GPUs.
+    """
+    if config.rollout.urls:
+        return [RemoteServer(url) for url in config.rollout.urls]
+    each, servers = config.rollout.tensor_parallel, config.rollout.servers
+    if gpus and servers * each > len(gpus):
+        raise PlacementError(
+            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; there are {len(gpus)} for them "
+            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
+        )
+    return [
+        LocalServer(
+            config.rollout,
+            _spec(config, logs, at, on_gpu=bool(gpus), gpus=tuple(gpus[at * each : (at + 1) * each])),
+        )
+        for at in range(servers)
+    ]
+
+
+def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
+    """Those of this machine that servers may take when the trainer takes the first ones: the ones after them, or with
+    `run.mode: colocated` the same ones.
 
     Raises:
         PlacementError: trainer and servers need more GPUs than there are, or cannot share them.
     """
-    return _engines(config, logs, gpus, _places_behind_trainer)
+    trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
+    if not gpus or config.rollout.urls:
+        return ()
+    shared = config.run.mode == "colocated"
+    if shared:
+        check_shared_gpus(config)
+    # One GPU is for both: rollout.memory_fraction says how much of it the server takes.
+    behind = 0 if shared or len(gpus) == trainer == each == servers == 1 else trainer
+    if trainer > len(gpus) or behind + servers * each > len(gpus):
+        raise PlacementError(
+            f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} "
+            f"{'of them' if shared else 'more'}; this machine offers {len(gpus)}; lower one of them or name running "
+            "servers in rollout.urls"
+        )
+    return gpus[behind:]
 
 
 def on_gpu_of_rank_0(engines: Sequence[Engine], gpus: Sequence[str]) -> bool:
     """Whether one of `own_engines` is on the GPU of the trainer's rank 0, the first of `gpus`."""
-    return any(isinstance(engine, LocalServer) and gpus[0] in engine.spec.gpus for engine in engines)
-
-
-def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
-    """The same without a trainer beside them: the servers take the first GPUs.
-
-    Raises:
-        PlacementError: the servers need more GPUs than there are.
-    """
-    return _engines(config, logs, gpus, _first_places)
-
-
-def _engines(
-    config: Config, logs: Path, gpus: Sequence[str], places_on: Callable[[Config, Sequence[str]], list[tuple[str, ...]]]
-) -> list[Engine]:
-    if config.rollout.urls:
-        return [RemoteServer(url) for url in config.rollout.urls]
-    places = places_on(config, gpus) if gpus else [()] * config.rollout.servers
-    return [
-        LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
-        for index, place in enumerate(places)
-    ]
+    return any(isinstance(engine, LocalServer) and set(gpus[:1]) & set(engine.spec.gpus) for engine in engines)
 
 
 def placed_engines(config: Config, logs: Path, placement: Placement, trainer: Trainer, *, on_gpu: bool) -> list[Engine]:
@@ -123,30 +137,3 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         shares_memory=config.run.mode == "colocated",
         gpus=gpus,
     )
-
-
-def _first_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    each, servers = config.rollout.tensor_parallel, config.rollout.servers
-    if servers * each > len(gpus):
-        raise PlacementError(
-            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; this process sees {len(gpus)} "
-            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
-        )
-    return [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
-
-
-def _places_behind_trainer(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
-    if config.run.mode == "colocated":
-        check_shared_gpus(config)
-        if trainer > len(gpus):
-            raise PlacementError(f"actor.layout needs {trainer} GPUs; this machine offers {len(gpus)}")
-        return _first_places(config, gpus)
-    if len(gpus) == trainer == each == servers == 1:
-        return _first_places(config, gpus)  # one for both: rollout.memory_fraction says how much of it the server takes
-    if trainer + servers * each > len(gpus):
-        raise PlacementError(
-            f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} more; "
-            f"this machine offers {len(gpus)}; lower one of them or name running servers in rollout.urls"
-        )
-    return _first_places(config, gpus[trainer:])

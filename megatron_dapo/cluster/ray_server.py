@@ -1,7 +1,6 @@
 """A server on whatever node of the Ray cluster has its place: an actor there starts and watches the process."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,31 +25,18 @@ PLACE_DEADLINE_S = 60.0
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
-class ServerHost:
+class ServerHost(LocalServer):
     """Body of the Ray actor: one server process, which ends with the actor."""
 
     def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
         if config.host in NOT_REACHED:  # the coordinator may be on another node
             config = replace(config, host=ray.util.get_node_ip_address())
-        self._server = LocalServer(config, spec)
+        super().__init__(config, spec)
 
-    async def start(self) -> str:
-        """The server's URL once its process has been started."""
-        await self._server.start()
-        return self._server.url
-
-    async def restart(self) -> str:
-        await self._server.restart()
-        return self._server.url
-
-    async def alive(self) -> bool:
-        return self._server.alive()
-
-    async def killed(self) -> bool:
-        return self._server.killed()
-
-    async def close(self) -> None:
-        await self._server.close()
+    async def begin(self) -> str:
+        """Ends what is left of the process and starts it anew. Returns its URL."""
+        await self.restart()
+        return self.url
 
 
 class RayServer:
@@ -73,8 +59,7 @@ class RayServer:
         self._shared_gpus = shared_gpus
         self._host: Any = None
         self._url = f"http://server{spec.index}.not-started"
-        self._alive = False
-        self._killed = False
+        self._alive = self._killed = False
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -88,22 +73,21 @@ class RayServer:
             ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
         """
         await self._placed()
-        on_gpu = self._spec.device == "cuda"
-        gpus, spec = self._config.tensor_parallel if on_gpu else 0, self._spec
+        on_gpu, gpus, spec = self._spec.device == "cuda", self._config.tensor_parallel, self._spec
         if self._shared_gpus is not None:
-            gpus, spec = 0, replace(spec, gpus=await self._shared_gpus())
-        cpus = 1 if on_gpu else self._config.tensor_parallel
-        remote = ray.remote(ServerHost)
-        self._host = remote.options(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=0, **self._placement.at(self._bundle)
-        ).remote(self._config, spec)
+            spec = replace(spec, gpus=await self._shared_gpus())
+        options = {
+            "num_cpus": 1 if on_gpu else gpus,
+            "num_gpus": gpus if on_gpu and self._shared_gpus is None else 0,
+            "max_restarts": 0,
+        }
+        actor = ray.remote(ServerHost).options(**options, **self._placement.at(self._bundle))
+        self._host = actor.remote(self._config, spec)
         try:
-            self._url = await self._ask(self._host.start.remote(), START_DEADLINE_S)
+            await self._begin(START_DEADLINE_S)
         except BaseException:
             self.kill()
             raise
-        self._alive = True
-        self._watch = asyncio.create_task(self._look())
 
     def alive(self) -> bool:
         return self._alive
@@ -117,17 +101,13 @@ class RayServer:
 
     async def restart(self) -> None:
         self._stop_looking()
-        if self._host is None:  # it was closed, or killed
-            await self.start()
-            return
-        try:
-            self._url = await self._ask(self._host.restart.remote())
-        except ServerStartError:  # the actor or its node is gone
-            self.kill()
-            await self.start()
-            return
-        self._alive = True
-        self._watch = asyncio.create_task(self._look())
+        if self._host is not None:  # else it was closed, or killed
+            try:
+                await self._begin(ANSWER_DEADLINE_S)
+                return
+            except ServerStartError:  # the actor or its node is gone
+                self.kill()
+        await self.start()
 
     def kill(self) -> None:
         """The kernel ends the server when its actor ends."""
@@ -141,8 +121,13 @@ class RayServer:
         self._stop_looking()
         if self._host is not None:
             with suppress(ServerStartError):  # it is gone already
-                await self._ask(self._host.close.remote())
+                await self._ask(self._host.close.remote(), ANSWER_DEADLINE_S)
         self.kill()
+
+    async def _begin(self, deadline_s: float) -> None:
+        self._url = await self._ask(self._host.begin.remote(), deadline_s)
+        self._alive = True
+        self._watch = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
         while self._alive:
@@ -160,30 +145,26 @@ class RayServer:
             self._watch = None
 
     async def _placed(self) -> None:
-        deadline = time.monotonic() + PLACE_DEADLINE_S
-        while not await self._stands():
-            if time.monotonic() > deadline:
-                raise ServerStartError(
-                    f"server {self._spec.index}: its node is gone, and no other node of the Ray cluster has room for "
-                    f"rollout.tensor_parallel = {self._config.tensor_parallel}; give the cluster another node"
-                )
-            await asyncio.sleep(LOOK_INTERVAL_S)
-
-    async def _stands(self) -> bool:
+        what, needed = f"server {self._spec.index}", self._config.tensor_parallel
         try:
-            return await asyncio.to_thread(self._placement.stands, self._bundle)
+            async with asyncio.timeout(PLACE_DEADLINE_S):
+                while not await asyncio.to_thread(self._placement.stands, self._bundle):
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+        except TimeoutError:
+            raise ServerStartError(
+                f"{what}: its node is gone, and no other node of the Ray cluster has room for "
+                f"rollout.tensor_parallel = {needed}; give the cluster another node"
+            ) from None
         except ray.exceptions.RayError as error:
-            raise ServerStartError(f"server {self._spec.index}: Ray does not say where it may start: {error}") from None
+            raise ServerStartError(f"{what}: Ray does not say where it may start: {error}") from None
 
-    async def _ask(self, reference: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
+    async def _ask(self, reference: Any, deadline_s: float) -> Any:
         """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
         try:
             async with asyncio.timeout(deadline_s):
                 return await reference
         except TimeoutError:
-            raise ServerStartError(
-                f"server {self._spec.index}: its Ray actor gave no answer within {deadline_s:g} s"
-            ) from None
+            cause: object = f"its Ray actor gave no answer within {deadline_s:g} s"
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-            raise ServerStartError(f"server {self._spec.index}: {cause}") from None
+        raise ServerStartError(f"server {self._spec.index}: {cause}")

@@ -218,7 +218,7 @@ def problem_id(prompt: Prompt) -> str:
     return hashlib.sha256(json.dumps([prompt.text, prompt.answer]).encode()).hexdigest()[:16]
 
 
-def figures(problems: ProblemAnswers, *, seed: int = 0) -> dict[str, Any]:
+def figures(problems: ProblemAnswers) -> dict[str, Any]:
     """Of one decoding mode, each problem answered equally often: {"figures": {"avg@32": {"value": ..., "low": ...,
     "high": ...}, ...}, "samples": 32, ...}."""
     n, everyone = len(problems[0]), [answer for answers in problems for answer in answers]
@@ -226,7 +226,7 @@ def figures(problems: ProblemAnswers, *, seed: int = 0) -> dict[str, Any]:
     per_problem = {f"avg@{n}": [count / n for count in right]}
     per_problem |= {f"pass@{k}": [pass_at_k(count, n, k) for count in right] for k in sizes(n)}
     per_problem[f"cons@{n}"] = [_consensus(answers) for answers in problems]
-    means = {name: asdict(mean_with_interval(np.array(values), seed=seed)) for name, values in per_problem.items()}
+    means = {name: asdict(mean_with_interval(np.array(values))) for name, values in per_problem.items()}
     return {
         "problems": len(problems),
         "samples": n,

@@ -51,11 +51,8 @@ class Host:
     def __init__(self, config: Any, spec: Any) -> None:
         self.gpus = spec.gpus or tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-    async def start(self) -> str:
+    async def begin(self) -> str:
         return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
-
-    async def restart(self) -> str:
-        return await self.start()
 
     async def alive(self) -> bool:
         return True
