@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_context import RunContext, start_run
+from megatron_dapo.coordinator.run_context import RunContext, RunStart
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.picture import run_figure
@@ -100,7 +100,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
-        starting = start_run(config, inputs, run_dir, console, stack, waits)
+        starting = RunStart(config, inputs, run_dir, console, stack, waits).context()
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
         context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)

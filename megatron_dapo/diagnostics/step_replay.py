@@ -11,8 +11,15 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, Responses, UpdateMetrics
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.coordinator.batch import mini_batches, objective_of, responses_of, step_arrays, step_correction
-from megatron_dapo.coordinator.old_log_probs import chunk_size, joined
+from megatron_dapo.coordinator.batch import (
+    chunk_size,
+    joined,
+    mini_batches,
+    objective_of,
+    responses_of,
+    step_arrays,
+    step_correction,
+)
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from megatron_dapo.experience.groups import ScoredGroup

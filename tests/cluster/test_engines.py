@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cluster import ray_server
+from megatron_dapo.cluster import engines as servers
 from megatron_dapo.cluster.engines import gpus_for_servers, own_engines, visible_gpus
 from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.config import load_config
@@ -71,7 +71,7 @@ def test_no_two_servers_draw_the_same_noise(tmp_path):
     [("127.0.0.1", "10.0.0.7"), ("0.0.0.0", "10.0.0.7"), ("::", "10.0.0.7"), ("10.1.0.7", "10.1.0.7")],
 )
 def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, tmp_path, host, heard):
-    monkeypatch.setattr(ray_server.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     config = load_config(CONFIG, [f"rollout.host='{host}'"])
     (local,) = own_engines(config, tmp_path, gpus=())
-    assert ray_server.ServerHost(config.rollout, local.spec).url.startswith(f"http://{heard}:")
+    assert servers.ServerHost(config.rollout, local.spec).url.startswith(f"http://{heard}:")
