@@ -23,7 +23,6 @@ def admission(kept, filtered=()):
         expired=0,
         expired_tokens=0,
         generated=(*kept, *filtered),
-        pass_rate=0.5,
         predicted_groups=4,
         limit_reached=False,
     )
