@@ -66,17 +66,14 @@ class Cluster:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
-        except (ClusterError, PlacementError, Stalled):
+        except BaseException as error:  # ray.init raises anything, also Exception itself when its node is slow
             self.close()
-            raise
-        except SystemExit:
-            self.close()
-            raise StopRequested from None
-        except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
-            self.close()
-            raise ClusterError(
-                f"Ray could not be {'joined' if os.environ.get('RAY_ADDRESS') else 'started'}: {error}"
-            ) from None
+            if isinstance(error, SystemExit):
+                raise StopRequested from None
+            if isinstance(error, ClusterError | PlacementError | Stalled) or not isinstance(error, Exception):
+                raise
+            done = "joined" if os.environ.get("RAY_ADDRESS") else "started"
+            raise ClusterError(f"Ray could not be {done}: {error}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)
 

@@ -175,13 +175,10 @@ class Trainer:
         """All ranks' answers; the first failure ends the wait, since the others then wait in vain."""
         what, owner = f"trainer {what}", f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(call) for call in calls]
+        first = asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
         try:
-            done, _ = await self._waits.wait_for(
-                what, owner, deadline_s, asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-            )
-            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
-            reasons = {rank: error for rank, error in failed.items() if error is not None}
-            if reasons:
+            await self._waits.wait_for(what, owner, deadline_s, first)
+            if reasons := _errors(answers):
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
             return [answer.result() for answer in answers]
@@ -207,12 +204,12 @@ class Trainer:
         """Ranks whose process is gone. Returns at the first one, when all have answered, or after `timeout_s`."""
         answers = [asyncio.ensure_future(rank.pid.remote()) for rank in self._ranks]
         try:
-            done, _ = await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
-            return {rank: error for rank, error in failed.items() if isinstance(error, ray.exceptions.RayActorError)}
+            await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            errors = _errors(answers)
         finally:
             for answer in answers:
                 answer.cancel()
+        return {rank: error for rank, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
 
     def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
         causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
@@ -225,6 +222,12 @@ class Trainer:
         elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
+
+
+def _errors(answers: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException]:
+    """Of the ranks that have answered with one."""
+    done = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done()}
+    return {rank: error for rank, error in done.items() if error is not None}
 
 
 def _in_words(error: BaseException) -> str:

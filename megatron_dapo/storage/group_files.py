@@ -158,23 +158,6 @@ def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advant
             shutil.rmtree(old)
 
 
-def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.ndarray]:
-    """Groups and advantages of `save_batch`.
-
-    Raises:
-        GroupFileError: there is none, or it is damaged.
-    """
-    folder = batch_folder(run_path, step)
-    if not folder.is_dir():
-        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
-        raise GroupFileError(
-            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
-            "keeps them with run.save_batches=true"
-        )
-    groups, extra = load_groups(folder, "batch")
-    return groups, np.array(extra["advantages"], np.float32)
-
-
 def batch_folder(run_path: Path, step: int) -> Path:
     """Of rollout step `step`."""
     return run_path / "batches" / f"step_{step}"
