@@ -140,7 +140,7 @@ async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any
     if context.progress.rollout_step == 0:
         console.note("held-out problems before training")
         with measured("evaluation_before"):
-            stored = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
+            stored: dict[str, Any] = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
             context.run_dir.write_json(BEFORE, stored)
     else:
         stored = context.run_dir.read_json(BEFORE)

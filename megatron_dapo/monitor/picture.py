@@ -17,7 +17,7 @@ BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00
 INK, FAINT, PALE = "#333333", "#8A8A8A", "#E9E9E9"
 ANSWERS = {"greedy": (GREEN, "s"), "sampled": (VERMILLION, "o")}
 """Ways of answering held-out problems: colour and marker."""
-PANELS = [
+PANELS: Any = [
     ["Accuracy", "Response length, tokens", "Cut off at the limit"],
     ["Accuracy", "Entropy, nats a token", "Groups sampled"],
 ]

@@ -40,7 +40,8 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         "log_probs": [np.zeros(0, np.float32), *(generation.log_probs for generation in generations)],
         "weight_versions": [np.zeros(0, np.int32), *(generation.weight_versions for generation in generations)],
     }
-    np.savez(folder / f"{name}.npz", **{key: np.concatenate(values) for key, values in arrays.items()})
+    whole: dict[str, Any] = {key: np.concatenate(values) for key, values in arrays.items()}
+    np.savez(folder / f"{name}.npz", **whole)
     content = {
         "extra": dict(extra),
         "groups": [_group_json(group) for group in groups],
@@ -132,7 +133,9 @@ def _response(entry: dict[str, Any], ids: np.ndarray, log_probs: np.ndarray, ver
         finish_reason=FinishReason(entry["finish_reason"]),
     )
     verdict = Verdict(**entry["verdict"])
-    kept = {key: entry.get(key) for key in KEPT}  # what an earlier version wrote has no `other_accuracy`
+    kept: dict[str, Any] = {
+        key: entry.get(key) for key in KEPT
+    }  # what an earlier version wrote has no `other_accuracy`
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
 
 

@@ -73,7 +73,8 @@ def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
 def test_a_dead_run_in_full(tmp_path, capsys):
     folder = write_run(tmp_path / "run", finished=False, steps=7)
     write_lines(
-        folder / "metrics.jsonl", [{**line, "truncated_fraction": 0.5, "timing/step": 10.0} for line in metrics()[:7]]
+        folder / "metrics.jsonl",
+        [line | {"truncated_fraction": 0.5, "timing/step": 10.0, "tokens/generated": 4000} for line in metrics()[:7]],
     )
     (folder / "checkpoints" / "step_5").mkdir(parents=True)
     sign = beat(state="failed", error="Stalled: no answer\n  open waits", error_at=1000.0, written=time.time() - 600)

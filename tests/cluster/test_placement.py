@@ -11,7 +11,8 @@ CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
 def bundles(*overrides, servers):
-    return needed_bundles(load_config(CONFIG, overrides), use_gpu=True, servers=servers)
+    config = load_config(CONFIG, [f"rollout.servers={max(1, servers)}", *overrides])
+    return needed_bundles(config, use_gpu=True, servers=servers)
 
 
 def nodes(*gpus):
