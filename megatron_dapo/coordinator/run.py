@@ -23,7 +23,6 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_context import RunContext, RunStart
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.picture import run_figure
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.durable import sync_tree
@@ -107,6 +106,8 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         await publish_weights(context, context.progress.weight_version)
         summary = await _measure_and_train(context, began)
         run_dir.write_json("summary.json", summary)
+        from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
+
         run_figure(read_metrics(run_dir.path), summary).savefig(run_dir.path / "curves.png")
     console.summary(summary)
     if config.run.export_at_end:

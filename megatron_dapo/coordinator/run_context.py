@@ -23,7 +23,7 @@ from megatron_dapo.cluster.engines import (
 )
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
-from megatron_dapo.cluster.ray_cluster import GCS, Cluster
+from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
 from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
@@ -48,6 +48,9 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 
 RAY_STOP_DEADLINE_S = 120.0
+SERVERS_FIRST_S = 0.1
+"""For the servers' processes to begin: they are the slowest to start, and this process can do nothing else while it
+starts a Ray of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,18 +170,20 @@ class RunStart:
         return GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
 
     async def _services(self, progress: Progress) -> tuple[Services, Timeline]:
-        """Ray, then trainer and servers, side by side where they can be; and the record of what they do when."""
+        """Ray, trainer and servers, side by side where they can be; and the record of what they do when."""
         config, run_dir, stack, waits, logs = self._config, self._run_dir, self._stack, self._waits, self._run_dir.logs
-        cluster = self._cluster()
-        by_ray = cluster.joined and not config.rollout.urls
-        gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu and not by_ray else ()
-        placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
-        trainer = Trainer(config, self._inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
-        stack.push_async_callback(trainer.close)
+        if joins_cluster():
+            by_ray, use_gpu = not config.rollout.urls, self._cluster().use_gpu
+            servers = config.rollout.servers if by_ray else 0
+            placement = await place(config, waits, use_gpu=use_gpu, servers=servers)
+        else:
+            by_ray, use_gpu, placement = False, gpu_here(config.actor.device), None
+        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu and not by_ray else ()
+        trainer = Trainer(config, self._inputs.model, run_dir.path, waits, use_gpu=use_gpu)
         timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
         stack.callback(timeline.close)
-        if by_ray:
-            engines = placed_engines(config, logs, placement, trainer, on_gpu=cluster.use_gpu)
+        if by_ray and placement is not None:
+            engines = placed_engines(config, logs, placement, trainer, on_gpu=use_gpu)
         else:
             engines = own_engines(config, logs, gpus=gpus_for_servers(config, gpus))
         fleet = RolloutFleet(
@@ -227,8 +232,16 @@ class RunStart:
         self._stack.callback(watching.cancel)
         return cluster
 
-    async def _start_trainer(self, trainer: Trainer, placement: Placement, progress: Progress) -> dict[str, Any]:
-        """All ranks built, with the weights that the run goes on from. Returns rank 0's description."""
+    async def _start_trainer(self, trainer: Trainer, placement: Placement | None, progress: Progress) -> dict[str, Any]:
+        """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
+
+        `placement`: None starts a Ray of this machine's own first.
+        """
+        if placement is None:
+            await asyncio.sleep(SERVERS_FIRST_S)
+            self._cluster()
+            placement = await place(self._config, self._waits, use_gpu=trainer.on_gpu, servers=0)
+        self._stack.push_async_callback(trainer.close)
         described = await trainer.start(placement)
         latest = self._run_dir.latest_checkpoint() if progress.rollout_step else None
         if latest is None:
