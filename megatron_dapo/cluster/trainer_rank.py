@@ -1,8 +1,6 @@
 """One Megatron rank as the body of a Ray actor, and its part of the timeline."""
 
 import os
-import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +13,14 @@ import ray
 from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.timeline import SpanFile
-from rollout.server.engine import group_environment
+from rollout.server.engine import free_port, group_environment
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.actor import MegatronActor
 
 T = TypeVar("T")
+NO_SERVER = -1
+"""In the place of a server's number: a port out of the last share of those that servers draw from."""
 
 
 class TrainerRank:
@@ -36,7 +36,8 @@ class TrainerRank:
         return ray.get_runtime_context().get_node_id(), self.gpu()
 
     def become(self, rank: int) -> str:
-        """Gives this process its number, and its output a file. Returns a free `endpoint` of its node."""
+        """Gives this process its number, and its output a file. Returns a free address of its node, for the ranks to
+        meet at."""
         self._rank = rank
         log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -45,17 +46,8 @@ class TrainerRank:
             stream.flush()
             os.dup2(file, stream.fileno())
         os.close(file)
-        return self.endpoint()
-
-    def endpoint(self) -> str:
-        """A free port on this process's node, for the ranks to meet."""
         host = ray.util.get_node_ip_address()
-        # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
-        for port in random.SystemRandom().sample(range(20000, 32768), 100):
-            with socket.socket() as free:
-                if free.connect_ex((host, port)) != 0:
-                    return f"tcp://{host}:{port}"
-        raise OSError(f"no free port between 20000 and 32767 on {host} for the trainer's ranks to meet")
+        return f"tcp://{host}:{free_port(host, NO_SERVER)}"  # bound only after seconds of imports
 
     def pid(self) -> int:
         return os.getpid()

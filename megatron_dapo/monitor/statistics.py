@@ -60,13 +60,8 @@ def clustered_accuracy(correct: np.ndarray) -> Accuracy:
     computed for the number of independent answers that would vary as much. With k = 1 it is nearly Wilson's own.
 
     Args:
-        correct: bool [P, k].
-
-    Raises:
-        ValueError: there are no answers.
+        correct: bool [P, k], neither of them 0.
     """
-    if correct.ndim != 2 or correct.size == 0:
-        raise ValueError(f"answers of shape {list(correct.shape)}: must be [problems, samples], neither of them 0")
     problems, samples = correct.shape
     rates = correct.mean(axis=1, dtype=np.float64)
     accuracy = float(rates.mean())
@@ -102,11 +97,8 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
     """Probability that at least one of k answers, drawn without replacement from n of which `correct` are right, is
     right: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, equation 1.
 
-    Raises:
-        ValueError: not 0 <= correct <= n, or not 1 <= k <= n.
+    Needs 0 <= correct <= n and 1 <= k <= n.
     """
-    if not 0 <= correct <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {correct} right among {n} answers: needs 1 <= k <= n and 0 <= right <= n")
     missed = 1.0
     for drawn in range(k):
         missed *= max(0, n - correct - drawn) / (n - drawn)
@@ -140,13 +132,8 @@ def mean_with_interval(values: np.ndarray, *, seed: int = 0) -> Estimate:
     """Mean of one number a problem.
 
     Args:
-        values: [P], in [0, 1].
-
-    Raises:
-        ValueError: there are no problems.
+        values: [P], in [0, 1]; at least one.
     """
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"values of shape {list(values.shape)}: one number a problem is needed")
     mean = float(values.mean())
     if (values == values[0]).all():
         low, high = wilson(mean, values.size) if mean in (0, 1) else (mean, mean)
