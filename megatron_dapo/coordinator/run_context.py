@@ -172,17 +172,16 @@ class RunStart:
     async def _services(self, progress: Progress) -> tuple[Services, Timeline]:
         """Ray, trainer and servers, side by side where they can be; and the record of what they do when."""
         config, run_dir, stack, waits, logs = self._config, self._run_dir, self._stack, self._waits, self._run_dir.logs
+        by_ray, placement = joins_cluster() and not config.rollout.urls, None
+        use_gpu = self._cluster().use_gpu if joins_cluster() else gpu_here(config.actor.device)
         if joins_cluster():
-            by_ray, use_gpu = not config.rollout.urls, self._cluster().use_gpu
             servers = config.rollout.servers if by_ray else 0
             placement = await place(config, waits, use_gpu=use_gpu, servers=servers)
-        else:
-            by_ray, use_gpu, placement = False, gpu_here(config.actor.device), None
         gpus = visible_gpus(torch.cuda.device_count()) if use_gpu and not by_ray else ()
         trainer = Trainer(config, self._inputs.model, run_dir.path, waits, use_gpu=use_gpu)
         timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
         stack.callback(timeline.close)
-        if by_ray and placement is not None:
+        if placement is not None and by_ray:
             engines = placed_engines(config, logs, placement, trainer, on_gpu=use_gpu)
         else:
             engines = own_engines(config, logs, gpus=gpus_for_servers(config, gpus))
