@@ -172,7 +172,8 @@ class RunStart:
     async def _services(self, progress: Progress) -> tuple[Services, Timeline]:
         """Ray, trainer and servers, side by side where they can be; and the record of what they do when."""
         config, run_dir, stack, waits, logs = self._config, self._run_dir, self._stack, self._waits, self._run_dir.logs
-        by_ray, placement = joins_cluster() and not config.rollout.urls, None
+        by_ray = joins_cluster() and not config.rollout.urls
+        placement: Placement | None = None
         use_gpu = self._cluster().use_gpu if joins_cluster() else gpu_here(config.actor.device)
         if joins_cluster():
             servers = config.rollout.servers if by_ray else 0
