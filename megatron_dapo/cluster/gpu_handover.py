@@ -12,11 +12,14 @@ named instead of an out-of-memory error somewhere in the other. What the trainer
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.monitor.timeline import StepTimer
-from rollout.fleet.fleet import RolloutFleet
+
+if TYPE_CHECKING:  # the trainer's ranks import this file too
+    from rollout.fleet.fleet import RolloutFleet
 
 GIB = 2**30
 LEAST_GIVEN = 0.9
@@ -52,7 +55,7 @@ class GpuHandover:
     def __init__(
         self,
         config: RunConfig,
-        fleet: RolloutFleet,
+        fleet: "RolloutFleet",
         look: Callable[[], Awaitable[Sequence[GpuMemory]]],
         waits: Waits,
         *,
