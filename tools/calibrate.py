@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.monitor.timeline import Span
+from megatron_dapo.diagnostics.recorded_spans import Span
 from megatron_dapo.plan.calibration import Calibration, load_calibration
 from megatron_dapo.plan.memory import kv_bytes_per_token
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_dapo.monitor.timeline import Span
+from megatron_dapo.diagnostics.recorded_spans import Span
 from tools.timeline_figures import RecordedStep
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.monitor.timeline import SpanError
+from megatron_dapo.diagnostics.recorded_spans import SpanError
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.report.source import ReportError, Run, read_run

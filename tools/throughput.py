@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.monitor.timeline import PHASES, read_spans
+from megatron_dapo.diagnostics.recorded_spans import read_spans
+from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.trainer_time import forward_flops

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cluster.heartbeat import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import RECENT, duration, step_line
 from megatron_dapo.monitor.health import check_health
-from megatron_dapo.monitor.run_status import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run, read_run
@@ -63,20 +63,14 @@ def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
         return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]
     newest = run.lines[-1]
     recent = [line["timing/step"] for line in run.lines[-RECENT:] if line.get("timing/step")]
-    wanted = {"accuracy/mean", "truncated_fraction", "response_length/mean", "entropy", "timing/step"}
+    wanted = {"accuracy/mean", "truncated_fraction", "response_length/mean", "entropy", "tokens/generated"}
+    wanted.add("timing/step")
     text = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
     if not all(newest.get(name) is not None for name in wanted):
         return [f"{text}; {kept}"]
-    figures = {
-        "accuracy": newest["accuracy/mean"],
-        "truncated": newest["truncated_fraction"],
-        "length": newest["response_length/mean"],
-        "entropy": newest["entropy"],
-        "seconds": newest["timing/step"],
-    }
     total = max(planned or 0, run.steps)
     left = (total - run.steps) * sum(recent) / len(recent)
-    return [f"{text}; {kept}", step_line(figures, done=run.steps, total=total, seconds_left=left)]
+    return [f"{text}; {kept}", step_line(newest, total=total, seconds_left=left)]
 
 
 def _error(beat: Heartbeat | None) -> list[str]:

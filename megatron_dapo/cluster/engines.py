@@ -1,16 +1,35 @@
-"""Which servers a run uses: running ones by URL, new ones on this machine, or new ones that Ray places on a cluster."""
+"""Which servers a run uses: running ones by URL, new ones on this machine, or new ones that Ray places on a cluster.
 
+A server that Ray places is started and watched by an actor on whatever node has its place.
+"""
+
+import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import ray
 
 from megatron_dapo.cluster.placement import Placement, PlacementError, check_shared_gpus
-from megatron_dapo.cluster.ray_server import RayServer
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config import Config
-from rollout.server.engine import Engine, LocalServer, RemoteServer
+from rollout.config import RolloutConfig
+from rollout.errors import ServerStartError
+from rollout.server.engine import Engine, LocalServer, RemoteServer, tail
 from rollout.server.server_command import Secret, ServerSpec, new_key, read_key
+
+LOOK_INTERVAL_S = 1.0
+ANSWER_DEADLINE_S = 60.0
+"""For the actor to restart or end its process: it does nothing else."""
+START_DEADLINE_S = 180.0
+"""For a new actor to start its process: Python and what it imports may come from a shared file system."""
+PLACE_DEADLINE_S = 60.0
+"""For Ray to find another node for a server whose node is gone."""
+NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
 """In the run directory, which every node sees."""
@@ -30,43 +49,57 @@ def visible_gpus(count: int) -> tuple[str, ...]:
 def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
     """The servers of `rollout.urls`, or `rollout.servers` of this machine's own, not yet started.
 
-    On this machine the trainer takes the first GPUs, the servers those after them, or with `run.mode: colocated` the
-    same ones.
-
     Args:
         logs: folder of the servers' logs.
-        gpus: `visible_gpus`; none for a run on the CPU.
+        gpus: the servers take the first of them; none: they are on the CPU.
+
+    Raises:
+        PlacementError: they need more GPUs.
+    """
+    if config.rollout.urls:
+        return [RemoteServer(url) for url in config.rollout.urls]
+    each, servers = config.rollout.tensor_parallel, config.rollout.servers
+    if gpus and servers * each > len(gpus):
+        raise PlacementError(
+            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; there are {len(gpus)} for them "
+            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
+        )
+    return [
+        LocalServer(
+            config.rollout,
+            _spec(config, logs, at, on_gpu=bool(gpus), gpus=tuple(gpus[at * each : (at + 1) * each])),
+        )
+        for at in range(servers)
+    ]
+
+
+def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
+    """Those of this machine that servers may take when the trainer takes the first ones: the ones after them, or with
+    `run.mode: colocated` the same ones.
 
     Raises:
         PlacementError: trainer and servers need more GPUs than there are, or cannot share them.
     """
-    return _engines(config, logs, gpus, _places_behind_trainer)
+    trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
+    if not gpus or config.rollout.urls:
+        return ()
+    shared = config.run.mode == "colocated"
+    if shared:
+        check_shared_gpus(config)
+    # One GPU is for both: rollout.memory_fraction says how much of it the server takes.
+    behind = 0 if shared or len(gpus) == trainer == each == servers == 1 else trainer
+    if trainer > len(gpus) or behind + servers * each > len(gpus):
+        raise PlacementError(
+            f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} "
+            f"{'of them' if shared else 'more'}; this machine offers {len(gpus)}; lower one of them or name running "
+            "servers in rollout.urls"
+        )
+    return gpus[behind:]
 
 
 def on_gpu_of_rank_0(engines: Sequence[Engine], gpus: Sequence[str]) -> bool:
     """Whether one of `own_engines` is on the GPU of the trainer's rank 0, the first of `gpus`."""
-    return any(isinstance(engine, LocalServer) and gpus[0] in engine.spec.gpus for engine in engines)
-
-
-def lone_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engine]:
-    """The same without a trainer beside them: the servers take the first GPUs.
-
-    Raises:
-        PlacementError: the servers need more GPUs than there are.
-    """
-    return _engines(config, logs, gpus, _first_places)
-
-
-def _engines(
-    config: Config, logs: Path, gpus: Sequence[str], places_on: Callable[[Config, Sequence[str]], list[tuple[str, ...]]]
-) -> list[Engine]:
-    if config.rollout.urls:
-        return [RemoteServer(url) for url in config.rollout.urls]
-    places = places_on(config, gpus) if gpus else [()] * config.rollout.servers
-    return [
-        LocalServer(config.rollout, _spec(config, logs, index, on_gpu=bool(gpus), gpus=place))
-        for index, place in enumerate(places)
-    ]
+    return any(isinstance(engine, LocalServer) and set(gpus[:1]) & set(engine.spec.gpus) for engine in engines)
 
 
 def placed_engines(config: Config, logs: Path, placement: Placement, trainer: Trainer, *, on_gpu: bool) -> list[Engine]:
@@ -124,28 +157,146 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
     )
 
 
-def _first_places(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    each, servers = config.rollout.tensor_parallel, config.rollout.servers
-    if servers * each > len(gpus):
-        raise PlacementError(
-            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; this process sees {len(gpus)} "
-            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
-        )
-    return [tuple(gpus[at * each : (at + 1) * each]) for at in range(servers)]
+class ServerHost(LocalServer):
+    """Body of the Ray actor: one server process, which ends with the actor."""
+
+    def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
+        if config.host in NOT_REACHED:  # the coordinator may be on another node
+            config = replace(config, host=ray.util.get_node_ip_address())
+        super().__init__(config, spec)
+
+    async def begin(self) -> str:
+        """Ends what is left of the process and starts it anew. Returns its URL."""
+        await self.restart()
+        return self.url
 
 
-def _places_behind_trainer(config: Config, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
-    if config.run.mode == "colocated":
-        check_shared_gpus(config)
-        if trainer > len(gpus):
-            raise PlacementError(f"actor.layout needs {trainer} GPUs; this machine offers {len(gpus)}")
-        return _first_places(config, gpus)
-    if len(gpus) == trainer == each == servers == 1:
-        return _first_places(config, gpus)  # one for both: rollout.memory_fraction says how much of it the server takes
-    if trainer + servers * each > len(gpus):
-        raise PlacementError(
-            f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} more; "
-            f"this machine offers {len(gpus)}; lower one of them or name running servers in rollout.urls"
-        )
-    return _first_places(config, gpus[trainer:])
+class RayServer:
+    """Engine (rollout.server.engine): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
+
+    ours = True
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        spec: ServerSpec,
+        placement: Placement,
+        bundle: int,
+        *,
+        shared_gpus: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
+    ) -> None:
+        """`shared_gpus`: asked at each start for the GPUs of others in the bundle that the server uses too; None: Ray
+        gives it its own."""
+        self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
+        self._shared_gpus = shared_gpus
+        self._host: Any = None
+        self._url = f"http://server{spec.index}.not-started"
+        self._alive = self._killed = False
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self) -> None:
+        """Starts it in its place, which Ray moves when the node is gone and another one has room.
+
+        Raises:
+            ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
+        """
+        await self._placed()
+        on_gpu, gpus, spec = self._spec.device == "cuda", self._config.tensor_parallel, self._spec
+        if self._shared_gpus is not None:
+            spec = replace(spec, gpus=await self._shared_gpus())
+        options = {
+            "num_cpus": 1 if on_gpu else gpus,
+            "num_gpus": gpus if on_gpu and self._shared_gpus is None else 0,
+            "max_restarts": 0,
+        }
+        actor = ray.remote(ServerHost).options(**options, **self._placement.at(self._bundle))
+        self._host = actor.remote(self._config, spec)
+        try:
+            await self._begin(START_DEADLINE_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def alive(self) -> bool:
+        return self._alive
+
+    def killed(self) -> bool:
+        return self._killed
+
+    def log_tail(self) -> str:
+        """The run directory is on a file system that all nodes see."""
+        return tail(Path(self._spec.log_path))
+
+    async def restart(self) -> None:
+        self._stop_looking()
+        if self._host is not None:  # else it was closed, or killed
+            try:
+                await self._begin(ANSWER_DEADLINE_S)
+                return
+            except ServerStartError:  # the actor or its node is gone
+                self.kill()
+        await self.start()
+
+    def kill(self) -> None:
+        """The kernel ends the server when its actor ends."""
+        self._stop_looking()
+        self._alive = False
+        if self._host is not None:
+            ray.kill(self._host)
+            self._host = None
+
+    async def close(self) -> None:
+        self._stop_looking()
+        if self._host is not None:
+            with suppress(ServerStartError):  # it is gone already
+                await self._ask(self._host.close.remote(), ANSWER_DEADLINE_S)
+        self.kill()
+
+    async def _begin(self, deadline_s: float) -> None:
+        self._url = await self._ask(self._host.begin.remote(), deadline_s)
+        self._alive = True
+        self._watch = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while self._alive:
+            try:
+                alive = await self._host.alive.remote()
+                self._killed = not alive and await self._host.killed.remote()
+                self._alive = alive
+            except ray.exceptions.RayError:  # with its actor or its node
+                self._killed, self._alive = True, False
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _stop_looking(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def _placed(self) -> None:
+        what, needed = f"server {self._spec.index}", self._config.tensor_parallel
+        try:
+            async with asyncio.timeout(PLACE_DEADLINE_S):
+                while not await asyncio.to_thread(self._placement.stands, self._bundle):
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+        except TimeoutError:
+            raise ServerStartError(
+                f"{what}: its node is gone, and no other node of the Ray cluster has room for "
+                f"rollout.tensor_parallel = {needed}; give the cluster another node"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise ServerStartError(f"{what}: Ray does not say where it may start: {error}") from None
+
+    async def _ask(self, reference: Any, deadline_s: float) -> Any:
+        """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await reference
+        except TimeoutError:
+            cause: object = f"its Ray actor gave no answer within {deadline_s:g} s"
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+        raise ServerStartError(f"server {self._spec.index}: {cause}")

@@ -12,11 +12,14 @@ named instead of an out-of-memory error somewhere in the other. What the trainer
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.monitor.timeline import StepTimer
+
+if TYPE_CHECKING:  # the trainer's ranks import this file too
+    from rollout.fleet.fleet import RolloutFleet
 
 GIB = 2**30
 LEAST_GIVEN = 0.9
@@ -46,21 +49,13 @@ class GpuMemory:
         )
 
 
-class Fleet(Protocol):
-    """What is used of rollout.fleet.fleet.RolloutFleet."""
-
-    async def release_memory(self) -> Sequence[float | None]: ...
-
-    async def resume_memory(self) -> None: ...
-
-
 class GpuHandover:
     """Who has the GPUs' memory. The servers at the start. Where memory is not shared, everybody always has it."""
 
     def __init__(
         self,
         config: RunConfig,
-        fleet: Fleet,
+        fleet: "RolloutFleet",
         look: Callable[[], Awaitable[Sequence[GpuMemory]]],
         waits: Waits,
         *,
@@ -72,8 +67,7 @@ class GpuHandover:
             report: gets a line at the first handover.
         """
         self._fleet, self._look, self._waits, self._report = fleet, look, waits, report
-        self._shared, self._deadline_s = config.mode == "colocated", config.step_deadline_s
-        self._trainer_has_it = False
+        self._shared, self._deadline_s, self._trainer_has_it = config.mode == "colocated", config.step_deadline_s, False
         self._freed: dict[int, int] = {}
         """Bytes that the servers' leaving freed on each rank's GPU."""
 

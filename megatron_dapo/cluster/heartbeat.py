@@ -5,22 +5,49 @@ stuck.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from megatron_dapo.cluster.waits import StopRequested, Waits
-from megatron_dapo.monitor.run_status import Heartbeat, read_heartbeat
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
+FILE = "status.json"
 INTERVAL_S = 2.0
-
-
 ELSEWHERE_S = 3 * INTERVAL_S
 """How long a run that another machine may hold is watched for a further sign of life."""
+
+
+@dataclass(kw_only=True)
+class Heartbeat:
+    """What status.json holds. Times are seconds since 1970."""
+
+    pid: int
+    host: str
+    started: float
+    written: float
+    state: str
+    """`running`, `finished`, `stopped` (by a signal) or `failed`."""
+    rollout_steps: int
+    waits: list[str]
+    """Open waits when it was written, oldest first."""
+    error: str | None
+    """The last error, also of an earlier start of the same run."""
+    error_at: float | None
+
+
+def read_heartbeat(folder: Path) -> Heartbeat | None:
+    """The last sign of life; None if there is none that can be read."""
+    try:
+        return TypeAdapter(Heartbeat).validate_json((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 async def refuse_live_elsewhere(run_dir: RunDir) -> None:
@@ -34,10 +61,8 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
     before = read_heartbeat(run_dir.path)
     if before is None or before.state != "running" or before.host == socket.gethostname():
         return
-    waited = 0.0
-    while waited < ELSEWHERE_S:
+    for _ in range(round(4 * ELSEWHERE_S / INTERVAL_S)):
         await asyncio.sleep(INTERVAL_S / 4)
-        waited += INTERVAL_S / 4
         now = read_heartbeat(run_dir.path)
         if now is not None and now.state == "running" and now.written != before.written:
             raise RunDirError(
@@ -54,12 +79,12 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int) -> AsyncI
         waits: whose open waits are written down.
         rollout_steps: how many the run is to make.
     """
-    earlier = read_heartbeat(run_dir.path)
+    earlier, now = read_heartbeat(run_dir.path), time.time()
     beat = Heartbeat(
         pid=os.getpid(),
         host=socket.gethostname(),
-        started=time.time(),
-        written=time.time(),
+        started=now,
+        written=now,
         state="running",
         rollout_steps=rollout_steps,
         waits=[],
@@ -91,5 +116,5 @@ async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat) -> None:
 def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str]) -> None:
     beat.written, beat.waits = time.time(), waits
     # A full disk must not end a run whose own files still fit, nor hide the error that it is ending with.
-    with contextlib.suppress(OSError):
-        run_dir.write_json("status.json", beat.as_json(), durable=False)
+    with suppress(OSError):
+        run_dir.write_json(FILE, asdict(beat), durable=False)

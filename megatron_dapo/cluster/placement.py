@@ -31,11 +31,6 @@ class Bundle:
     cpus: int
     gpus: int
 
-    @property
-    def resources(self) -> dict[str, float]:
-        """As Ray asks for them."""
-        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
@@ -69,15 +64,21 @@ class Placement:
 
 
 def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
-    """The trainer's tensor-parallel groups, then the servers."""
+    """The trainer's tensor-parallel groups, then the servers; or both together.
+
+    Raises:
+        PlacementError: they cannot share GPUs.
+    """
     layout, each = config.actor.layout, config.rollout.tensor_parallel
-    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
-    if _shared(config, use_gpu=use_gpu, servers=servers):
+    size, ranks = layout.tensor, layout.world_size
+    if config.run.mode == "colocated" and use_gpu and servers:
+        check_shared_gpus(config)
+        size = max(size, each)
         what = f"{size} trainer ranks and {size // each} servers (TP {each}) on the same GPUs"
-        return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (layout.world_size // size)
+        return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (ranks // size)
     trainer = Bundle(what=f"trainer (TP group of {size})", cpus=size, gpus=size if use_gpu else 0)
     server = Bundle(what=f"server (TP {each})", cpus=1 if use_gpu else each, gpus=each if use_gpu else 0)
-    return [trainer] * (layout.world_size // size) + [server] * servers
+    return [trainer] * (ranks // size) + [server] * servers
 
 
 def check_shared_gpus(config: Config) -> None:
@@ -94,16 +95,6 @@ def check_shared_gpus(config: Config) -> None:
             f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} one "
             "must divide the other, and both the number of GPUs, so that servers and groups of ranks share nodes"
         )
-
-
-def _shared(config: Config, *, use_gpu: bool, servers: int) -> bool:
-    """Whether Ray places servers and ranks in the same bundles."""
-    return config.run.mode == "colocated" and use_gpu and servers > 0
-
-
-def _ranks_in_bundle(config: Config, *, use_gpu: bool, servers: int) -> int:
-    size = config.actor.layout.tensor
-    return max(size, config.rollout.tensor_parallel) if _shared(config, use_gpu=use_gpu, servers=servers) else size
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
@@ -125,14 +116,12 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
         PlacementError: they do not fit, whatever the order, or cannot share GPUs.
         Stalled: they would fit, but somebody else holds the places.
     """
-    shared = _shared(config, use_gpu=use_gpu, servers=servers)
-    if shared:
-        check_shared_gpus(config)
     bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
     check_fit(bundles, cluster_nodes())
-    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    asked = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if use_gpu else {}) for bundle in bundles]
+    group = placement_group(asked, strategy="PACK")
     await waits.wait_for("placement", "Ray", config.run.start_deadline_s, group.ready())
-    size = _ranks_in_bundle(config, use_gpu=use_gpu, servers=servers)
+    size = bundles[0].gpus or bundles[0].cpus  # ranks in a bundle
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
     node_of = placement_group_table(group)["bundles_to_node_id"]
@@ -141,7 +130,7 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
     own = tuple(range(len(groups), len(bundles)))
     beside = trainer[:: config.rollout.tensor_parallel]
-    return Placement(group=group, trainer=trainer, servers=beside if shared else own)
+    return Placement(group=group, trainer=trainer, servers=beside if servers and not own else own)
 
 
 def _in_order(address: str) -> tuple[int, str]:
@@ -184,19 +173,14 @@ def cluster_nodes() -> list[Node]:
 
 
 def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    kinds = dict.fromkeys(bundles)
-    asked = [f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind.cpus, kind.gpus)} on one node" for kind in kinds]
-    there = [f"  {node.name}: {_amounts(node.cpus, node.gpus)}" for node in nodes]
+    asked = [f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind)} on one node" for kind in dict.fromkeys(bundles)]
+    there = [f"  {node.name}: {_amounts(node)}" for node in nodes]
+    lines = [f"no node has room for a {first.what}. Asked for by actor.layout and rollout:", *asked]
+    lines += ["The cluster has:", *there]
     return "\n".join(
-        [
-            f"no node has room for a {first.what}. Asked for by actor.layout and rollout:",
-            *asked,
-            "The cluster has:",
-            *there,
-            "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes.",
-        ]
+        [*lines, "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."]
     )
 
 
-def _amounts(cpus: float, gpus: float) -> str:
-    return f"{gpus:g} GPUs, {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
+def _amounts(has: Bundle | Node) -> str:
+    return f"{has.gpus:g} GPUs, {has.cpus:g} CPUs" if has.gpus else f"{has.cpus:g} CPUs"

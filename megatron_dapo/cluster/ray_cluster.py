@@ -66,24 +66,16 @@ class Cluster:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             self.use_gpu = self._connect(processes, device)
-        except (ClusterError, PlacementError, Stalled):
+        except BaseException as error:  # ray.init raises anything, also Exception itself when its node is slow
             self.close()
-            raise
-        except SystemExit:
-            self.close()
-            raise StopRequested from None
-        except Exception as error:  # ray.init raises anything, also Exception itself when its node is slow to come up
-            self.close()
-            raise ClusterError(
-                f"Ray could not be {'joined' if os.environ.get('RAY_ADDRESS') else 'started'}: {error}"
-            ) from None
+            if isinstance(error, SystemExit):
+                raise StopRequested from None
+            if isinstance(error, ClusterError | PlacementError | Stalled) or not isinstance(error, Exception):
+                raise
+            done = "joined" if joins_cluster() else "started"
+            raise ClusterError(f"Ray could not be {done}: {error}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)
-
-    @property
-    def joined(self) -> bool:
-        """Whether the cluster is somebody else's, perhaps of several nodes."""
-        return self._temp_dir is None
 
     def _connect(self, processes: int, device: Literal["auto", "cpu", "cuda"]) -> bool:
         """Returns `use_gpu`."""
@@ -92,7 +84,7 @@ class Cluster:
             _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return _decide(device, ray.cluster_resources().get("GPU", 0) > 0, f"the cluster at {address}")
-        use_gpu = _decide(device, torch.cuda.is_available(), "this machine")
+        use_gpu = gpu_here(device)
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
         self._temp_dir = RayTempDir()
@@ -140,6 +132,16 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def joins_cluster() -> bool:
+    """Whether a run joins somebody else's cluster, perhaps of several nodes."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def gpu_here(device: Literal["auto", "cpu", "cuda"]) -> bool:
+    """Whether a run on this machine alone is on GPUs."""
+    return _decide(device, torch.cuda.is_available(), "this machine")
 
 
 def _decide(device: Literal["auto", "cpu", "cuda"], has_gpu: bool, where: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rollout.weights.sender import SendRequest, Sent
 
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
@@ -91,12 +90,12 @@ class Trainer:
             for bundle in placement.trainer
         ]
         # Which GPU of a node a process gets is Ray's choice, so it gets its number after that.
-        places = await self._all_of("trainer start", deadline, [rank.place.remote() for rank in self._ranks])
+        places = await self._all_of("start", deadline, [rank.place.remote() for rank in self._ranks])
         self._ranks = [self._ranks[at] for at in by_node_and_gpu(places)]
-        await self._ask("trainer start", deadline, [rank.become.remote(at) for at, rank in enumerate(self._ranks)])
-        rendezvous = await self._ask("trainer start", deadline, [self._ranks[0].endpoint.remote()])
+        numbered = [rank.become.remote(at) for at, rank in enumerate(self._ranks)]
+        rendezvous, *_ = await self._all_of("start", deadline, numbered)
         built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
-        described = await self._ask("trainer build", deadline, built)
+        described, *_ = await self._all_of("build", deadline, built)
         self._watch = asyncio.create_task(self._until_lost())
         return described
 
@@ -106,51 +105,53 @@ class Trainer:
         `reference`: under the weights that the run began with.
         """
         plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
-        call = TrainerRank.reference_log_probs if reference else TrainerRank.log_probs
-        return await self._everyone(call, responses, plan, self._config.rollout.temperature)
+        asked = responses, plan, self._config.rollout.temperature
+        if reference:
+            return await self._everyone("reference_log_probs", lambda rank: rank.actor.reference_log_probs(*asked))
+        return await self._everyone("log_probs", lambda rank: rank.actor.log_probs(*asked))
 
     async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
-        return await self._everyone(TrainerRank.update, batches, objective, self._config.rollout.temperature)
+        temperature = self._config.rollout.temperature
+        return await self._everyone("update", lambda rank: rank.actor.update(batches, objective, temperature))
 
     async def gpus(self) -> list[str]:
         """Each rank's GPU on its node; empty names on the CPU."""
-        return await self._each("trainer GPUs", [rank.gpu.remote() for rank in self._ranks])
+        return await self._each("GPUs", lambda rank: rank.gpu())
 
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
-        found = await self._each("trainer memory", [rank.device_memory.remote() for rank in self._ranks])
+        found = await self._each("memory", lambda rank: rank.device_memory())
         return [memory for memory in found if memory is not None]
 
     async def export_hf(self, folder: Path) -> None:
         """Write the weights in Hugging Face format."""
-        await self._everyone(TrainerRank.export_hf, folder)
+        await self._everyone("export_hf", lambda rank: rank.actor.export_hf(folder))
 
     async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
         """Write the weights in Hugging Face format; the checksums that each kind of server must have of them."""
-        return await self._everyone(TrainerRank.write, folder, kinds)
+        return await self._everyone("write", lambda rank: rank.weights.write(folder, kinds))
 
     async def send_weights(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent":
         """Send the weights to servers that are paused, and compute the same checksums."""
-        return await self._everyone(TrainerRank.send, request, kinds)
+        return await self._everyone("send", lambda rank: rank.weights.send(request, kinds))
 
     async def save_checkpoint(self, folder: Path) -> None:
-        await self._everyone(TrainerRank.save_checkpoint, folder)
+        await self._everyone("save_checkpoint", lambda rank: rank.actor.save_checkpoint(folder))
 
     async def begin_checkpoint(self, folder: Path) -> bool:
         """Returns when everything is copied, whether it is still to be written; `finish_checkpoint` follows."""
-        return await self._everyone(TrainerRank.begin_checkpoint, folder)
+        return await self._everyone("begin_checkpoint", lambda rank: rank.actor.begin_checkpoint(folder))
 
     async def finish_checkpoint(self, *, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole, which is waited for if asked."""
         # Asked again and again while one is written: no part of a timeline.
-        calls = [rank.perform.remote(TrainerRank.finish_checkpoint, None, wait) for rank in self._ranks]
-        return await self._ask("trainer finish_checkpoint", self._config.run.step_deadline_s, calls)
+        return (await self._each("finish_checkpoint", lambda rank: rank.actor.finish_checkpoint(wait)))[0]
 
     async def load_checkpoint(self, folder: Path) -> None:
         self.weight_changes += 1
-        await self._everyone(TrainerRank.load_checkpoint, folder)
+        await self._everyone("load_checkpoint", lambda rank: rank.actor.load_checkpoint(folder))
 
     async def close(self) -> None:
         """End every rank. Never raises: it is called on the way out."""
@@ -160,30 +161,24 @@ class Trainer:
             ray.kill(rank)
         self._ranks = []
 
-    async def _everyone(self, call: Callable[[TrainerRank, *Arguments], T | None], *arguments: *Arguments) -> T:
-        """Rank 0's answer to a method of TrainerRank that all ranks are asked to perform."""
-        shared = [ray.put(argument) for argument in arguments]
-        asked = [rank.perform.remote(call, self.recorded_step, *shared) for rank in self._ranks]
-        return await self._ask(f"trainer {call.__name__}", self._config.run.step_deadline_s, asked)
+    async def _everyone(self, name: str, call: Callable[[TrainerRank], T | None]) -> T:
+        """Rank 0's answer to a call that all ranks make, and write into the timeline as `name`."""
+        return (await self._each(name, call, self.recorded_step))[0]
 
-    async def _each(self, what: str, calls: list[Any]) -> list[Any]:
-        return await self._all_of(what, self._config.run.step_deadline_s, calls)
-
-    async def _ask(self, what: str, deadline_s: float, calls: list[Any]) -> Any:
-        """Rank 0's answer once all have answered."""
-        return (await self._all_of(what, deadline_s, calls))[0]
+    async def _each(self, name: str, call: Callable[[TrainerRank], Any], step: int | None = None) -> list[Any]:
+        """All ranks' answers. The call travels by value, with all that it refers to; so it must not refer to `self`."""
+        shared = ray.put(call)
+        calls = [rank.perform.remote(name, step, shared) for rank in self._ranks]
+        return await self._all_of(name, self._config.run.step_deadline_s, calls)
 
     async def _all_of(self, what: str, deadline_s: float, calls: list[Any]) -> list[Any]:
-        """The ranks' answers; the first failure ends the wait, since the others then wait in vain."""
-        owner = f"{len(calls)} trainer rank(s)"
+        """All ranks' answers; the first failure ends the wait, since the others then wait in vain."""
+        what, owner = f"trainer {what}", f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(call) for call in calls]
+        first = asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
         try:
-            done, _ = await self._waits.wait_for(
-                what, owner, deadline_s, asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-            )
-            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
-            reasons = {rank: error for rank, error in failed.items() if error is not None}
-            if reasons:
+            await self._waits.wait_for(what, owner, deadline_s, first)
+            if reasons := _errors(answers):
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
             return [answer.result() for answer in answers]
@@ -209,12 +204,12 @@ class Trainer:
         """Ranks whose process is gone. Returns at the first one, when all have answered, or after `timeout_s`."""
         answers = [asyncio.ensure_future(rank.pid.remote()) for rank in self._ranks]
         try:
-            done, _ = await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            failed = {rank: answers[rank].exception() for rank in range(len(answers)) if answers[rank] in done}
-            return {rank: error for rank, error in failed.items() if isinstance(error, ray.exceptions.RayActorError)}
+            await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            errors = _errors(answers)
         finally:
             for answer in answers:
                 answer.cancel()
+        return {rank: error for rank, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
 
     def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
         causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
@@ -227,6 +222,12 @@ class Trainer:
         elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
+
+
+def _errors(answers: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException]:
+    """Of the ranks that have answered with one."""
+    done = {rank: answer.exception() for rank, answer in enumerate(answers) if answer.done()}
+    return {rank: error for rank, error in done.items() if error is not None}
 
 
 def _in_words(error: BaseException) -> str:

@@ -1,33 +1,26 @@
 """One Megatron rank as the body of a Ray actor, and its part of the timeline."""
 
 import os
-import random
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import ray
 
-from megatron_dapo.actor.packing import MicroBatchPlan
-from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.timeline import SpanFile
-from rollout.server.engine import group_environment
-from rollout.wire.client import ServerInfo
+from rollout.server.engine import free_port, group_environment
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.actor import MegatronActor
-    from rollout.weights.checksums import Checksums
-    from rollout.weights.sender import SendRequest, Sent
 
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
+NO_SERVER = -1
+"""In the place of a server's number: a port out of the last share of those that servers draw from."""
 
 
 class TrainerRank:
@@ -42,8 +35,9 @@ class TrainerRank:
         """Ray's name of this process's node, and its GPU there."""
         return ray.get_runtime_context().get_node_id(), self.gpu()
 
-    def become(self, rank: int) -> None:
-        """Gives this process its number, and its output a file."""
+    def become(self, rank: int) -> str:
+        """Gives this process its number, and its output a file. Returns a free address of its node, for the ranks to
+        meet at."""
         self._rank = rank
         log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -52,16 +46,8 @@ class TrainerRank:
             stream.flush()
             os.dup2(file, stream.fileno())
         os.close(file)
-
-    def endpoint(self) -> str:
-        """A free port on this process's node, for the ranks to meet."""
         host = ray.util.get_node_ip_address()
-        # Below the ports that outgoing connections are given: the ranks bind it only after seconds of imports.
-        for port in random.SystemRandom().sample(range(20000, 32768), 100):
-            with socket.socket() as free:
-                if free.connect_ex((host, port)) != 0:
-                    return f"tcp://{host}:{port}"
-        raise OSError(f"no free port between 20000 and 32767 on {host} for the trainer's ranks to meet")
+        return f"tcp://{host}:{free_port(host, NO_SERVER)}"  # bound only after seconds of imports
 
     def pid(self) -> int:
         return os.getpid()
@@ -84,7 +70,7 @@ class TrainerRank:
         os.environ.update(_environment(config) | os.environ)
         from megatron_dapo.actor.actor import MegatronActor
 
-        self._actor = MegatronActor(
+        self.actor = MegatronActor(
             config.actor,
             config.model,
             rank=self._rank,
@@ -97,49 +83,17 @@ class TrainerRank:
         )
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
-        self._weights = RankWeights(self._actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
-        return self._actor.describe()
+        self.weights = RankWeights(self.actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        return self.actor.describe()
 
-    def perform(self, call: "Callable[[Self, *Arguments], T]", recorded_step: int | None, *arguments: *Arguments) -> T:
-        """One of the methods below; with `recorded_step` its spans are written down as that rollout step's."""
+    def perform(self, name: str, recorded_step: int | None, call: "Callable[[Self], T]") -> T:
+        """What `call` returns; with `recorded_step` its spans are written down as that rollout step's, as `name`."""
         if recorded_step is None:
-            return call(self, *arguments)
+            return call(self)
         if self._timeline is None:
-            self._timeline = RankTimeline(self._run_dir, self._actor)
-        with self._timeline.call(recorded_step, call.__name__):
-            return call(self, *arguments)
-
-    def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
-        return self._actor.log_probs(responses, plan, temperature)
-
-    def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
-        return self._actor.reference_log_probs(responses, plan, temperature)
-
-    def update(
-        self, batches: list[MiniBatch], objective: PolicyObjective, temperature: float
-    ) -> list[UpdateMetrics] | None:
-        return self._actor.update(batches, objective, temperature)
-
-    def export_hf(self, folder: Path) -> int:
-        return self._actor.export_hf(folder)
-
-    def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
-        return self._weights.write(folder, kinds)
-
-    def send(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent | None":
-        return self._weights.send(request, kinds)
-
-    def save_checkpoint(self, folder: Path) -> None:
-        self._actor.save_checkpoint(folder)
-
-    def begin_checkpoint(self, folder: Path) -> bool:
-        return self._actor.begin_checkpoint(folder)
-
-    def finish_checkpoint(self, wait: bool) -> bool:
-        return self._actor.finish_checkpoint(wait)
-
-    def load_checkpoint(self, folder: Path) -> None:
-        self._actor.load_checkpoint(folder)
+            self._timeline = RankTimeline(self._run_dir, self.actor)
+        with self._timeline.call(recorded_step, name):
+            return call(self)
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -154,11 +108,8 @@ class RankTimeline:
 
     def __init__(self, run_dir: Path, actor: "MegatronActor") -> None:
         self._actor = actor
-        about = {
-            "rank": actor.rank,
-            "stages": actor.config.layout.pipeline,
-            "chunks": len(actor.optimizer.chunks),  # that each micro-batch passes on this rank
-        }
+        chunks = len(actor.optimizer.chunks)  # that each micro-batch passes on this rank
+        about = {"rank": actor.rank, "stages": actor.config.layout.pipeline, "chunks": chunks}
         self._file = SpanFile(run_dir, f"rank{actor.rank}", about | actor.place())
 
     @contextmanager
@@ -172,17 +123,12 @@ class RankTimeline:
             yield
         passes = clock.times()
         self._file.add("calls", method, began, time.time(), **_peak(on_cuda=on_cuda))
-        if method == "update":
-            self._probe(max((about.get("tokens", 0) for *_, about in passes), default=0))
+        tokens, began = max((about.get("tokens", 0) for *_, about in passes), default=0), time.time()
+        if method == "update" and tokens and (measured := self._actor.time_tensor_parallel(tokens)) is not None:
+            self._file.add("probe", "all-reduce", began, time.time(), **measured)
         for name, start, end, about in passes:
             self._file.add(method, name, start, end, **about)
         self._file.write()
-
-    def _probe(self, tokens: int) -> None:
-        began = time.time()
-        measured = self._actor.time_tensor_parallel(tokens) if tokens else None
-        if measured is not None:
-            self._file.add("probe", "all-reduce", began, time.time(), **measured)
 
 
 def _forget_peak(*, on_cuda: bool) -> None:
@@ -200,11 +146,8 @@ def _peak(*, on_cuda: bool) -> dict[str, Any]:
     if on_cuda:
         import torch
 
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "memory": "device",
-        }
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"peak_bytes": peak, "reserved_bytes": reserved, "memory": "device"}
     status = Path("/proc/self/status").read_text()
     kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return {"peak_bytes": int(kilobytes) * 1024, "memory": "process"}

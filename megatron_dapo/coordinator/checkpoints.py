@@ -8,10 +8,9 @@ from is damaged, the error names the file and the newest intact checkpoint befor
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, check_there, check_whole, read_manifest
@@ -93,17 +92,13 @@ async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: st
 
 
 def _newest_intact(run_dir: RunDir, before: int) -> int | None:
-    earlier = [checkpoint for checkpoint in run_dir.checkpoints() if checkpoint.step < before]
-    return next((checkpoint.step for checkpoint in reversed(earlier) if _intact(checkpoint)), None)
-
-
-def _intact(checkpoint: Checkpoint) -> bool:
-    try:
-        load_progress(checkpoint.folder)
-        check_whole(checkpoint.folder / "actor")
-    except (CheckpointDamagedError, GroupFileError):
-        return False
-    return True
+    for checkpoint in reversed(run_dir.checkpoints()):
+        if checkpoint.step < before:
+            with suppress(CheckpointDamagedError, GroupFileError):
+                load_progress(checkpoint.folder)
+                check_whole(checkpoint.folder / "actor")
+                return checkpoint.step
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,11 +140,9 @@ class Checkpoints:
         await self.finish()
         folder = self._run_dir.checkpoint_aside(progress.rollout_step)
         background = self._config.checkpoint_in_background and not wait
+        save = self._trainer.begin_checkpoint if background else self._trainer.save_checkpoint
         try:
-            if background:
-                background = await self._trainer.begin_checkpoint(folder / "actor")
-            else:
-                await self._trainer.save_checkpoint(folder / "actor")
+            background = bool(await save(folder / "actor"))
         except TrainerError as error:
             raise _with_room(error, folder) from None
         save_progress(progress, folder)
@@ -161,13 +154,9 @@ class Checkpoints:
         The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
         resume voids. The other order would leave a folder that the ledger does not know.
         """
-        progress = begun.progress
-        self._ledger.record(
-            Event.CHECKPOINT,
-            rollout_step=progress.rollout_step,
-            weight_version=progress.weight_version,
-            optimizer_step=progress.optimizer_step,
-        )
+        step, version = begun.progress.rollout_step, begun.progress.weight_version
+        made = begun.progress.optimizer_step
+        self._ledger.record(Event.CHECKPOINT, rollout_step=step, weight_version=version, optimizer_step=made)
         self._ledger.commit()
         self._writing = asyncio.create_task(self._complete(begun))
         if not begun.in_background:
@@ -212,9 +201,7 @@ class Checkpoints:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Never raises: it is called on the way out."""
         if self._writing is None:
             return
@@ -238,11 +225,9 @@ class Checkpoints:
         """Put a checkpoint in its place once it is written. A failure ends whatever the run waits for."""
         step = begun.progress.rollout_step
         # A question that comes while the ranks are at work waits until they are done.
-        deadline = 2 * self._config.step_deadline_s
+        what, deadline = f"checkpoint of step {step}", 2 * self._config.step_deadline_s
         try:
-            await self._waits.wait_for(
-                f"checkpoint of step {step}", "the trainer ranks' writers", deadline, self._until_written()
-            )
+            await self._waits.wait_for(what, "the trainer ranks' writers", deadline, self._until_written())
             self._run_dir.publish_checkpoint(begun.folder, step, self._config.keep_checkpoints)
         except Exception as error:
             failure = _with_room(error, begun.folder) if isinstance(error, TrainerError) else error

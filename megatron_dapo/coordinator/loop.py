@@ -10,13 +10,19 @@ from dataclasses import replace
 from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.cluster.waits import StopRequested
-from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
+from megatron_dapo.coordinator.batch import (
+    FilledBatch,
+    LogProbStream,
+    check_mismatch,
+    mini_batches,
+    step_arrays,
+    step_correction,
+)
 from megatron_dapo.coordinator.checkpoints import Progress
-from megatron_dapo.coordinator.old_log_probs import FilledBatch, LogProbStream, check_mismatch
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
-from megatron_dapo.coordinator.step_metrics import StepRecord, summary, write_records
+from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import save_batch
 
@@ -29,7 +35,7 @@ async def train(context: RunContext, progress: Progress) -> Progress:
         async with context.checkpoints.kept_on_failure(progress):
             batch = await fill_batch(context, progress, timer)
         progress, metrics = await learn(context, progress, batch, timer)
-        context.console.step(summary(metrics), done=progress.rollout_step, total=total)
+        context.console.step(metrics, total=total)
         del batch
         gc.collect()  # between two steps: within one, the thresholds of `run.tune_collector` prevent it
     return progress
@@ -86,16 +92,9 @@ async def learn(
         async with context.services.handover.trainer(timer):
             with timer.measure("checkpoint"):
                 checkpoint = await context.checkpoints.begin(progress, wait=last)
-    record = StepRecord(
-        progress=progress,
-        batch=batch,
-        correction=correction,
-        updates=tuple(updates),
-        evaluation=evaluation,
-        seconds=timer.seconds(),
-        sync=sync,
-    )
-    metrics = write_records(context, record)
+    seconds = timer.seconds()
+    metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
+    write_records(context, metrics, batch.admission)
     if checkpoint:  # last: whatever a kill leaves undone before this line is done again, with its records
         await context.checkpoints.publish(checkpoint)
     return progress, metrics
@@ -111,7 +110,6 @@ async def update_actor(
             reference = await trainer.log_probs(batch.arrays.responses, reference=True)
     correction = step_correction(batch.arrays, batch.old, config)
     with timer.measure("update"):
-        batches = mini_batches(
-            batch.arrays, batch.old, reference, correction, config, step, hidden_size=context.inputs.model.hidden_size
-        )
+        hidden = context.inputs.model.hidden_size
+        batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden)
         return await trainer.update(batches, context.objective), correction

@@ -18,18 +18,10 @@ from rollout.weights.transport import Target
 class WeightSync:
     """A publish in figures."""
 
-    seconds: float
-    """From the trainer's memory until every server serves the weights, verified."""
-    bytes: int
-    """Of the model, once."""
-    servers: int
-    """That got them."""
+    gigabytes_per_second: float
+    """Of the model, once, from the trainer's memory until every server serves the weights, verified."""
     by_disk: int
-    """Of these, how many read a folder because the way without one failed."""
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        return self.bytes / 1e9 / max(self.seconds, 1e-9)
+    """Servers that read a folder because the way without one failed."""
 
 
 async def publish_weights(context: RunContext, version: int) -> WeightSync:
@@ -57,12 +49,8 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
         if older != folder:
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
-    return WeightSync(
-        seconds=time.monotonic() - started,
-        bytes=report.bytes,
-        servers=len(report.servers),
-        by_disk=len(report.by_disk),
-    )
+    seconds = max(time.monotonic() - started, 1e-9)
+    return WeightSync(gigabytes_per_second=report.bytes / 1e9 / seconds, by_disk=len(report.by_disk))
 
 
 class TrainerWeights:

@@ -83,16 +83,11 @@ def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[st
             "config": json.loads((Path(config.model.path) / "config.json").read_text()),
         },
         "data": {
-            "train": {
-                "path": config.data.path or [source.path for source in config.data.mixture],
-                "sha256": inputs.prompts.content_hash,
-                "rows": inputs.prompts.summary(),
-            },
-            "heldout": {
-                "path": config.evaluation.path,
-                "sha256": inputs.heldout.content_hash,
-                "rows": inputs.heldout.summary(),
-            },
+            name: {"path": path, "sha256": problems.content_hash, "rows": problems.summary()}
+            for name, path, problems in (
+                ("train", config.data.path or [source.path for source in config.data.mixture], inputs.prompts),
+                ("heldout", config.evaluation.path, inputs.heldout),
+            )
         },
         "stop_token_ids": list(inputs.text.stop_token_ids),
     }

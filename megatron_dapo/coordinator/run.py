@@ -5,8 +5,8 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_context import RunContext, start_run
-from megatron_dapo.experience.evaluation import Answers
+from megatron_dapo.coordinator.run_context import RunContext, RunStart
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.picture import draw_run
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.durable import sync_tree
@@ -100,7 +98,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
-        starting = start_run(config, inputs, run_dir, console, stack, waits)
+        starting = RunStart(config, inputs, run_dir, console, stack, waits).context()
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
         context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
@@ -108,12 +106,13 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         await publish_weights(context, context.progress.weight_version)
         summary = await _measure_and_train(context, began)
         run_dir.write_json("summary.json", summary)
-        draw_run(read_metrics(run_dir.path), summary, run_dir.path / "curves.png")
+        from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
+
+        run_figure(read_metrics(run_dir.path), summary).savefig(run_dir.path / "curves.png")
     console.summary(summary)
     if config.run.export_at_end:
-        problem = inputs.heldout.prompts[0]
         console.note("ask the trained model:")
-        console.note(f"  {ask_command(run_dir.path / 'model', problem.text)}")
+        console.note(f"  {ask_command(run_dir.path / 'model', inputs.heldout.prompts[0].text)}")
     return summary
 
 
@@ -131,25 +130,27 @@ def tune_collector() -> None:
 
 
 async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any]:
-    seconds = {"start": context.start_seconds}
-    if context.progress.rollout_step == 0:
-        context.console.note("held-out problems before training")
+    config, console, seconds = context.config, context.console, {"start": context.start_seconds}
+
+    @contextmanager
+    def measured(name: str) -> Iterator[None]:
         clock = time.monotonic()
-        before = _as_json(await context.evaluate("before"))
-        baseline = await _baseline(context)
-        context.run_dir.write_json(BEFORE, {"before": before, "baseline": baseline})
-        seconds["evaluation_before"] = time.monotonic() - clock
+        yield
+        seconds[name] = time.monotonic() - clock
+
+    if context.progress.rollout_step == 0:
+        console.note("held-out problems before training")
+        with measured("evaluation_before"):
+            stored: dict[str, Any] = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
+            context.run_dir.write_json(BEFORE, stored)
     else:
         stored = context.run_dir.read_json(BEFORE)
-        before, baseline = stored["before"], stored["baseline"]
-    clock = time.monotonic()
-    progress = await train(context, context.progress)
-    seconds["training"] = time.monotonic() - clock
-    context.console.note("held-out problems after training")
-    clock = time.monotonic()
-    after = _as_json(await context.evaluate("after"))
-    seconds["evaluation_after"] = time.monotonic() - clock
-    if context.config.run.export_at_end:
+    with measured("training"):
+        progress = await train(context, context.progress)
+    console.note("held-out problems after training")
+    with measured("evaluation_after"):
+        answers = stored | {"after": await _heldout(context, "after")}
+    if config.run.export_at_end:
         await export_model(context)
     lines = read_metrics(context.run_dir.path)
     for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
@@ -158,18 +159,14 @@ async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any
     return {
         "rollout_steps": progress.rollout_step,
         "optimizer_steps": progress.optimizer_step,
-        "seed": context.config.run.seed,
+        "seed": config.run.seed,
         "heldout": {
-            "before": _figures(before),
-            "baseline": _figures(baseline) if baseline else None,
-            "after": _figures(after),
+            when: {mode: found["figures"] for mode, found in modes.items()} if modes else None
+            for when, modes in answers.items()
         },
-        "tokens": {
-            "generated": sum(line["tokens/generated"] for line in lines),
-            "trained": sum(line["tokens/trained"] for line in lines),
-        },
+        "tokens": {name: sum(line[f"tokens/{name}"] for line in lines) for name in ("generated", "trained")},
         "seconds": seconds,
-        "examples": _examples(context.inputs, before, after),
+        "examples": _examples(context.inputs, answers["before"]["sampled"], answers["after"]["sampled"]),
     }
 
 
@@ -182,13 +179,20 @@ async def export_model(context: RunContext) -> None:
     sync_tree(folder)
 
 
-async def _baseline(context: RunContext) -> dict[str, Any] | None:
+async def _heldout(context: RunContext, name: str, forbid: int | None = None) -> dict[str, dict[str, Any]]:
+    """An evaluation by decoding mode, as JSON can hold it."""
+    return {
+        mode: {"figures": asdict(found.accuracy), "texts": list(found.texts), "correct": list(found.correct)}
+        for mode, found in (await context.evaluate(name, forbid=forbid)).items()
+    }
+
+
+async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:
     start = context.config.evaluation.forbidden_start
     if start is None:
         return None
     context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
-    token = context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0]
-    return _as_json(await context.evaluate("baseline", forbid=token))
+    return await _heldout(context, "baseline", context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0])
 
 
 def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
@@ -218,30 +222,18 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
         stop.set_result(None)
 
 
-def _as_json(answers: Mapping[str, Answers]) -> dict[str, Any]:
-    return {
-        name: {"figures": asdict(way.accuracy), "texts": list(way.texts), "correct": list(way.correct)}
-        for name, way in answers.items()
-    }
-
-
-def _figures(ways: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: way["figures"] for name, way in ways.items()}
-
-
 def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
-    count = min(EXAMPLES, len(before["sampled"]["texts"]), len(after["sampled"]["texts"]))
+    rows = zip(
+        inputs.heldout.prompts[:EXAMPLES],
+        zip(before["texts"], before["correct"], strict=True),
+        zip(after["texts"], after["correct"], strict=True),
+        strict=False,
+    )
+    names = ("before", "before_correct", "after", "after_correct")
     return [
-        {
-            "prompt": prompt.text,
-            "answer": prompt.answer,
-            "before": before["sampled"]["texts"][at],
-            "before_correct": before["sampled"]["correct"][at],
-            "after": after["sampled"]["texts"][at],
-            "after_correct": after["sampled"]["correct"][at],
-        }
-        for at, prompt in enumerate(inputs.heldout.prompts[:count])
+        {"prompt": prompt.text, "answer": prompt.answer} | dict(zip(names, (*was, *now), strict=True))
+        for prompt, was, now in rows
     ]
 
 

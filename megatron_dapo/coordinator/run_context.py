@@ -12,10 +12,18 @@ import torch
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.cluster.engines import api_key, key_file, on_gpu_of_rank_0, own_engines, placed_engines, visible_gpus
+from megatron_dapo.cluster.engines import (
+    api_key,
+    gpus_for_servers,
+    key_file,
+    on_gpu_of_rank_0,
+    own_engines,
+    placed_engines,
+    visible_gpus,
+)
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
-from megatron_dapo.cluster.ray_cluster import GCS, Cluster
+from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
 from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
@@ -26,8 +34,7 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.resume import check_resume, manifest, one_line
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
-from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.experience.responder import Responder
+from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
@@ -41,6 +48,9 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 
 RAY_STOP_DEADLINE_S = 120.0
+SERVERS_FIRST_S = 0.1
+"""For the servers' processes to begin: they are the slowest to start, and this process can do nothing else while it
+starts a Ray of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +59,6 @@ class Services:
 
     trainer: Trainer
     fleet: RolloutFleet
-    pool: RewardPool
     waits: Waits
     handover: GpuHandover
     key_file: Path | None
@@ -67,7 +76,6 @@ class RunContext:
     run_dir: RunDir
     console: Console
     services: Services
-    ledger: Ledger
     writer: MetricsWriter
     health: HealthMonitor
     generator: GroupGenerator
@@ -83,103 +91,185 @@ class RunContext:
     async def evaluate(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
         async with self.services.handover.servers():
+            deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
             return await self.services.waits.wait_for(
-                "held-out answers",
-                "rollout servers",
-                self.config.run.step_deadline_s,
-                self.evaluator.run(name, forbid=forbid),
-                stoppable=True,
+                "held-out answers", "rollout servers", deadline, answering, stoppable=True
             )
 
 
-async def start_run(
-    config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
-) -> RunContext:
-    """Start Ray, trainer, servers and reward workers side by side; `stack` closes them.
+class RunStart:
+    """Starts everything that a run is made of; `stack` closes it in the opposite order."""
 
-    Raises:
-        Exception: what failed to start, with its own explanation; the rest is closed by `stack`.
-    """
-    began = time.monotonic()
-    if config.run.resume:
-        check_resume(config, inputs, run_dir)
-    progress = await _progress(config, run_dir)
-    if config.run.resume:
-        console.note(f"resuming after rollout step {progress.rollout_step}")
-    ledger = Ledger(run_dir.ledger)
-    stack.callback(ledger.close)
-    if config.run.resume:
-        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
-        ledger.commit()
-    mirror = _mirror(config, run_dir, stack)
-    timeline = Timeline(run_dir.path, every=config.monitor.timeline_every)
-    stack.callback(timeline.close)
-    services, described = await start_services(config, inputs, run_dir, console, stack, waits, progress, timeline)
-    run_dir.write_text("config.yaml", dump_config(config))
-    run_dir.write_json("manifest.json", manifest(config, inputs, described))
-    console.note(one_line(described))
-    for kernel, choice in described["kernels"].items():
-        console.note(f"  {kernel}: {choice}")
-    checkpoints = Checkpoints(config.run, run_dir, services.trainer, services.handover, ledger, waits, console)
-    await stack.enter_async_context(checkpoints)
-    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
-    stack.callback(writer.close)
-    responder = Responder(fleet=services.fleet, pool=services.pool, decoder=inputs.text.decoder)
-    generator = _generator(config, inputs, responder)
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
-    stack.push_async_callback(sampler.close)
-    return RunContext(
-        config=config,
-        inputs=inputs,
-        run_dir=run_dir,
-        console=console,
-        services=services,
-        ledger=ledger,
-        writer=writer,
-        health=_health(config, run_dir, progress),
-        generator=generator,
-        sampler=sampler,
-        timeline=timeline,
-        evaluator=Evaluator(
-            config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
-        ),
-        objective=objective_of(config.algorithm),
-        checkpoints=checkpoints,
-        progress=progress,
-        start_seconds=time.monotonic() - began,
-    )
+    def __init__(
+        self, config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
+    ) -> None:
+        self._config, self._inputs, self._run_dir = config, inputs, run_dir
+        self._console, self._stack, self._waits = console, stack, waits
 
+    async def context(self) -> RunContext:
+        """The started run. Raises what failed to start, with its own explanation."""
+        began = time.monotonic()
+        config, inputs, run_dir, console, stack = self._config, self._inputs, self._run_dir, self._console, self._stack
+        if config.run.resume:
+            check_resume(config, inputs, run_dir)
+        progress = await first_progress(config, run_dir)
+        ledger = Ledger(run_dir.ledger)
+        stack.callback(ledger.close)
+        if config.run.resume:
+            console.note(f"resuming after rollout step {progress.rollout_step}")
+            ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+            ledger.commit()
+        mirror = None
+        if config.monitor.wandb.mode != "off":
+            settings = flatten(asdict(config))
+            mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
+        pool = RewardPool(config.reward)
+        stack.callback(pool.close)
+        services, timeline = await self._services(progress)
+        checkpoints = Checkpoints(
+            config.run, run_dir, services.trainer, services.handover, ledger, self._waits, console
+        )
+        await stack.enter_async_context(checkpoints)
+        writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
+        stack.callback(writer.close)
+        # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
+        done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
+        limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
+        responder = Responder(fleet=services.fleet, pool=pool, decoder=inputs.text.decoder)
+        generator = self._generator(responder)
+        sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+        stack.push_async_callback(sampler.close)
+        return RunContext(
+            config=config,
+            inputs=inputs,
+            run_dir=run_dir,
+            console=console,
+            services=services,
+            writer=writer,
+            health=HealthMonitor(done, limits),
+            generator=generator,
+            sampler=sampler,
+            timeline=timeline,
+            evaluator=Evaluator(
+                config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
+            ),
+            objective=objective_of(config.algorithm),
+            checkpoints=checkpoints,
+            progress=progress,
+            start_seconds=time.monotonic() - began,
+        )
 
-def _health(config: Config, run_dir: RunDir, progress: Progress) -> HealthMonitor:
-    """It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now."""
-    limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
-    done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-    return HealthMonitor(done, limits)
-
-
-def _mirror(config: Config, run_dir: RunDir, stack: AsyncExitStack) -> WandbMirror | None:
-    if config.monitor.wandb.mode == "off":
-        return None
-    return stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, flatten(asdict(config))))
-
-
-def _generator(config: Config, inputs: Inputs, responder: Responder) -> GroupGenerator:
-    return GroupGenerator(
-        responder=responder,
-        prompts=inputs.prompts,
-        sampling=SamplingParams(
+    def _generator(self, responder: Responder) -> GroupGenerator:
+        config, inputs = self._config, self._inputs
+        sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             stop_token_ids=inputs.text.stop_token_ids,
-        ),
-        group_size=config.algorithm.group_size,
-        overlong=config.algorithm.overlong,
-        seed=config.run.seed,
-    )
+        )
+        return GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
+
+    async def _services(self, progress: Progress) -> tuple[Services, Timeline]:
+        """Ray, trainer and servers, side by side where they can be; and the record of what they do when."""
+        config, run_dir, stack, waits, logs = self._config, self._run_dir, self._stack, self._waits, self._run_dir.logs
+        by_ray = joins_cluster() and not config.rollout.urls
+        placement: Placement | None = None
+        use_gpu = self._cluster().use_gpu if joins_cluster() else gpu_here(config.actor.device)
+        if joins_cluster():
+            servers = config.rollout.servers if by_ray else 0
+            placement = await place(config, waits, use_gpu=use_gpu, servers=servers)
+        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu and not by_ray else ()
+        trainer = Trainer(config, self._inputs.model, run_dir.path, waits, use_gpu=use_gpu)
+        timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
+        stack.callback(timeline.close)
+        if placement is not None and by_ray:
+            engines = placed_engines(config, logs, placement, trainer, on_gpu=use_gpu)
+        else:
+            engines = own_engines(config, logs, gpus=gpus_for_servers(config, gpus))
+        fleet = RolloutFleet(
+            config.rollout,
+            engines,
+            vocab_size=self._inputs.text.vocab_size,
+            report=self._console.note,
+            api_key=api_key(config, run_dir.path),
+            observe=timeline.served if config.monitor.timeline_every else None,
+        )
+        stack.push_async_callback(fleet.close)
+        described = await self._start_both(self._start_trainer(trainer, placement, progress), fleet)
+        run_dir.write_text("config.yaml", dump_config(config))
+        run_dir.write_json("manifest.json", manifest(config, self._inputs, described))
+        self._console.note(one_line(described))
+        for kernel, choice in described["kernels"].items():
+            self._console.note(f"  {kernel}: {choice}")
+        services = Services(
+            trainer=trainer,
+            fleet=fleet,
+            waits=waits,
+            handover=GpuHandover(config.run, fleet, trainer.device_memory, waits, report=self._console.note),
+            key_file=key_file(config, run_dir.path),
+            shared_gpu=on_gpu_of_rank_0(engines, gpus),
+        )
+        return services, timeline
+
+    def _cluster(self) -> Cluster:
+        """Ray, whose loss ends every wait: the run then starts again with a new one."""
+        config, waits = self._config, self._waits
+
+        def end() -> None:
+            with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
+                cluster.close()
+
+        async def until_lost() -> None:
+            while not cluster.lost():
+                await asyncio.sleep(WATCH_INTERVAL_S)
+            lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
+            waits.lose(TrainerLost(f"{lost}; logs: {self._run_dir.logs}"))
+
+        with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
+            cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
+        self._stack.callback(end)
+        watching = asyncio.create_task(until_lost())
+        self._stack.callback(watching.cancel)
+        return cluster
+
+    async def _start_trainer(self, trainer: Trainer, placement: Placement | None, progress: Progress) -> dict[str, Any]:
+        """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
+
+        `placement`: None starts a Ray of this machine's own first.
+        """
+        if placement is None:
+            await asyncio.sleep(SERVERS_FIRST_S)
+            self._cluster()
+            placement = await place(self._config, self._waits, use_gpu=trainer.on_gpu, servers=0)
+        self._stack.push_async_callback(trainer.close)
+        described = await trainer.start(placement)
+        latest = self._run_dir.latest_checkpoint() if progress.rollout_step else None
+        if latest is None:
+            return described
+        try:
+            await trainer.load_checkpoint(latest.folder / "actor")
+        except TrainerLost:
+            raise
+        except CheckpointUnreadable as error:
+            raise await damaged_checkpoint(self._run_dir, latest, str(error)) from None
+        except TrainerError as error:
+            raise RunDirError(str(error)) from None
+        return described
+
+    async def _start_both(self, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
+        """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
+        deadline, building = self._config.run.start_deadline_s, asyncio.ensure_future(trainer)
+        if self._config.run.mode == "colocated":
+            # First, and out of the memory again: a server takes its share of what is free when it starts.
+            await building
+        # The fleet has the same deadline and the better explanation: it gets the first word.
+        starting = self._waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
+        await gather_or_cancel([building, starting])
+        return building.result()
 
 
-async def _progress(config: Config, run_dir: RunDir) -> Progress:
+async def first_progress(config: Config, run_dir: RunDir) -> Progress:
+    """Where the run begins, or goes on."""
     if config.run.resume_step is not None:
         run_dir.go_back_to(config.run.resume_step)
     latest = run_dir.latest_checkpoint() if config.run.resume else None
@@ -190,107 +280,3 @@ async def _progress(config: Config, run_dir: RunDir) -> Progress:
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)
     state = SamplerState(cursor=0, pass_rate=rate, carried=())
     return Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)
-
-
-async def start_services(
-    config: Config,
-    inputs: Inputs,
-    run_dir: RunDir,
-    console: Console,
-    stack: AsyncExitStack,
-    waits: Waits,
-    progress: Progress,
-    timeline: Timeline,
-) -> tuple[Services, dict[str, Any]]:
-    """Ray, reward workers, trainer and servers, side by side where they can be; `stack` closes them.
-
-    Returns the services and rank 0's description of the trainer.
-    """
-    pool = RewardPool(config.reward)
-    stack.callback(pool.close)
-    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
-        cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
-    stack.callback(_end_cluster, cluster, waits)
-    watching = asyncio.create_task(_until_cluster_lost(cluster, waits, run_dir.logs))
-    stack.callback(watching.cancel)
-    by_ray = cluster.joined and not config.rollout.urls
-    gpus = visible_gpus(torch.cuda.device_count()) if cluster.use_gpu and not by_ray else ()
-    placement = await place(config, waits, use_gpu=cluster.use_gpu, servers=config.rollout.servers if by_ray else 0)
-    trainer = Trainer(config, inputs.model, run_dir.path, waits, use_gpu=cluster.use_gpu)
-    stack.push_async_callback(trainer.close)
-    timeline.follow(trainer)
-    if by_ray:
-        engines = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=cluster.use_gpu)
-    else:
-        engines = own_engines(config, run_dir.logs, gpus=gpus)
-    fleet = RolloutFleet(
-        config.rollout,
-        engines,
-        vocab_size=inputs.text.vocab_size,
-        report=console.note,
-        api_key=api_key(config, run_dir.path),
-        observe=timeline.served if config.monitor.timeline_every else None,
-    )
-    stack.push_async_callback(fleet.close)
-    described = await _start_both(config, _start_trainer(trainer, placement, progress, run_dir), fleet, waits)
-    services = Services(
-        trainer=trainer,
-        fleet=fleet,
-        pool=pool,
-        waits=waits,
-        handover=GpuHandover(config.run, fleet, trainer.device_memory, waits, report=console.note),
-        key_file=key_file(config, run_dir.path),
-        shared_gpu=bool(gpus) and on_gpu_of_rank_0(engines, gpus),
-    )
-    return services, described
-
-
-def _end_cluster(cluster: Cluster, waits: Waits) -> None:
-    with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
-        cluster.close()
-
-
-async def _until_cluster_lost(cluster: Cluster, waits: Waits, logs: Path) -> None:
-    """Ends every wait as soon as this run's own Ray is lost; the run then starts again with a new one."""
-    while not cluster.lost():
-        await asyncio.sleep(WATCH_INTERVAL_S)
-    waits.lose(TrainerLost(f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it; logs: {logs}"))
-
-
-async def _start_trainer(trainer: Trainer, placement: Placement, progress: Progress, run_dir: RunDir) -> dict[str, Any]:
-    """All ranks built, with the weights that the run goes on from. Returns rank 0's description."""
-    described = await trainer.start(placement)
-    latest = run_dir.latest_checkpoint() if progress.rollout_step else None
-    if latest is None:
-        return described
-    try:
-        await trainer.load_checkpoint(latest.folder / "actor")
-        return described
-    except TrainerLost:
-        raise
-    except CheckpointUnreadable as error:
-        raise await damaged_checkpoint(run_dir, latest, str(error)) from None
-    except TrainerError as error:
-        raise RunDirError(str(error)) from None
-
-
-async def _start_both(
-    config: Config, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet, waits: Waits
-) -> dict[str, Any]:
-    """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
-    deadline = config.run.start_deadline_s
-    building = asyncio.ensure_future(trainer)
-    if config.run.mode == "colocated":
-        # First, and out of the memory again: a server takes its share of what is free when it starts.
-        await building
-    # The fleet has the same deadline and the better explanation: it gets the first word.
-    starting = waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
-    serving = asyncio.ensure_future(starting)
-    try:
-        await asyncio.gather(building, serving)
-    except BaseException:
-        for task in (building, serving):
-            task.cancel()
-        await asyncio.gather(building, serving, return_exceptions=True)
-        raise
-    return building.result()

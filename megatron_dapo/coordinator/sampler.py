@@ -78,11 +78,8 @@ class DynamicSampler:
     """Fills batches of `prompts_per_step` groups, in prompt order. Belongs to the event loop of its first `fill`."""
 
     def __init__(self, config: AlgorithmConfig, generate: GenerateGroup, ledger: Ledger, state: SamplerState) -> None:
-        self._config = config
-        self._generate = generate
-        self._ledger = ledger
-        self._cursor = state.cursor
-        self._pass_rate = state.pass_rate
+        self._config, self._generate, self._ledger = config, generate, ledger
+        self._cursor, self._pass_rate = state.cursor, state.pass_rate
         self._restored = {group.position: group for group in state.carried}
         self._flight: deque[_Sent] = deque()
         self._generated: list[ScoredGroup] = []
@@ -93,9 +90,8 @@ class DynamicSampler:
     def record_trained(self, groups: Sequence[ScoredGroup], rollout_step: int, weight_version: int) -> None:
         """Write down, durably, what `rollout_step` trained on: the step that began with `weight_version`."""
         for group in groups:
-            self._record(
-                Event.TRAINED, group, rollout_step, weight_version=weight_version, generated_by=group.weight_version
-            )
+            versions = {"weight_version": weight_version, "generated_by": group.weight_version}
+            self._record(Event.TRAINED, group, rollout_step, **versions)
         self._ledger.commit()
 
     def snapshot(self, rollout_step: int) -> SamplerState:
@@ -126,10 +122,15 @@ class DynamicSampler:
         """
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
+        sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
+        times = sampling.max_oversampling if sampling.enabled else 1.0
+        limit = int(times * wanted)
         try:
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
-            batch = self._new_batch(rollout_step, weight_version, on_kept, ahead)
-            while len(batch.kept) < batch.wanted and batch.decided < batch.limit:
+            end = self._cursor + int(times * (wanted + ahead))
+            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, end)
+            predicted = min(limit, self._needed(wanted, 0, ahead))
+            while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
                 self._decide(await self._head(self._failure), batch)
             self._check_limit(batch)
@@ -150,9 +151,8 @@ class DynamicSampler:
             expired=expired,
             expired_tokens=expired_tokens,
             generated=tuple(sorted(generated, key=lambda group: group.position)),
-            pass_rate=batch.start_pass_rate.mean,
-            predicted_groups=batch.predicted,
-            limit_reached=len(batch.kept) < batch.wanted,
+            predicted_groups=predicted,
+            limit_reached=len(batch.kept) < wanted,
         )
 
     async def close(self) -> None:
@@ -163,32 +163,13 @@ class DynamicSampler:
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
-    def _new_batch(
-        self, rollout_step: int, weight_version: int, on_kept: Callable[[ScoredGroup], None], ahead: int
-    ) -> "_Batch":
-        sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
-        times = sampling.max_oversampling if sampling.enabled else 1.0
-        limit = int(times * wanted)
-        # The look-ahead is reserve enough; more of it would only be too old when its turn comes.
-        margin = 0.0 if ahead else sampling.margin
-        return _Batch(
-            rollout_step=rollout_step,
-            weight_version=weight_version,
-            on_kept=on_kept,
-            wanted=wanted,
-            ahead=ahead,
-            margin=margin,
-            limit=limit,
-            end=self._cursor + int(times * (wanted + ahead)),
-            start_pass_rate=self._pass_rate,
-            predicted=min(limit, self._needed(wanted, 0, margin)),
-        )
-
-    def _needed(self, missing: int, in_flight: int, margin: float) -> int:
+    def _needed(self, missing: int, in_flight: int, ahead: int) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
-        if not self._config.dynamic_sampling.enabled:
+        sampling = self._config.dynamic_sampling
+        if not sampling.enabled:
             return max(0, missing - in_flight)
-        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, margin)
+        # The look-ahead is reserve enough; more of it would only be too old when its turn comes.
+        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, 0.0 if ahead else sampling.margin)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
@@ -207,20 +188,17 @@ class DynamicSampler:
             sent = self._flight[at]
             spent = sent.group.result().tokens if sent.finished else None
             tokens += spent or 0
+            prompt, version = sent.position, sent.version
             self._ledger.record(
-                Event.EXPIRED,
-                prompt=sent.position,
-                rollout_step=rollout_step,
-                weight_version=sent.version,
-                tokens=spent,
+                Event.EXPIRED, prompt=prompt, rollout_step=rollout_step, weight_version=version, tokens=spent
             )
-            self._flight[at] = self._send(sent.position, rollout_step, weight_version)
+            self._flight[at] = self._send(prompt, rollout_step, weight_version)
         return len(too_old), tokens
 
     def _dispatch(self, batch: "_Batch") -> None:
         missing = batch.wanted - len(batch.kept) + batch.ahead
         begin = self._cursor + len(self._flight)
-        end = min(begin + self._needed(missing, len(self._flight), batch.margin), batch.end)
+        end = min(begin + self._needed(missing, len(self._flight), batch.ahead), batch.end)
         for position in range(begin, end):
             self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
 
@@ -287,7 +265,7 @@ def _verdicts(groups: Sequence[ScoredGroup]) -> str:
     return f"{right} of {len(responses)} right; {named}"
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Batch:
     """What one call of `fill` wants and has gathered so far."""
 
@@ -296,13 +274,8 @@ class _Batch:
     on_kept: Callable[[ScoredGroup], None]
     wanted: int
     ahead: int
-    margin: float
-    limit: int
-    """Positions that may be decided for it."""
     end: int
     """First position that may not be dispatched."""
-    start_pass_rate: PassRate
-    predicted: int
     kept: list[ScoredGroup] = field(default_factory=list)
     filtered: list[ScoredGroup] = field(default_factory=list)
 

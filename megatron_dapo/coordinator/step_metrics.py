@@ -1,8 +1,8 @@
 """One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,102 +11,92 @@ from megatron_dapo.actor.step_data import UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
+from megatron_dapo.coordinator.batch import FilledBatch, Gap
 from megatron_dapo.coordinator.checkpoints import Progress
-from megatron_dapo.coordinator.old_log_probs import FilledBatch, Gap
 from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
-from megatron_dapo.monitor.reflection import reflection_metrics
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
+REFLECTION = re.compile(
+    r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b",
+    re.I,
+)
+"""The response looks at what it wrote."""
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """All that is known of one finished rollout step."""
-
-    progress: Progress
-    batch: FilledBatch
-    correction: Correction | None
-    """None where `algorithm.importance.mode` is `none`."""
-    updates: tuple[UpdateMetrics, ...]
-    evaluation: Mapping[str, Answers]
-    seconds: Mapping[str, float]
-    sync: WeightSync
-
-
-def summary(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The few figures of the console's line."""
-    return {
-        "accuracy": metrics["accuracy/mean"],
-        "length": metrics["response_length/mean"],
-        "truncated": metrics["truncated_fraction"],
-        "entropy": metrics["entropy"],
-        "tokens_per_second": metrics["tokens/generated"] / metrics["timing/step"],
-        "seconds": metrics["timing/step"],
-    }
+BACKTRACKING = re.compile(
+    r"\b(on second thought|start over|go back|try again|redo|re-?do this|that(?:'s| is) (?:wrong|not right|incorrect)"
+    r"|mistake|another approach|different approach)\b",
+    re.I,
+)
+"""The response gives up what it wrote."""
 
 
-def step_metrics(record: StepRecord, config: Config) -> dict[str, float | int]:
-    """Values of the catalog's metrics for this step."""
-    progress, admission, seconds = record.progress, record.batch.admission, record.seconds
-    generated = admission.generated or admission.kept
-    tokens = sum(group.tokens for group in admission.generated)
-    trained = int(record.batch.arrays.responses.num_response_tokens)
+def step_metrics(
+    config: Config,
+    progress: Progress,
+    batch: FilledBatch,
+    correction: Correction | None,
+    updates: Sequence[UpdateMetrics],
+    evaluation: Mapping[str, Answers],
+    seconds: Mapping[str, float],
+    sync: WeightSync,
+) -> dict[str, float | int]:
+    """Values of the catalog's metrics for the step after which the run stands at `progress`.
+
+    `correction`: None where `algorithm.importance.mode` is `none`.
+    """
+    admission, gap, behind = batch.admission, batch.gap, progress.weight_version - 1 - batch.arrays.weight_versions
+    tokens, trained = sum(group.tokens for group in admission.generated), batch.arrays.responses.num_response_tokens
     writing = seconds["step"] if config.run.mode == "async" else seconds["rollout"] + seconds["reward"]
-    log_probs = np.concatenate([response.generation.log_probs for response in _responses(generated)])
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
         "optimizer_step": progress.optimizer_step,
         "weight_version": progress.weight_version,
-        "entropy": float(record.batch.old.entropy.mean()),
-        "mean_prob": float(np.exp(log_probs).mean()),
-        **_mismatch_metrics(record.batch.gap),
-        "staleness/share": record.batch.gap.stale_share,
-        "staleness/kl": record.batch.gap.stale.kl,
-        "staleness/mean": float((progress.weight_version - 1 - record.batch.arrays.weight_versions).mean()),
-        "staleness/max": int(progress.weight_version - 1 - record.batch.arrays.weight_versions.min()),
+        "entropy": float(batch.old.entropy.mean()),
+        **_mismatch_metrics(gap),
+        "staleness/share": gap.stale_share,
+        "staleness/kl": gap.stale.kl,
+        "staleness/mean": float(behind.mean()),
+        "staleness/max": int(behind.max()),
         "tokens/generated": tokens,
-        "tokens/trained": trained,
+        "tokens/trained": int(trained),
         "tokens_per_second/rollout": tokens / max(writing, 1e-9),
-        "weight_sync/gb_per_s": record.sync.gigabytes_per_second,
-        "weight_sync/by_disk": record.sync.by_disk,
-        "tokens_per_second/train": trained / max(seconds["update"], 1e-9),
+        "weight_sync/gb_per_s": sync.gigabytes_per_second,
+        "weight_sync/by_disk": sync.by_disk,
+        "tokens_per_second/train": int(trained) / max(seconds["update"], 1e-9),
     }
-    metrics |= _response_metrics(generated)
-    metrics |= _disagreement(generated)
+    metrics |= _response_metrics(admission.generated or admission.kept)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
-    metrics |= _update_metrics(record.updates)
-    if record.correction is not None:
-        metrics |= {
-            "correction/truncated": record.correction.truncated_share,
-            "correction/masked": record.correction.masked_share,
-        }
+    metrics |= _update_metrics(updates)
+    if correction is not None:
+        metrics["correction/truncated"] = correction.truncated_share
+        metrics["correction/masked"] = correction.masked_share
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
-    metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in record.evaluation.items()}
-    if record.evaluation:
-        versions = [answers.versions for answers in record.evaluation.values()]
-        metrics["evaluation/oldest_version"] = min(oldest for oldest, _ in versions)
-        metrics["evaluation/newest_version"] = max(newest for _, newest in versions)
+    metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in evaluation.items()}
+    if evaluation:
+        oldest, newest = zip(*(answers.versions for answers in evaluation.values()), strict=True)
+        metrics |= {"evaluation/oldest_version": min(oldest), "evaluation/newest_version": max(newest)}
     return metrics
 
 
-def write_records(context: RunContext, record: StepRecord) -> dict[str, float | int]:
-    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses. Returns the metrics."""
-    metrics = step_metrics(record, context.config)
+def write_records(context: RunContext, metrics: Mapping[str, float | int], admission: Admission) -> None:
+    """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
     for alarm in context.health.add(context.writer.write(metrics)):
         context.console.note(f"alarm: {alarm}")
     samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
-    write_samples(record, context.inputs.prompts.prompts, samples, count)
-    return metrics
+    groups = admission.generated or admission.kept
+    write_samples(int(metrics["rollout_step"]), groups, context.inputs.prompts.prompts, samples, count)
 
 
-def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, count: int) -> None:
+def write_samples(
+    rollout_step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], path: Path, count: int
+) -> None:
     """Append, for a person and for tools/audit_rewards.py to read: the first responses of the step's first groups, and
     as many of the others as `count` allows again that have no verdict or on which the rules for mathematics disagree.
     """
-    groups = record.batch.admission.generated or record.batch.admission.kept
     first = [(group, group.responses[0]) for group in groups[:count]]
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
@@ -115,7 +105,7 @@ def write_samples(record: StepRecord, prompts: Sequence[Prompt], path: Path, cou
         for group, response in (*first, *disputed[:count]):
             prompt = prompts[group.prompt_index]
             line = {
-                "rollout_step": record.progress.rollout_step,
+                "rollout_step": rollout_step,
                 "prompt": group.position,
                 "place": prompt.place,
                 "source": prompt.source,
@@ -143,31 +133,30 @@ def _mismatch_metrics(gap: Gap) -> dict[str, float]:
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
-    responses = _responses(groups)
+    responses = [response for group in groups for response in group.responses]
     lengths = np.array([_length(response) for response in responses])
+    log_probs = np.concatenate([response.generation.log_probs for response in responses])
     errors = sum(response.verdict.error is not None for response in responses)
+    both = [response for response in responses if response.other_accuracy is not None]  # judged by a rule for maths
+    disagreement = {"verdict_disagreement": sum(each.rules_disagree for each in both) / len(both)} if both else {}
     return {
         "accuracy/mean": _mean(groups, _accuracy),
         "reward/mean": _mean(groups, lambda response: response.reward_raw),
         "reward_shaped/mean": _mean(groups, lambda response: response.reward_shaped),
+        "mean_prob": float(np.exp(log_probs).mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/p95": float(np.percentile(lengths, 95)),
         "response_length/max": float(lengths.max()),
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
+        **disagreement,
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
-    } | reflection_metrics([response.text for response in responses], [response.accuracy for response in responses])
-
-
-def _disagreement(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Nothing where no response was judged by a rule for mathematics."""
-    both = [response for response in _responses(groups) if response.other_accuracy is not None]
-    return {"verdict_disagreement": sum(each.rules_disagree for each in both) / len(both)} if both else {}
+        **reflection_metrics([response.text for response in responses], [response.accuracy for response in responses]),
+    }
 
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
-    decided = (*admission.kept, *admission.filtered)
-    generated = admission.generated or admission.kept
+    decided, generated = (*admission.kept, *admission.filtered), admission.generated or admission.kept
     useful = sum(keep_group(group.correct, len(group.responses)) for group in decided)
     return {
         "sampling/generated": len(admission.generated),
@@ -180,23 +169,15 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
-        **_tokens_by_fate(admission),
+        # With `tokens/trained`: what is generated in a step, or was carried into it, has one of these fates.
+        "tokens/all_correct": sum(group.tokens for group in admission.filtered if group.correct),
+        "tokens/all_wrong": sum(group.tokens for group in admission.filtered if not group.correct),
+        "tokens/carried": admission.carried_tokens,
+        "tokens/expired": admission.expired_tokens,
         "bias/accepted_length": _mean(admission.kept, _length),
         "bias/generated_length": _mean(generated, _length),
         "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
         "bias/generated_accuracy": _mean(generated, _accuracy),
-    }
-
-
-def _tokens_by_fate(admission: Admission) -> dict[str, int]:
-    """Besides `tokens/trained`. What is generated in a step and what was carried into it has one of these fates."""
-    right = [group.tokens for group in admission.filtered if group.correct]
-    wrong = [group.tokens for group in admission.filtered if not group.correct]
-    return {
-        "tokens/all_correct": sum(right),
-        "tokens/all_wrong": sum(wrong),
-        "tokens/carried": admission.carried_tokens,
-        "tokens/expired": admission.expired_tokens,
     }
 
 
@@ -220,12 +201,8 @@ def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     return metrics
 
 
-def _responses(groups: Sequence[ScoredGroup]) -> list[ScoredResponse]:
-    return [response for group in groups for response in group.responses]
-
-
 def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float]) -> float:
-    return float(np.mean([value(response) for response in _responses(groups)]))
+    return float(np.mean([value(response) for group in groups for response in group.responses]))
 
 
 def _length(response: ScoredResponse) -> int:
@@ -234,3 +211,19 @@ def _length(response: ScoredResponse) -> int:
 
 def _accuracy(response: ScoredResponse) -> bool:
     return response.accuracy
+
+
+def reflection_metrics(texts: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
+    """Share of responses with such words and, where there are any, the accuracy of those that have them.
+
+    Args:
+        texts: [R] responses.
+        correct: [R] whether each is right.
+    """
+    metrics: dict[str, float] = {}
+    for name, pattern in (("reflection", REFLECTION), ("backtracking", BACKTRACKING)):
+        hits = np.array([bool(pattern.search(text)) for text in texts])
+        metrics[f"{name}_rate"] = float(hits.mean())
+        if hits.any():
+            metrics[f"{name}_accuracy"] = float(np.asarray(correct, dtype=float)[hits].mean())
+    return metrics

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
@@ -22,10 +23,8 @@ from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
 from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog, response_log
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
-from megatron_dapo.experience.evaluation import AnswerKey, Evaluator
-from megatron_dapo.experience.problem_results import RESULT, Answer, write_results
-from megatron_dapo.experience.responder import Responder
-from megatron_dapo.monitor.run_status import read_heartbeat
+from megatron_dapo.experience.evaluation import RESULT, Answer, AnswerKey, Evaluator, write_results
+from megatron_dapo.experience.generator import Responder
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.report.liveness import liveness, lock_holder
 from reward.pool.pool import RewardPool

@@ -13,7 +13,7 @@ from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
 from megatron_dapo.actor.step_data import Responses
-from megatron_dapo.cluster.engines import api_key, lone_engines, visible_gpus
+from megatron_dapo.cluster.engines import api_key, own_engines, visible_gpus
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
@@ -47,7 +47,7 @@ async def local_fleet(
     """
     folder.mkdir(parents=True, exist_ok=True)
     gpus = visible_gpus(torch.cuda.device_count()) if local_device(config) == "cuda" else ()
-    engines = lone_engines(config, folder / "logs", gpus=gpus)
+    engines = own_engines(config, folder / "logs", gpus=gpus)
     key = api_key(config, folder)
     fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key)
     deadline = config.run.start_deadline_s

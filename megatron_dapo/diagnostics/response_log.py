@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_dapo.experience.evaluation import AnswerKey
-from megatron_dapo.experience.problem_results import Answer
+from megatron_dapo.experience.evaluation import Answer, AnswerKey
 from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"

@@ -11,13 +11,20 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, Responses, UpdateMetrics
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.coordinator.batch import mini_batches, objective_of, responses_of, step_arrays, step_correction
-from megatron_dapo.coordinator.old_log_probs import chunk_size, joined
+from megatron_dapo.coordinator.batch import (
+    chunk_size,
+    joined,
+    mini_batches,
+    objective_of,
+    responses_of,
+    step_arrays,
+    step_correction,
+)
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.group_files import GroupFileError, load_batch
+from megatron_dapo.storage.group_files import GroupFileError, batch_folder, load_groups
 
 Part = tuple[Responses, MicroBatchPlan]
 
@@ -93,3 +100,20 @@ def _compute(job: ActorJob, groups: Sequence[ScoredGroup], step: int) -> list[Up
 
 def _log_probs(actor: MegatronActor, parts: Sequence[Part], temperature: float) -> list[LogProbs | None]:
     return [actor.log_probs(responses, plan, temperature) for responses, plan in parts]
+
+
+def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.ndarray]:
+    """Groups and advantages of `save_batch`.
+
+    Raises:
+        GroupFileError: there is none, or it is damaged.
+    """
+    folder = batch_folder(run_path, step)
+    if not folder.is_dir():
+        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
+        raise GroupFileError(
+            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
+            "keeps them with run.save_batches=true"
+        )
+    groups, extra = load_groups(folder, "batch")
+    return groups, np.array(extra["advantages"], np.float32)

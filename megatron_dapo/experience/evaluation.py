@@ -1,22 +1,43 @@
 """Held-out problems answered by servers, for a run and for `megatron-dapo eval`: sampled (avg@k), greedy, and the
-baseline that may not begin with a given token."""
+baseline that may not begin with a given token. What became of each problem, and the figures over all of them, stand in
+`problems.jsonl` and `result.json`."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
-from megatron_dapo.experience.problem_results import Answer, ProblemAnswers, problem_id, write_results
-from megatron_dapo.experience.responder import Responder, gather_or_cancel, response_seed
-from megatron_dapo.monitor.statistics import Accuracy, clustered_accuracy
+from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
+from megatron_dapo.monitor.statistics import (
+    RESAMPLES,
+    Accuracy,
+    clustered_accuracy,
+    consensus,
+    mean_with_interval,
+    pass_at_k,
+    sizes,
+)
+from megatron_dapo.storage.durable import replace_file
+from reward.answer.compare import answer_key
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 
 FORBIDDEN = -1e9
 """Logit added to a token that may not be drawn."""
+
+PROBLEMS, RESULT = "problems.jsonl", "result.json"
+METHOD = (
+    "avg@k: mean verdict. pass@k: 1 - C(n - c, k) / C(n, k) for c right of n answers (unbiased). cons@k: whether the "
+    "most frequent answer is right; equal numbers and equal texts are one answer, all right ones are one, answers that "
+    f"tie share the place. Each is a mean over problems; the 95% interval draws problems anew ({RESAMPLES} times, "
+    "percentiles), or is Wilson's where all problems are 0 or all are 1."
+)
 
 AnswerKey = tuple[str, str, int]
 """(decoding mode, problem, number of the sample)"""
@@ -30,6 +51,25 @@ class DecodingMode:
     sampling: SamplingParams
     samples: int
     """Responses to each problem."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One response. Answer(text="... Answer: 42", tokens=812, truncated=False, correct=True, extracted="42", ...)."""
+
+    text: str
+    tokens: int
+    truncated: bool
+    correct: bool
+    extracted: str | None
+    error: str | None
+    """Why there is no verdict, if there is none; it then counts as wrong."""
+    versions: tuple[int, int]
+    """Oldest and newest version of the weights that wrote a token of it."""
+
+
+ProblemAnswers = Sequence[Sequence[Answer]]
+"""[problem][sample]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +143,7 @@ class Evaluator:
             key = mode.name, problem_id(self.prompts[at]), sample
             if known is not None and key in known:
                 return known[key]
-            name_of_request = f"{name}-{mode.name}-{at}-{sample}."
-            answer = await self._answer(name_of_request, at, sample, mode.sampling, forbid)
+            answer = await self._answer(f"{name}-{mode.name}-{at}", at, sample, mode.sampling, forbid)
             if record is not None:
                 record(key, answer)
             return answer
@@ -119,20 +158,21 @@ class Evaluator:
             answers[mode.name] = [[next(given) for _ in range(mode.samples)] for _ in self.prompts]
         return answers
 
-    async def _answer(self, name: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None) -> Answer:
-        """Response number `sample` to problem number `at`, judged."""
+    async def _answer(self, group: str, at: int, sample: int, sampling: SamplingParams, forbid: int | None) -> Answer:
+        """Response number `sample` to problem number `at`, judged; `group` names its requests."""
         prompt = self.prompts[at]
+        place = f"held-out {prompt.place}"
         request = GenerationRequest(
-            request_id=name,
-            group_id=name.rsplit("-", 1)[0],
+            request_id=f"{group}-{sample}.",
+            group_id=group,
             prompt_ids=prompt.ids,
             sampling=sampling,
             seed=response_seed(self._seed, -1 - at, sample),
         )
-        parts = await self._generate(prompt, request, forbid)
+        parts = await self._generate(place, request, forbid)
         ids = np.concatenate([part.token_ids for part in parts])
         versions = np.concatenate([part.weight_versions for part in parts])
-        (judged,), (verdict,) = await self._responder.judge(prompt, [ids])
+        (judged,), (verdict,) = await self._responder.judge(place, prompt, [ids])
         return Answer(
             text=judged.response,
             tokens=int(ids.size),
@@ -143,13 +183,13 @@ class Evaluator:
             versions=(int(versions.min()), int(versions.max())),
         )
 
-    async def _generate(self, prompt: Prompt, request: GenerationRequest, forbid: int | None) -> list[Generation]:
+    async def _generate(self, place: str, request: GenerationRequest, forbid: int | None) -> list[Generation]:
         """One response. A forbidden first token takes two requests: the first token alone, then the rest."""
         sampling = request.sampling
         if forbid is None:
-            return [await self._responder.generate(prompt, request)]
+            return [await self._responder.generate(place, request)]
         alone = replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN})
-        first = await self._responder.generate(prompt, replace(request, sampling=alone))
+        first = await self._responder.generate(place, replace(request, sampling=alone))
         # Both conditions: what is cut off after its only token can still have ended with it.
         stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
         if stopped or sampling.max_new_tokens <= 1:
@@ -160,7 +200,7 @@ class Evaluator:
             prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
             sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1),
         )
-        return [first, await self._responder.generate(prompt, rest)]
+        return [first, await self._responder.generate(place, rest)]
 
 
 def _summary(problems: ProblemAnswers) -> Answers:
@@ -171,3 +211,68 @@ def _summary(problems: ProblemAnswers) -> Answers:
         correct=tuple(answers[0].correct for answers in problems),
         versions=(min(answer.versions[0] for answer in everyone), max(answer.versions[1] for answer in everyone)),
     )
+
+
+def problem_id(prompt: Prompt) -> str:
+    """Equal for equal prompts with equal ground truths, wherever they come from: 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps([prompt.text, prompt.answer]).encode()).hexdigest()[:16]
+
+
+def figures(problems: ProblemAnswers) -> dict[str, Any]:
+    """Of one decoding mode, each problem answered equally often: {"figures": {"avg@32": {"value": ..., "low": ...,
+    "high": ...}, ...}, "samples": 32, ...}."""
+    n, everyone = len(problems[0]), [answer for answers in problems for answer in answers]
+    right = [sum(answer.correct for answer in answers) for answers in problems]
+    per_problem = {f"avg@{n}": [count / n for count in right]}
+    per_problem |= {f"pass@{k}": [pass_at_k(count, n, k) for count in right] for k in sizes(n)}
+    per_problem[f"cons@{n}"] = [_consensus(answers) for answers in problems]
+    means = {name: asdict(mean_with_interval(np.array(values))) for name, values in per_problem.items()}
+    return {
+        "problems": len(problems),
+        "samples": n,
+        "figures": means,
+        "mean_tokens": float(np.mean([answer.tokens for answer in everyone])),
+        "truncated": float(np.mean([answer.truncated for answer in everyone])),
+        "without_answer": float(np.mean([answer.extracted is None for answer in everyone])),
+        "verdict_errors": sum(answer.error is not None for answer in everyone),
+    }
+
+
+def write_results(
+    folder: Path, prompts: Sequence[Prompt], modes: Mapping[str, ProblemAnswers], about: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write `problems.jsonl` and `result.json`, each whole or not at all. Returns what the latter holds.
+
+    Args:
+        modes: by the name of the decoding mode, answers in the order of `prompts`.
+        about: what else it shall say: which weights, which settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps({"way": mode} | _problem_json(prompt, answers)) + "\n"
+        for mode, problems in modes.items()
+        for prompt, answers in zip(prompts, problems, strict=True)
+    ]
+    result = dict(about or {}) | {"ways": {mode: figures(modes[mode]) for mode in modes}, "method": METHOD}
+    replace_file(folder / PROBLEMS, "".join(lines), durable=False)
+    replace_file(folder / RESULT, json.dumps(result, indent=2) + "\n", durable=False)
+    return result
+
+
+def _problem_json(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
+    """One problem with its n answers; lists in the order of the samples."""
+    return {
+        "problem": problem_id(prompt),
+        "place": prompt.place,
+        "answer": prompt.answer,
+        "correct": [answer.correct for answer in answers],
+        "extracted": [answer.extracted for answer in answers],
+        "tokens": [answer.tokens for answer in answers],
+        "truncated": [answer.truncated for answer in answers],
+        "errors": [answer.error for answer in answers],
+    }
+
+
+def _consensus(answers: Sequence[Answer]) -> float:
+    votes = [None if answer.extracted is None else answer_key(answer.extracted) for answer in answers]
+    return consensus(votes, [answer.correct for answer in answers])

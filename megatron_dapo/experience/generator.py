@@ -1,59 +1,140 @@
-"""One prompt -> G responses from the fleet -> verdicts -> shaped rewards: a ScoredGroup."""
+"""A prompt becomes a scored group: G responses of the fleet, their verdicts, shaped rewards. Evaluation asks the same
+`Responder`."""
 
+import asyncio
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
-from megatron_dapo.config.algorithm_config import OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
+from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from megatron_dapo.experience.responder import Responder, gather_or_cancel, response_seed
 from reward.disagreement import other_accuracy
-from rollout.generation import Generation, GenerationRequest, SamplingParams
+from reward.pool.pool import RewardPool
+from reward.verdict import Verdict, VerificationRequest
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
+
+T = TypeVar("T")
+
+
+class EngineAborted(RuntimeError):
+    """A server ended a response without finishing it, again and again."""
+
+    exit_code = 5
+
+
+class Unjudged(RuntimeError):
+    """A response could not be judged, by no fault of its own. Counted as wrong it would teach the actor noise."""
+
+    exit_code = 1
+
+
+def response_seed(seed: int, position: int, sample: int) -> int:
+    """Seed of one response, 31 bits: from the run's seed, the prompt's position and the response's number in the
+    group."""
+    digest = hashlib.blake2b(f"{seed}:{position}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+class Responder:
+    """Fleet, detokenizer and reward pool of one run or evaluation."""
+
+    def __init__(self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder) -> None:
+        self._fleet, self._pool, self._decoder = fleet, pool, decoder
+
+    async def generate(self, place: str, request: GenerationRequest) -> Generation:
+        """A finished response.
+
+        Args:
+            place: names the prompt in an error.
+
+        Raises:
+            EngineAborted: there is none.
+        """
+        generation = await self._fleet.generate(request)
+        if generation.finish_reason is FinishReason.ABORT or len(generation.token_ids) == 0:
+            raise EngineAborted(f"{place}: a server gave up on response {generation.request_id}")
+        return generation
+
+    async def judge(
+        self, place: str, prompt: Prompt, responses: Sequence[np.ndarray]
+    ) -> tuple[list[VerificationRequest], list[Verdict]]:
+        """The texts of responses to one prompt, as requests to the pool, and their verdicts, in order.
+
+        A verdict that is missing for a reason within the response (a time-out, say) counts as wrong.
+
+        Args:
+            place: names the prompt in an error.
+            responses: token ids, int32 [T] each.
+
+        Raises:
+            Unjudged: a verdict is missing for a reason that lies elsewhere.
+        """
+        requests = [
+            VerificationRequest(
+                response=self._decoder.decode(ids, skip_special_tokens=True),
+                ground_truth=prompt.answer,
+                prompt=prompt.text,
+                verifier=prompt.verifier,
+            )
+            for ids in responses
+        ]
+        verdicts = await self._pool.verify(requests)
+        for verdict in verdicts:
+            if verdict.unjudged:
+                raise Unjudged(f"{place}: no verdict by {prompt.verifier!r}: {verdict.error}")
+        return requests, verdicts
+
+
+async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Results in order; when one call fails the others are cancelled and awaited, so that none is left behind."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self,
-        *,
-        responder: Responder,
-        prompts: PromptSet,
-        sampling: SamplingParams,
-        group_size: int,
-        overlong: OverlongConfig,
-        seed: int,
+        self, responder: Responder, prompts: PromptSet, sampling: SamplingParams, algorithm: AlgorithmConfig, seed: int
     ) -> None:
-        self._responder = responder
+        self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
-        self._sampling, self._group_size = sampling, group_size
-        self._overlong, self._seed = overlong, seed
         self._clock = RewardClock()
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the shuffled order, judged."""
         index = self._order.index_at(position)
         prompt = self._prompts[index]
+        place = f"prompt {position} ({prompt.place})"
         with self._clock.measure("writing"):
             generations = await gather_or_cancel(
-                self._responder.generate(prompt, self._request(prompt, position, weight_version, sample))
-                for sample in range(self._group_size)
+                self._responder.generate(place, self._request(prompt, position, weight_version, sample))
+                for sample in range(self._algorithm.group_size)
             )
         with self._clock.measure("judging"):
-            responses = await self._judge(prompt, generations)
-        versions = [int(generation.weight_versions.min()) for generation in generations]
+            responses = await self._judge(place, prompt, generations)
         return ScoredGroup(
             position=position,
             prompt_index=index,
             prompt_ids=prompt.ids,
-            weight_version=min(versions),
+            weight_version=min(int(generation.weight_versions.min()) for generation in generations),
             responses=responses,
         )
 
@@ -71,30 +152,30 @@ class GroupGenerator:
             priority=position,  # the batch waits for the earliest first
         )
 
-    async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
-        requests, verdicts = await self._responder.judge(prompt, [generation.token_ids for generation in generations])
-        accuracy = torch.tensor([verdict.accuracy for verdict in verdicts])
+    async def _judge(self, place: str, prompt: Prompt, answers: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
+        requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
+        accuracy, overlong = torch.tensor([verdict.accuracy for verdict in verdicts]), self._algorithm.overlong
         raw = raw_reward(accuracy, dtype=torch.float64).tolist()
         shaped = shaped_rewards(
             accuracy,
-            torch.tensor([len(generation.token_ids) for generation in generations]),
-            shape=self._overlong.shape,
+            torch.tensor([len(answer.token_ids) for answer in answers]),
+            shape=overlong.shape,
             max_length=self._sampling.max_new_tokens,
-            buffer=self._overlong.buffer,
-            factor=self._overlong.factor,
+            buffer=overlong.buffer,
+            factor=overlong.factor,
             dtype=torch.float64,
         ).tolist()
         return tuple(
             ScoredResponse(
-                generation=generation,
+                generation=answers[at],
                 text=request.response,
-                verdict=verdict,
-                accuracy=verdict.accuracy,
+                verdict=verdicts[at],
+                accuracy=verdicts[at].accuracy,
                 reward_raw=raw[at],
                 reward_shaped=shaped[at],
                 other_accuracy=other_accuracy(request),
             )
-            for at, (generation, request, verdict) in enumerate(zip(generations, requests, verdicts, strict=True))
+            for at, request in enumerate(requests)
         )
 
 

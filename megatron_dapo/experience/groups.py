@@ -79,8 +79,6 @@ class Admission:
     """Response tokens of those of them that were finished."""
     generated: tuple[ScoredGroup, ...]
     """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
-    pass_rate: float
-    """Expected share of kept groups that the dispatch of this step began with."""
     predicted_groups: int
     """Prompts that this batch was expected to need when it was begun."""
     limit_reached: bool

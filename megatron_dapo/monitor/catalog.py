@@ -32,11 +32,8 @@ class Metric:
     """Where the paper plots it."""
 
 
-class UndeclaredMetricError(KeyError):
+class UndeclaredMetricError(ValueError):
     """A metric is written under a name that the catalog does not hold."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 MEAN, SUM, MAX, P95, RATIO, LAST = Reduce
@@ -56,12 +53,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("response_length/max", "tokens", MAX, "Longest response."),
         Metric("verdict_errors", "responses", SUM, "Responses without a verdict (time-out, memory, unusable answer)."),
         Metric("verdict_error_fraction", "share", MEAN, "The same, as a share of the step's responses."),
-        Metric(
-            "verdict_disagreement",
-            "share",
-            RATIO,
-            "Responses on which the rules `exact` and `robust` differ, of those both judged.",
-        ),
+        Metric("verdict_disagreement", "share", RATIO, "Where `exact` and `robust` differ, of what both judged."),
         Metric("truncated_fraction", "share", MEAN, "Responses cut off at `rollout.max_new_tokens`."),
         Metric("reflection_rate", "share", MEAN, "Responses with words that look back, as `wait` does (case study)."),
         Metric("reflection_accuracy", "share", RATIO, "Right answers among the responses with such words."),
@@ -84,12 +76,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
     ),
     "Bias ledger": (
         Metric("bias/accepted_length", "tokens", MEAN, "Length of the responses trained on."),
-        Metric(
-            "bias/generated_length",
-            "tokens",
-            MEAN,
-            "Length of all responses generated; if the accepted ones are shorter step after step, admission is biased.",
-        ),
+        Metric("bias/generated_length", "tokens", MEAN, "Of all generated; accepted ones always shorter: a bias."),
         Metric("bias/accepted_accuracy", "share", MEAN, "Right answers among the responses trained on."),
         Metric("bias/generated_accuracy", "share", MEAN, "Right answers among all responses generated."),
     ),
@@ -100,13 +87,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("clip_fraction/low", "share", MEAN, "Loss-carrying tokens clipped from below (A < 0, r < 1 - low)."),
         Metric("clip_fraction/high", "share", MEAN, "Loss-carrying tokens clipped from above (A > 0, r > 1 + high)."),
         Metric("clip_fraction/dual", "share", MEAN, "Loss-carrying tokens cut by the dual clip, where it is on."),
-        Metric(
-            "clip_high_prob",
-            "share",
-            RATIO,
-            "Old probability of the tokens clipped from above; low if rare tokens are what the clip holds back.",
-            "3a",
-        ),
+        Metric("clip_high_prob", "share", RATIO, "Old probability of the tokens clipped from above.", "3a"),
         Metric("kl/old", "nats", MEAN, "KL of the old policy to the new one (k3), over the optimizer steps."),
         Metric("kl/reference", "nats", MEAN, "KL to the starting weights, where `algorithm.kl` is on."),
         Metric("correction/truncated", "share", MEAN, "Tokens whose importance weight met its upper bound."),
@@ -116,13 +97,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("mismatch/kl", "nats", MEAN, "KL of the engine's to the trainer's probabilities, same tokens (k3)."),
         Metric("mismatch/max_abs", "nats", MAX, "Largest |engine - trainer| log-prob of a token."),
         Metric("mismatch/mean_abs", "nats", MEAN, "Mean |engine - trainer| log-prob of a token."),
-        Metric(
-            "staleness/share",
-            "share",
-            MEAN,
-            "Trained tokens that an older weight version wrote (carried groups, `async`); `mismatch/*` leaves them "
-            "out, and is absent where there are no others.",
-        ),
+        Metric("staleness/share", "share", MEAN, "Trained tokens of an older weight version; not in `mismatch/*`."),
         Metric("staleness/mean", "versions", MEAN, "Weight versions that the trained tokens lie behind."),
         Metric("staleness/max", "versions", MAX, "The same for the oldest of them."),
         Metric("staleness/kl", "nats", MEAN, "KL of the older version to the trainer's on those tokens (k3)."),
@@ -135,20 +110,9 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("timing/weight_sync", "s", SUM, "New weights to every server, checksums compared."),
         Metric("weight_sync/gb_per_s", "GB/s", RATIO, "Bytes of the model, once / seconds of its weight sync."),
         Metric("weight_sync/by_disk", "servers", SUM, "Servers that read weights from disk as their transport failed."),
-        Metric(
-            "timing/handover",
-            "s",
-            SUM,
-            "`colocated`: the GPUs' memory from servers to trainer and back, but for the way back within weight_sync.",
-        ),
+        Metric("timing/handover", "s", SUM, "`colocated`: GPU memory to the trainer; back is within weight_sync."),
         Metric("timing/evaluation", "s", SUM, "Held-out problems, where the step had an evaluation."),
-        Metric(
-            "timing/checkpoint",
-            "s",
-            SUM,
-            "Waiting for a checkpoint, where the step had one: for the copy of the state, or for all of it where it is "
-            "not written beside the run.",
-        ),
+        Metric("timing/checkpoint", "s", SUM, "Waiting for a checkpoint: for its copy, or all if not in background."),
         Metric("timing/step", "s", SUM, "The whole rollout step."),
         Metric("tokens/generated", "tokens", SUM, "Response tokens generated in the step."),
         Metric("tokens/trained", "tokens", SUM, "Response tokens of the batch trained on."),
@@ -156,24 +120,14 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("tokens/all_wrong", "tokens", SUM, "Response tokens of groups filtered because all were wrong."),
         Metric("tokens/carried", "tokens", LAST, "Response tokens of finished groups that wait for the next step."),
         Metric("tokens/expired", "tokens", SUM, "Response tokens of finished groups too old, generated again."),
-        Metric(
-            "tokens_per_second/rollout",
-            "tokens/s",
-            RATIO,
-            "Tokens generated / seconds of rollout and reward; `async`: of the step.",
-        ),
+        Metric("tokens_per_second/rollout", "tokens/s", RATIO, "Generated, by rollout and reward (`async`: step)."),
         Metric("tokens_per_second/train", "tokens/s", RATIO, "Tokens trained on / seconds of update."),
     ),
     "Evaluation": (
         Metric("evaluation/sampled", "share", MEAN, "Held-out problems: accuracy of sampled answers, avg@k.", "1"),
         Metric("evaluation/greedy", "share", MEAN, "Held-out problems: accuracy of greedy answers."),
         Metric("evaluation/oldest_version", "versions", LAST, "Oldest weights that wrote a token of an answer."),
-        Metric(
-            "evaluation/newest_version",
-            "versions",
-            LAST,
-            "Newest ones: the same, as an evaluation ends before a publish.",
-        ),
+        Metric("evaluation/newest_version", "versions", LAST, "Newest ones: the same within one evaluation."),
     ),
 }
 """All metrics under their headings."""

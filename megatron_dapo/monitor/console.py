@@ -41,41 +41,34 @@ class Console:
     """What a run prints. Everything goes to `file`; nothing is read."""
 
     def __init__(self, file: IO[str] | None = None, *, terminal: bool | None = None) -> None:
-        """
-        Args:
-            file: where to print; standard output if None.
-            terminal: whether to draw a bar and colours; None: if `file` is a terminal.
-        """
-        self._file = sys.stdout if file is None else file
+        """`file`: standard output if None; `terminal`: whether to draw a bar and colours, None: if `file` is one."""
+        self._file = file or sys.stdout
         self._screen = _Screen(file=self._file, force_terminal=terminal, highlight=False)
         self._bar: Progress | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """One line for the reader."""
-        self._line(text)
+        # soft_wrap: a log file has no width; Text: brackets in the text are no markup.
+        with self._unless_gone():
+            self._screen.print(Text(text, style=style), soft_wrap=True)
+            self._file.flush()
 
     def error(self, text: str) -> None:
         """Why the run ends. Takes the bar down first, so that nothing is drawn over it."""
         self._close_bar()
-        self._line(text, "bold red")
+        self.note(text, "bold red")
 
-    def step(self, figures: Figures, *, done: int, total: int) -> None:
-        """One finished rollout step.
-
-        Args:
-            figures: `accuracy` and `truncated` (shares), `length` (tokens), `entropy` (nats), `seconds`, and
-                perhaps `tokens_per_second`.
-            done: rollout steps done, of `total`.
-        """
-        self._seconds.append(figures["seconds"])
-        left = (total - done) * sum(self._seconds) / len(self._seconds)
-        self._line(step_line(figures, done=done, total=total, seconds_left=left))
-        if done >= total:
+    def step(self, metrics: Figures, *, total: int) -> None:
+        """One finished rollout step of `total`, by its metrics."""
+        self._seconds.append(metrics["timing/step"])
+        left = (total - metrics["rollout_step"]) * sum(self._seconds) / len(self._seconds)
+        self.note(step_line(metrics, total=total, seconds_left=left))
+        if metrics["rollout_step"] >= total:
             self._close_bar()
         elif self._screen.is_terminal:
             with self._unless_gone():
-                self._draw_bar(figures, done, total, left)
+                self._draw_bar(metrics, total, left)
 
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
@@ -84,12 +77,6 @@ class Console:
         with self._unless_gone():
             for part in (*made, _accuracy_table(summary), _cost_lines(summary), *_example_lines(summary)):
                 self._screen.print(part, soft_wrap=not isinstance(part, Table))
-            self._file.flush()
-
-    def _line(self, text: str, style: str = "") -> None:
-        # soft_wrap: a log file has no width; Text: brackets in the text are no markup.
-        with self._unless_gone():
-            self._screen.print(Text(text, style=style), soft_wrap=True)
             self._file.flush()
 
     @contextmanager
@@ -106,13 +93,14 @@ class Console:
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)
 
-    def _draw_bar(self, figures: Figures, done: int, total: int, left: float) -> None:
+    def _draw_bar(self, metrics: Figures, total: int, left: float) -> None:
         if self._bar is None:
             columns = (TextColumn("rollout step"), BarColumn(), TextColumn("{task.fields[text]}"))
             self._bar = Progress(*columns, console=self._screen, transient=True)
             self._bar.add_task("", total=total, text="")
             self._bar.start()
-        text = f"{done} of {total}   accuracy {figures['accuracy']:.1%}   {duration(left)} left"
+        done, accuracy = metrics["rollout_step"], metrics["accuracy/mean"]
+        text = f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
         self._bar.update(self._bar.task_ids[0], completed=done, text=text)
 
     def _close_bar(self) -> None:
@@ -122,19 +110,19 @@ class Console:
             self._bar = None
 
 
-def step_line(figures: Figures, *, done: int, total: int, seconds_left: float) -> str:
-    """`step  3/40  accuracy 41.2%  length 38  cut off 3%  entropy 0.31  1240 tokens/s  12 s  (7 min left)`."""
+def step_line(metrics: Figures, *, total: int, seconds_left: float) -> str:
+    """`step  3/40  accuracy 41.2%  length 38  cut off 3.0%  entropy 0.310  1240 tokens/s  12 s  (7 min left)`."""
+    seconds = metrics["timing/step"]
     parts = [
-        f"step {done:>{len(str(total))}}/{total}",
-        f"accuracy {figures['accuracy']:6.1%}",
-        f"length {figures['length']:.0f}",
-        f"cut off {figures['truncated']:.1%}",
-        f"entropy {figures['entropy']:.3f}",
+        f"step {metrics['rollout_step']:>{len(str(total))}}/{total}",
+        f"accuracy {metrics['accuracy/mean']:6.1%}",
+        f"length {metrics['response_length/mean']:.0f}",
+        f"cut off {metrics['truncated_fraction']:.1%}",
+        f"entropy {metrics['entropy']:.3f}",
+        f"{metrics['tokens/generated'] / seconds:.0f} tokens/s",
+        duration(seconds),
     ]
-    if "tokens_per_second" in figures:
-        parts.append(f"{figures['tokens_per_second']:.0f} tokens/s")
-    parts.append(duration(figures["seconds"]))
-    if done < total:
+    if metrics["rollout_step"] < total:
         parts.append(f"({duration(seconds_left)} left)")
     return "  ".join(parts)
 
@@ -151,24 +139,24 @@ def duration(seconds: float) -> str:
 
 def _accuracy_table(summary: Figures) -> Table:
     """One column a way of answering; rows: before, the made-to-work baseline, after, change."""
-    heldout = {stage: figures for stage, figures in summary["heldout"].items() if figures}
-    ways = [way for way in WAYS if way in heldout["after"]]
+    ways = [way for way in WAYS if way in summary["heldout"]["after"]]
     measured = {
-        stage: {way: Accuracy(**heldout[stage][way]) for way in ways if way in heldout[stage]} for stage in heldout
+        stage: {way: Accuracy(**figures[way]) for way in ways if way in figures}
+        for stage, figures in summary["heldout"].items()
+        if figures
     }
+    after = measured["after"]
     table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.title = f"Held-out accuracy, {measured['after'][ways[0]].problems} problems (95% intervals)"
+    table.title = f"Held-out accuracy, {after[ways[0]].problems} problems (95% intervals)"
     table.add_column("")
     for way in ways:
-        answers = measured["after"][way]
-        each = answers.n // answers.problems
+        each = after[way].n // after[way].problems
         table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
     for stage, label in (("before", "before"), ("baseline", f"before, {MADE_TO_WORK}"), ("after", "after")):
         if found := measured.get(stage):
             table.add_row(label, *(_interval(found[way]) if way in found else "" for way in ways))
     for stage, label in (("before", "gain, points"), ("baseline", f"gain over {MADE_TO_WORK}")):
         if found := measured.get(stage):
-            after = measured["after"]
             table.add_row(label, *(_gain(found[way], after[way]) if way in found else "" for way in ways))
     return table
 
@@ -193,19 +181,16 @@ def _cost_lines(summary: Figures) -> Text:
     )
 
 
-def _example_lines(summary: Figures) -> list[Text]:
+def _example_lines(summary: Figures) -> Iterator[Text]:
     """The examples of the summary, which are the first problems and not picked by outcome."""
-    parts = []
     for example in summary.get("examples", ()):
         text = Text()
         text.append(f"{example['prompt'].strip()}  ({example['answer']})\n", "bold")
         for when in ("before", "after"):
-            right = example[f"{when}_correct"]
-            verdict = "right" if right else "wrong"
-            text.append(f"  {when:<6} {verdict}  ", "green" if right else "red")
+            verdict, style = ("right", "green") if example[f"{when}_correct"] else ("wrong", "red")
+            text.append(f"  {when:<6} {verdict}  ", style)
             text.append(f"{' '.join(example[when].split())}\n")
-        parts.append(text)
-    return parts
+        yield text
 
 
 def _thousands(count: float) -> str:

@@ -8,7 +8,7 @@ an alarm says look here. Only `mismatch_stop` and `non_finite` ask for a stop.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -73,8 +73,7 @@ class HealthMonitor:
 
     def __init__(self, history: Iterable[Line] = (), limits: HealthLimits | None = None) -> None:
         """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already."""
-        self.limits = limits or HealthLimits()
-        self.steps = 0
+        self.limits, self.steps = limits or HealthLimits(), 0
         self.newest: Line = {}
         self.best: Line | None = None
         """The step of the best held-out accuracy, the first of equal ones."""
@@ -102,12 +101,8 @@ class HealthMonitor:
 
     def recent(self, name: str) -> float:
         """Mean over the newest window, once it is whole."""
-        return _mean(self.recent_lines(), name)
-
-    def recent_lines(self) -> list[Line]:
-        """The newest window; empty until it is whole."""
         window = self.limits.window
-        return list(self._late)[-window:] if self.steps >= window else []
+        return _mean(list(self._late)[-window:], name) if self.steps >= window else math.nan
 
     def before(self, name: str) -> float:
         """Mean over the window before the newest one, once both are whole."""
@@ -119,8 +114,7 @@ class HealthMonitor:
         return self.recent(name) - self.before(name)
 
     def _take(self, line: Line) -> None:
-        self.steps += 1
-        self.newest = line
+        self.steps, self.newest = self.steps + 1, line
         self._late.append(line)
         if len(self._early) < self.limits.window:
             self._early.append(line)
@@ -130,9 +124,9 @@ class HealthMonitor:
 
     def _check(self) -> list[Alarm]:
         alarms: dict[str, Alarm] = {}
-        for rule in RULES if self.steps else ():
-            if message := rule.look(self):
-                alarms.setdefault(rule.name, rule.alarm(message))
+        for rule, look in RULES if self.steps else ():
+            if message := look(self):
+                alarms.setdefault(rule.name, replace(rule, message=message))
         return list(alarms.values())
 
 
@@ -144,29 +138,15 @@ def check_health(history: Iterable[Line], limits: HealthLimits | None = None) ->
 Look = Callable[[HealthMonitor], str | None]
 """What is wrong at the newest step, with numbers; None where nothing is."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One alarm. Of two rules with one name the first that finds something speaks."""
-
-    name: str
-    look: Look
-    reason: str
-    key: str
-    stop: bool
-
-    def alarm(self, message: str) -> Alarm:
-        return Alarm(name=self.name, message=message, reason=self.reason, key=self.key, stop=self.stop)
-
-
-RULES: list[Rule] = []
+RULES: list[tuple[Alarm, Look]] = []
+"""Alarms without a message, and what looks for it. Of two with one name the first that finds something counts."""
 
 
 def _rule(reason: str, key: str, *, name: str = "", stop: bool = False) -> Callable[[Look], Look]:
     """Make a function a rule, named as the function is unless `name` is given."""
 
     def register(look: Look) -> Look:
-        RULES.append(Rule(name=name or look.__name__, look=look, reason=reason, key=key, stop=stop))
+        RULES.append((Alarm(name=name or look.__name__, message="", reason=reason, key=key, stop=stop), look))
         return look
 
     return register
@@ -192,10 +172,7 @@ def mismatch(run: HealthMonitor) -> str | None:
     return f"mean |engine - trainer| log-prob is {gap:.3g} nats" if above else None
 
 
-@_rule(
-    "Responses of a group become alike and nothing new is tried (section 3.1, figure 2b).",
-    "algorithm.clip.high",
-)
+@_rule("Responses of a group become alike and nothing new is tried (section 3.1, figure 2b).", "algorithm.clip.high")
 def entropy_collapse(run: HealthMonitor) -> str | None:
     """Low entropy while accuracy rises is only certainty."""
     early, recent, accuracy = run.early("entropy"), run.recent("entropy"), run.recent("accuracy/mean")
@@ -214,11 +191,7 @@ def length_explosion(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule(
-    "All-wrong groups get a spread from the length penalty (eq. 13), which rewards giving up early; dynamic "
-    "sampling drops such groups.",
-    "algorithm.dynamic_sampling.enabled",
-)
+@_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.enabled")
 def length_collapse(run: HealthMonitor) -> str | None:
     """Responses shrink and accuracy falls: the length penalty is optimised instead of the answer."""
     early, recent = run.early("response_length/mean"), run.recent("response_length/mean")
@@ -229,19 +202,13 @@ def length_collapse(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule(
-    "A cut-off response is marked wrong however sound it was: reward noise (section 3.4).",
-    "rollout.max_new_tokens or algorithm.overlong.filter",
-)
+@_rule("They are wrong, sound or not: noise (section 3.4).", "rollout.max_new_tokens or algorithm.overlong.filter")
 def truncation(run: HealthMonitor) -> str | None:
     share = run.recent("truncated_fraction")
     return f"{share:.0%} of the responses are cut off" if share >= run.limits.truncated else None
 
 
-@_rule(
-    "They count as wrong however sound they are: reward noise, which eq. 9 takes for mistakes.",
-    "reward.timeout_s or reward.memory_mb",
-)
+@_rule("They count as wrong, sound or not: reward noise.", "reward.timeout_s or reward.memory_mb")
 def verdict_errors(run: HealthMonitor) -> str | None:
     share = run.now("verdict_error_fraction")
     if not share >= run.limits.verdict_errors_now:
@@ -259,10 +226,7 @@ def reward_without_accuracy(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule(
-    "Reward on the training prompts says little about held-out accuracy (section 4.3).",
-    "data.path or run.rollout_steps",
-)
+@_rule("Training reward says little about held-out accuracy (section 4.3).", "data.path or run.rollout_steps")
 def overfitting(run: HealthMonitor) -> str | None:
     """Held-out accuracy falls from its best while training accuracy has risen since."""
     if run.best is None:
@@ -276,11 +240,8 @@ def overfitting(run: HealthMonitor) -> str | None:
 
 @_rule("They are generated and teach nothing (section 3.2, figure 3b: up to 60% in the paper).", "data.path")
 def all_correct(run: HealthMonitor) -> str | None:
-    lines = run.recent_lines()
-    right, kept, wrong = (
-        sum(line.get(f"sampling/{name}") or 0 for line in lines) for name in ("all_correct", "kept", "all_wrong")
-    )
-    share = right / (right + kept + wrong) if right else 0.0
+    right, *others = (run.recent(f"sampling/{name}") for name in ("all_correct", "kept", "all_wrong"))
+    share = right / (right + sum(others)) if right > 0 else 0.0
     if share >= run.limits.all_correct and not run.recent("accuracy/mean") >= run.limits.solved:
         return f"{share:.0%} of the groups are all right and filtered"
     return None

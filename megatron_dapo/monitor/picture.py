@@ -1,7 +1,6 @@
 """curves.png: one run at a glance, readable at the width of a README."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,6 +17,10 @@ BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00
 INK, FAINT, PALE = "#333333", "#8A8A8A", "#E9E9E9"
 ANSWERS = {"greedy": (GREEN, "s"), "sampled": (VERMILLION, "o")}
 """Ways of answering held-out problems: colour and marker."""
+PANELS: Any = [
+    ["Accuracy", "Response length, tokens", "Cut off at the limit"],
+    ["Accuracy", "Entropy, nats a token", "Groups sampled"],
+]
 GROUPS = {"all_wrong": VERMILLION, "kept": PALE, "all_correct": GREEN}
 _LEGEND: dict[str, Any] = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "labelcolor": INK}
 
@@ -32,11 +35,6 @@ def plain_axes(panel: Axes, *, text: str, line: str, grid: str) -> None:
     panel.spines["bottom"].set_color(line)
 
 
-def draw_run(metrics: Lines, summary: Summary, out_png: str | Path) -> None:
-    """Write `run_figure` to `out_png`; it is replaced."""
-    run_figure(metrics, summary).savefig(out_png)
-
-
 def run_figure(metrics: Lines, summary: Summary) -> Figure:
     """Accuracy (training and held-out, before and after), length, truncation, entropy and dynamic sampling.
 
@@ -47,13 +45,7 @@ def run_figure(metrics: Lines, summary: Summary) -> Figure:
             `seconds`.
     """
     figure = Figure(figsize=(11, 5.4), dpi=180, facecolor="white", layout="constrained")
-    panels = figure.subplot_mosaic(
-        [
-            ["Accuracy", "Response length, tokens", "Cut off at the limit"],
-            ["Accuracy", "Entropy, nats a token", "Groups sampled"],
-        ],
-        width_ratios=(1.55, 1, 1),
-    )
+    panels = figure.subplot_mosaic(PANELS, width_ratios=(1.55, 1, 1))
     last = max((line["rollout_step"] for line in metrics), default=summary["rollout_steps"])
     for title, panel in panels.items():
         plain_axes(panel, text=INK, line=FAINT, grid=PALE)
@@ -67,8 +59,8 @@ def run_figure(metrics: Lines, summary: Summary) -> Figure:
     _curve(cut_off, metrics, "truncated_fraction", color=VERMILLION)
     _curve(entropy, metrics, "entropy")
     _draw_groups(groups, metrics)
-    for panel in (length, cut_off, entropy):
-        panel.set_ylim(0, None if panel is not cut_off else max(0.05, panel.get_ylim()[1]))
+    for panel, least in ((length, 0.0), (cut_off, 0.05), (entropy, 0.0)):
+        panel.set_ylim(0, max(least, panel.get_ylim()[1]))
     for panel in (accuracy, cut_off, groups):
         panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     for panel in (accuracy, entropy, groups):
@@ -110,35 +102,29 @@ def _mark(panel: Axes, step: int, point: Mapping[str, float], colour: str, marke
     spread = [[max(0.0, value - point["low"])], [max(0.0, point["high"] - value)]]
     style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 7, "capsize": 3, "linestyle": "none"}
     panel.errorbar([step], [value], yerr=spread, label=label, **style)
-    panel.annotate(
-        f"{value:.1%}",
-        (step, value),
-        xytext=(-8 if first else 8, 0),
-        textcoords="offset points",
-        ha="right" if first else "left",
-        va="center",
-        fontweight="bold",
-        color=colour,
-    )
+    side, away = ("right", -8) if first else ("left", 8)
+    text: dict[str, Any] = {"fontweight": "bold", "color": colour, "ha": side, "va": "center"}
+    panel.annotate(f"{value:.1%}", (step, value), xytext=(away, 0), textcoords="offset points", **text)
 
 
 def _draw_groups(panel: Axes, metrics: Lines) -> None:
     """Shares of the groups decided in each step, from top to bottom: all right, kept, all wrong."""
     counts = [[line.get(f"sampling/{name}") or 0 for name in GROUPS] for line in metrics]
-    decided = [(line["rollout_step"], each) for line, each in zip(metrics, counts, strict=True) if sum(each)]
+    decided = {line["rollout_step"]: each for line, each in zip(metrics, counts, strict=True) if sum(each)}
     if decided:
-        shares = zip(*([number / sum(each) for number in each] for _, each in decided), strict=True)
+        shares = zip(*([number / sum(each) for number in each] for each in decided.values()), strict=True)
         labels = ("all wrong", "kept", "all right")
-        steps = [step for step, _ in decided]
-        panel.stackplot(steps, *shares, colors=list(GROUPS.values()), alpha=0.8, labels=labels)
+        panel.stackplot(list(decided), *shares, colors=list(GROUPS.values()), alpha=0.8, labels=labels)
         panel.legend(loc="center", reverse=True, fontsize=8.5, **_LEGEND)
     panel.set_ylim(0, 1)
 
 
 def _caption(summary: Summary) -> str:
-    parts = [f"{summary['rollout_steps']} rollout steps", f"{summary['optimizer_steps']} optimizer steps"]
-    if "tokens" in summary:
-        parts.append(f"{summary['tokens']['generated']:,} tokens generated".replace(",", " "))
-    if "seconds" in summary:
-        parts.append(f"{summary['seconds']['total'] / 60:.1f} minutes")
-    return "  ·  ".join([*parts, "bars and bands: 95% intervals"])
+    parts = (
+        f"{summary['rollout_steps']} rollout steps",
+        f"{summary['optimizer_steps']} optimizer steps",
+        f"{summary['tokens']['generated']:,} tokens generated".replace(",", " "),
+        f"{summary['seconds']['total'] / 60:.1f} minutes",
+        "bars and bands: 95% intervals",
+    )
+    return "  ·  ".join(parts)

@@ -40,17 +40,8 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """after - before with its 95% interval, in [-1, 1]."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean over problems with its 95% interval, all in [0, 1]."""
+    """A mean over problems, or a difference of two accuracies, with its 95% interval."""
 
     value: float
     low: float
@@ -62,20 +53,6 @@ def percent(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def wilson_accuracy(correct: int, n: int) -> Accuracy:
-    """Wilson's score interval for `correct` of `n` independent answers, one a problem.
-
-    Its ends are the p with |correct / n - p| = z sqrt(p (1 - p) / n): sensible also at 0, at 1 and for small n.
-
-    Raises:
-        ValueError: there are no answers, or more right ones than answers.
-    """
-    if n <= 0 or not 0 <= correct <= n:
-        raise ValueError(f"{correct} right of {n} answers: n must be positive and the right ones in 0..n")
-    low, high = _wilson(correct / n, n)
-    return Accuracy(accuracy=correct / n, low=low, high=high, n=n, problems=n)
-
-
 def clustered_accuracy(correct: np.ndarray) -> Accuracy:
     """Interval for answers that come in clusters, k answers to each of P problems: a cluster is the unit of chance.
 
@@ -83,13 +60,8 @@ def clustered_accuracy(correct: np.ndarray) -> Accuracy:
     computed for the number of independent answers that would vary as much. With k = 1 it is nearly Wilson's own.
 
     Args:
-        correct: bool [P, k].
-
-    Raises:
-        ValueError: there are no answers.
+        correct: bool [P, k], neither of them 0.
     """
-    if correct.ndim != 2 or correct.size == 0:
-        raise ValueError(f"answers of shape {list(correct.shape)}: must be [problems, samples], neither of them 0")
     problems, samples = correct.shape
     rates = correct.mean(axis=1, dtype=np.float64)
     accuracy = float(rates.mean())
@@ -98,11 +70,11 @@ def clustered_accuracy(correct: np.ndarray) -> Accuracy:
     independent = float(problems)
     if variance > 0:
         independent = min(accuracy * (1 - accuracy) / variance, float(problems * samples))
-    low, high = _wilson(accuracy, independent)
+    low, high = wilson(accuracy, independent)
     return Accuracy(accuracy=accuracy, low=low, high=high, n=problems * samples, problems=problems)
 
 
-def difference(before: Accuracy, after: Accuracy) -> Difference:
+def difference(before: Accuracy, after: Accuracy) -> Estimate:
     """Newcombe's interval for after - before, from both Wilson intervals.
 
     It takes the two for independent. On the same problems they are not: the true interval is then narrower as a rule.
@@ -110,10 +82,12 @@ def difference(before: Accuracy, after: Accuracy) -> Difference:
     value = after.accuracy - before.accuracy
     down = math.hypot(after.accuracy - after.low, before.high - before.accuracy)
     up = math.hypot(after.high - after.accuracy, before.accuracy - before.low)
-    return Difference(value=value, low=value - down, high=value + up)
+    return Estimate(value=value, low=value - down, high=value + up)
 
 
-def _wilson(share: float, n: float) -> tuple[float, float]:
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's score interval for a share of `n` independent answers. Its ends are the p with
+    |share - p| = z sqrt(p (1 - p) / n): sensible also at 0, at 1 and for small n."""
     centre = (share + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n**2))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -123,11 +97,8 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
     """Probability that at least one of k answers, drawn without replacement from n of which `correct` are right, is
     right: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, equation 1.
 
-    Raises:
-        ValueError: not 0 <= correct <= n, or not 1 <= k <= n.
+    Needs 0 <= correct <= n and 1 <= k <= n.
     """
-    if not 0 <= correct <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {correct} right among {n} answers: needs 1 <= k <= n and 0 <= right <= n")
     missed = 1.0
     for drawn in range(k):
         missed *= max(0, n - correct - drawn) / (n - drawn)
@@ -161,25 +132,15 @@ def mean_with_interval(values: np.ndarray, *, seed: int = 0) -> Estimate:
     """Mean of one number a problem.
 
     Args:
-        values: [P], in [0, 1].
-
-    Raises:
-        ValueError: there are no problems.
+        values: [P], in [0, 1]; at least one.
     """
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"values of shape {list(values.shape)}: one number a problem is needed")
     mean = float(values.mean())
     if (values == values[0]).all():
-        if values[0] in (0, 1):
-            wilson = wilson_accuracy(int(values.sum()), values.size)
-            return Estimate(value=mean, low=wilson.low, high=wilson.high)
-        return Estimate(value=mean, low=mean, high=mean)
-    random = np.random.default_rng(seed)
-    chunks = range(RESAMPLES // _CHUNK)
-    means = np.concatenate(
-        [values[random.integers(0, values.size, (_CHUNK, values.size))].mean(axis=1) for _ in chunks]
-    )
-    low, high = np.percentile(means, [2.5, 97.5])
+        low, high = wilson(mean, values.size) if mean in (0, 1) else (mean, mean)
+        return Estimate(value=mean, low=low, high=high)
+    random, size = np.random.default_rng(seed), (_CHUNK, values.size)
+    means = [values[random.integers(0, values.size, size)].mean(axis=1) for _ in range(RESAMPLES // _CHUNK)]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return Estimate(value=mean, low=float(low), high=float(high))
 
 

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,37 +17,6 @@ from rollout.generation import ServedPart
 
 FOLDER = "timeline"
 PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
-
-
-class SpanError(ValueError):
-    """A timeline file that cannot be read. The message names file and line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Span(track="update", name="forward-compute", start=1763740000.25, end=1763740000.31, about={"tokens": 4096})"""
-
-    track: str
-    """What the process does one thing of at a time: a call, a server's requests."""
-    name: str
-    start: float
-    end: float
-    about: Mapping[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessStep:
-    """One process in one rollout step."""
-
-    process: str
-    step: int
-    about: Mapping[str, Any]
-    """Of a trainer rank: its place in the layout."""
-    spans: tuple[Span, ...]
 
 
 class SpanFile:
@@ -120,23 +88,16 @@ class Recorder(Protocol):
 class Timeline:
     """Records every so many rollout steps: phases and requests here, calls and passes on the trainer's ranks."""
 
-    def __init__(self, run_dir: Path, *, every: int) -> None:
-        """`every`: 0 records nothing."""
+    def __init__(self, run_dir: Path, trainer: Recorder, *, every: int) -> None:
+        """`trainer`: is told which steps to record; `every`: 0 records nothing."""
         self._file = SpanFile(run_dir, "coordinator")
-        self._every = every
-        self._trainer: Recorder | None = None
-        self._recording = False
-
-    def follow(self, trainer: Recorder) -> None:
-        """From now on the trainer's ranks record the same steps."""
-        self._trainer = trainer
+        self._every, self._trainer, self._recording = every, trainer, False
 
     def begin(self, step: int) -> StepTimer:
         """The clock of rollout step `step`, which writes its phases down if the step is recorded."""
         self._file.write()
         self._recording = bool(self._every) and step % self._every == 0
-        if self._trainer is not None:
-            self._trainer.recorded_step = step if self._recording else None
+        self._trainer.recorded_step = step if self._recording else None
         if self._recording:
             self._file.begin(step)
         return StepTimer(self._file if self._recording else None)
@@ -144,52 +105,10 @@ class Timeline:
     def served(self, part: ServedPart) -> None:
         """A server's answer to a request."""
         if self._recording:
-            self._file.add(
-                f"server {part.url}",
-                part.request_id,
-                part.start,
-                part.end,
-                prompt=part.prompt_tokens,
-                tokens=part.tokens,
-                version=part.weight_version,
-                reason=str(part.finish_reason),
-            )
+            about = {"prompt": part.prompt_tokens, "tokens": part.tokens, "version": part.weight_version}
+            reason = str(part.finish_reason)
+            self._file.add(f"server {part.url}", part.request_id, part.start, part.end, **about, reason=reason)
 
     def close(self) -> None:
         """Write what is left."""
         self._file.write()
-
-
-def read_spans(run_dir: Path) -> dict[int, list[ProcessStep]]:
-    """Rollout step -> its processes, by name. Empty where nothing was recorded.
-
-    Raises:
-        SpanError: a line other than a torn last one is no span.
-    """
-    steps: dict[int, list[ProcessStep]] = {}
-    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
-        for process in _read_file(path):
-            steps.setdefault(process.step, []).append(process)
-    return dict(sorted(steps.items()))
-
-
-def _read_file(path: Path) -> list[ProcessStep]:
-    content = path.read_bytes()
-    steps: dict[int, tuple[dict[str, Any], list[Span]]] = {}
-    spans: list[Span] | None = None
-    for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            line = json.loads(text)
-            if "step" in line:
-                for later in [step for step in steps if step >= line["step"]]:
-                    del steps[later]  # done again after a resume
-                spans = []
-                steps[line["step"]] = (line["about"], spans)
-            elif spans is not None:
-                spans.append(Span(**line))
-        except (ValueError, TypeError, KeyError) as error:
-            raise SpanError(f"{path}:{number}: no span ({error!r}); remove the line or the file") from None
-    return [
-        ProcessStep(process=path.stem, step=step, about=about, spans=tuple(spans))
-        for step, (about, spans) in steps.items()
-    ]

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -44,9 +43,7 @@ class WandbMirror:
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """
-        Args:
-            settings: config key -> value, shown beside the curves.
+        """`settings`: config key -> value, shown beside the curves.
 
         Raises:
             ConfigError: Weights & Biases refuses, or cannot be reached.
@@ -81,9 +78,7 @@ class WandbMirror:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._run.finish(exit_code=int(kind is not None))
 
 

@@ -4,12 +4,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.storage.durable import naming
+from megatron_dapo.monitor.weights_and_biases import WandbMirror
+from megatron_dapo.storage.durable import drop_torn_line, naming
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -21,16 +21,9 @@ Line = dict[str, Any]
 
 
 class MetricsError(ValueError):
-    """A metrics file that cannot be read, or a line that must not be written. The message says where and why."""
+    """A metrics file that cannot be read. The message says where and why."""
 
     exit_code = 2
-
-
-class Mirror(Protocol):
-    """Another place for the same numbers."""
-
-    def write(self, values: Mapping[str, Value]) -> None:
-        """One rollout step; NaN is passed on as what it is."""
 
 
 class MetricsWriter:
@@ -39,13 +32,12 @@ class MetricsWriter:
     A resumed run goes on in the same file: lines of steps beyond its checkpoint stay, superseded (see `read_metrics`).
     """
 
-    def __init__(self, run_dir: str | Path, *, tensorboard: bool, mirror: Mirror | None = None) -> None:
-        """`mirror`: gets every line too."""
-        self._run_dir = Path(run_dir)
-        self._file = open(self._run_dir / FILE, "a+b")  # noqa: SIM115  (open as long as the run)
-        _cut_torn_line(self._file)
-        self._tensorboard = tensorboard
-        self._mirror = mirror
+    def __init__(self, run_dir: str | Path, *, tensorboard: bool, mirror: WandbMirror | None = None) -> None:
+        """`mirror`: gets every line too, with NaN as what it is."""
+        self._path = Path(run_dir) / FILE
+        drop_torn_line(self._path)
+        self._file = self._path.open("ab")
+        self._tensorboard, self._mirror = tensorboard, mirror
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, Value]) -> Line:
@@ -54,19 +46,14 @@ class MetricsWriter:
 
         Raises:
             UndeclaredMetricError: a name that the catalog does not hold.
-            MetricsError: `rollout_step` or `optimizer_step` is missing: they are the axes of every plot.
         """
         check_declared(values)
-        values = {name: _plain(value) for name, value in values.items()}
-        for axis in ("rollout_step", "optimizer_step"):
-            if not isinstance(values.get(axis), int):
-                raise MetricsError(f"metrics line without {axis} (an integer): nothing could be plotted over it")
         broken = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:
             line[NON_FINITE] = broken
-        with naming(self._run_dir / FILE):
-            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        with naming(self._path):
+            self._file.write(json.dumps(line, allow_nan=False, default=lambda number: number.item()).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         if self._tensorboard:
@@ -83,21 +70,19 @@ class MetricsWriter:
         self._boards.clear()
 
     def _write_boards(self, values: Mapping[str, Value]) -> None:
+        # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
+        from torch.utils.tensorboard import SummaryWriter
+
         for axis in ("rollout_step", "optimizer_step"):
             at = values[axis]
             if axis not in self._boards:
-                self._boards[axis] = self._open_board(axis, at)
+                folder = self._path.parent / "tensorboard" / f"by_{axis}"
+                # What a resumed run does again is hidden.
+                self._boards[axis] = SummaryWriter(str(folder), purge_step=at)
             for name, value in values.items():
                 if value is not None:  # NaN is drawn by TensorBoard as what it is
                     self._boards[axis].add_scalar(name, value, at)
             self._boards[axis].flush()
-
-    def _open_board(self, axis: str, first: Value) -> Any:
-        # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = self._run_dir / "tensorboard" / f"by_{axis}"
-        return SummaryWriter(str(folder), purge_step=first)  # hides what a resumed run does again
 
 
 def read_metrics(path: str | Path) -> list[Line]:
@@ -134,13 +119,6 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
     return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
 
 
-def _plain(value: Any) -> Value:
-    """A number of numpy's as Python's own."""
-    if value is None:
-        return None
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
 def _parse(text: bytes, file: Path, number: int) -> Line:
     try:
         line = json.loads(text)
@@ -149,21 +127,8 @@ def _parse(text: bytes, file: Path, number: int) -> Line:
     if not isinstance(line, dict) or not isinstance(line.get("rollout_step"), int):
         raise MetricsError(f"{file}:{number}: a metrics line is an object with an integer rollout_step")
     for name, value in line.items():
-        if name != NON_FINITE and value is not None and not _is_number(value):
-            raise MetricsError(
-                f"{file}:{number}: {name} = {json.dumps(value)}: a metric is a finite number or null; fix or remove "
-                "the line"
-            )
+        finite = isinstance(value, int | float) and math.isfinite(value)
+        if name != NON_FINITE and value is not None and not finite:
+            shown = f"{file}:{number}: {name} = {json.dumps(value)}"
+            raise MetricsError(f"{shown}: a metric is a finite number or null; fix or remove the line")
     return line
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _cut_torn_line(file: Any) -> None:
-    """Remove what follows the last newline: a line that a killed run did not finish."""
-    file.seek(0)
-    content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)

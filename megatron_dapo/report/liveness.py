@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_dapo.cluster.heartbeat import Heartbeat
 from megatron_dapo.monitor.console import duration
-from megatron_dapo.monitor.run_status import Heartbeat
 
 STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""

@@ -1,10 +1,12 @@
 """What became of every prompt that was sent and of every token that was generated, from the ledger."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_dapo.storage.ledger import Event, LedgerError, effective_events, read_ledger
+from megatron_dapo.storage.ledger import Event, LedgerError, read_ledger
 
 TRAINED, ALL_RIGHT, ALL_WRONG = "trained", "all right", "all wrong"
 WAITING, UNFINISHED, AGAIN = "waiting", "in flight", "generated again"
@@ -52,3 +54,32 @@ def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
         prompts={each: prompts[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, UNFINISHED)},
         tokens={each: tokens[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, AGAIN)},
     )
+
+
+def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that stand: those after a checkpoint that a later resume went back behind are left out.
+
+    Where a checkpoint was resumed from, each position without a fate by then gets an event `interrupted`.
+    """
+    standing: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == Event.RESUMED:
+            step = event["rollout_step"]
+            keep = 0
+            for at, earlier in enumerate(standing, start=1):
+                if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
+                    keep = at
+            # A run that stops in the middle of a step saves what stood before it, after events of that step.
+            standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
+            standing += _interrupted(standing, event)
+        else:
+            standing.append(event)
+    return standing
+
+
+def _interrupted(standing: Iterable[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+    last = {event["prompt"]: event["event"] for event in standing if event["prompt"] is not None}
+    unfinished = (Event.DISPATCHED, Event.FINISHED)  # finished, but after the checkpoint's content was fixed
+    return [
+        resumed | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt, kind in last.items() if kind in unfinished
+    ]

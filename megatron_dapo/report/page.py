@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from megatron_dapo.monitor.run_status import read_heartbeat
+from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.report import tables
 from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves
 from megatron_dapo.report.evaluations import BESIDE, INSIDE, over_steps

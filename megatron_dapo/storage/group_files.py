@@ -33,17 +33,15 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     Args:
         extra: the caller's own values, which JSON can hold.
     """
-    responses = [response for group in groups for response in group.responses]
-    empty = [np.zeros(0, np.int32)]
-    np.savez(
-        folder / f"{name}.npz",
-        prompt_ids=np.concatenate([group.prompt_ids for group in groups] or empty),
-        token_ids=np.concatenate([response.generation.token_ids for response in responses] or empty),
-        log_probs=np.concatenate(
-            [response.generation.log_probs for response in responses] or [np.zeros(0, np.float32)]
-        ),
-        weight_versions=np.concatenate([response.generation.weight_versions for response in responses] or empty),
-    )
+    generations = [response.generation for group in groups for response in group.responses]
+    arrays = {
+        "prompt_ids": [np.zeros(0, np.int32), *(group.prompt_ids for group in groups)],
+        "token_ids": [np.zeros(0, np.int32), *(generation.token_ids for generation in generations)],
+        "log_probs": [np.zeros(0, np.float32), *(generation.log_probs for generation in generations)],
+        "weight_versions": [np.zeros(0, np.int32), *(generation.weight_versions for generation in generations)],
+    }
+    whole: dict[str, Any] = {key: np.concatenate(values) for key, values in arrays.items()}
+    np.savez(folder / f"{name}.npz", **whole)
     content = {
         "extra": dict(extra),
         "groups": [_group_json(group) for group in groups],
@@ -69,8 +67,7 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
         if content["arrays"] != _digest((folder / f"{name}.npz").read_bytes()):
             raise ValueError(f"{name}.npz does not have the checksum that {name}.json names")
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
-            reader = _Reader({key: arrays[key] for key in arrays.files})
-        groups = tuple(_group(entry, reader) for entry in content["groups"])
+            groups = _groups(content["groups"], arrays)
     # What the readers make of a damaged file: no zip, no JSON, a key that is not there, too few elements.
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise GroupFileError(
@@ -81,6 +78,10 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+KEPT = ("text", "reward_raw", "reward_shaped", "other_accuracy")
+"""Fields of a response that stand in the JSON file as they are."""
 
 
 def _group_json(group: ScoredGroup) -> dict[str, object]:
@@ -94,57 +95,48 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
                 "request_id": response.generation.request_id,
                 "tokens": len(response.generation.token_ids),
                 "finish_reason": response.generation.finish_reason,
-                "text": response.text,
                 "verdict": asdict(response.verdict),
-                "reward_raw": response.reward_raw,
-                "reward_shaped": response.reward_shaped,
-                "other_accuracy": response.other_accuracy,
             }
+            | {key: getattr(response, key) for key in KEPT}
             for response in group.responses
         ],
     }
 
 
-class _Reader:
-    """Hands out consecutive slices of the flat arrays."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays = arrays
-        self._at = dict.fromkeys(arrays, 0)
-
-    def take(self, name: str, count: int) -> np.ndarray:
-        at = self._at[name]
-        self._at[name] = at + count
-        return self._arrays[name][at : at + count]
-
-
-def _group(entry: dict, reader: _Reader) -> ScoredGroup:
-    return ScoredGroup(
-        position=entry["position"],
-        prompt_index=entry["prompt_index"],
-        prompt_ids=reader.take("prompt_ids", entry["prompt_tokens"]),
-        weight_version=entry["weight_version"],
-        responses=tuple(_response(response, reader) for response in entry["responses"]),
+def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray]) -> tuple[ScoredGroup, ...]:
+    lengths = [response["tokens"] for entry in entries for response in entry["responses"]]
+    prompts = _split(arrays["prompt_ids"], [entry["prompt_tokens"] for entry in entries])
+    parts = [_split(arrays[key], lengths) for key in ("token_ids", "log_probs", "weight_versions")]
+    generated = zip(*parts, strict=True)
+    return tuple(
+        ScoredGroup(
+            position=entry["position"],
+            prompt_index=entry["prompt_index"],
+            prompt_ids=prompt_ids,
+            weight_version=entry["weight_version"],
+            responses=tuple(_response(response, *next(generated)) for response in entry["responses"]),
+        )
+        for entry, prompt_ids in zip(entries, prompts, strict=True)
     )
 
 
-def _response(entry: dict, reader: _Reader) -> ScoredResponse:
+def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    return np.split(array, np.cumsum(lengths, dtype=int))[:-1]
+
+
+def _response(entry: dict[str, Any], ids: np.ndarray, log_probs: np.ndarray, versions: np.ndarray) -> ScoredResponse:
+    generation = Generation(
+        request_id=entry["request_id"],
+        token_ids=ids,
+        log_probs=log_probs,
+        weight_versions=versions,
+        finish_reason=FinishReason(entry["finish_reason"]),
+    )
     verdict = Verdict(**entry["verdict"])
-    return ScoredResponse(
-        generation=Generation(
-            request_id=entry["request_id"],
-            token_ids=reader.take("token_ids", entry["tokens"]),
-            log_probs=reader.take("log_probs", entry["tokens"]),
-            weight_versions=reader.take("weight_versions", entry["tokens"]),
-            finish_reason=FinishReason(entry["finish_reason"]),
-        ),
-        text=entry["text"],
-        verdict=verdict,
-        accuracy=verdict.accuracy,
-        reward_raw=entry["reward_raw"],
-        reward_shaped=entry["reward_shaped"],
-        other_accuracy=entry.get("other_accuracy"),
-    )
+    kept: dict[str, Any] = {
+        key: entry.get(key) for key in KEPT
+    }  # what an earlier version wrote has no `other_accuracy`
+    return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
 
 
 def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advantages: np.ndarray) -> None:
@@ -167,23 +159,6 @@ def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advant
     for old in folder.parent.glob("step_*"):
         if kept and 1 < int(old.name.removeprefix("step_")) <= kept[0].step:
             shutil.rmtree(old)
-
-
-def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.ndarray]:
-    """Groups and advantages of `save_batch`.
-
-    Raises:
-        GroupFileError: there is none, or it is damaged.
-    """
-    folder = batch_folder(run_path, step)
-    if not folder.is_dir():
-        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
-        raise GroupFileError(
-            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
-            "keeps them with run.save_batches=true"
-        )
-    groups, extra = load_groups(folder, "batch")
-    return groups, np.array(extra["advantages"], np.float32)
 
 
 def batch_folder(run_path: Path, step: int) -> Path:

@@ -8,13 +8,12 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
                -> expired -> dispatched               its weights became too old, finished or not: generated again
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
-that checkpoint, and what belongs to later steps than it, and `effective_events` gives what stands. What was in flight
-at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again.
+that checkpoint, and what belongs to later steps than it; report/outcomes.py: effective_events gives what stands. What
+was in flight at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again.
 """
 
 import json
 import os
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -96,32 +95,3 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
             raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
         events.append(event)
     return events
-
-
-def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events that stand: those after a checkpoint that a later resume went back behind are left out.
-
-    Where a checkpoint was resumed from, each position without a fate by then gets an event `interrupted`.
-    """
-    standing: list[dict[str, Any]] = []
-    for event in events:
-        if event["event"] == Event.RESUMED:
-            step = event["rollout_step"]
-            keep = 0
-            for at, earlier in enumerate(standing, start=1):
-                if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
-                    keep = at
-            # A run that stops in the middle of a step saves what stood before it, after events of that step.
-            standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
-            standing += _interrupted(standing, event)
-        else:
-            standing.append(event)
-    return standing
-
-
-def _interrupted(standing: Iterable[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
-    last = {event["prompt"]: event["event"] for event in standing if event["prompt"] is not None}
-    unfinished = (Event.DISPATCHED, Event.FINISHED)  # finished, but after the checkpoint's content was fixed
-    return [
-        resumed | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt, kind in last.items() if kind in unfinished
-    ]

@@ -4,19 +4,27 @@ import json
 import os
 import shutil
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from megatron_dapo.storage.durable import FolderHeld, lock_folder, remove_folder, replace_file, replace_folder
+from megatron_dapo.storage.durable import (
+    LOCK_NAME,
+    FolderHeld,
+    lock_folder,
+    remove_folder,
+    replace_file,
+    replace_folder,
+)
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
-LEDGER = "ledger.jsonl"
+LEDGER, HOLDER = "ledger.jsonl", ".holder"
+WRITABLE = "choose a directory that can be written"
 
 
 class RunDirError(RuntimeError):
@@ -53,18 +61,24 @@ class Checkpoint:
     folder: Path
 
 
+@contextmanager
+def _usable(path: str | Path, other: str = "choose a directory of your own") -> Iterator[None]:
+    """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; {other}") from None
+
+
 def has_run(path: Path) -> bool:
     """Whether a run began in this directory. A start that failed leaves an empty ledger, which is no run.
 
     Raises:
         RunDirError: that cannot be seen.
     """
-    try:
+    with _usable(path), suppress(FileNotFoundError, NotADirectoryError):
         return (path / LEDGER).stat().st_size > 0
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
+    return False
 
 
 class RunDir:
@@ -72,30 +86,23 @@ class RunDir:
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
+        with _usable(path, WRITABLE):
+            self.logs.mkdir(parents=True, exist_ok=True)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "logs").mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
-        try:
-            self._lock = lock_folder(self.path)
+            with _usable(path):
+                self._lock = lock_folder(self.path)
         except FolderHeld:
-            holder = _read_or(self.path / ".holder", "another process")
+            file = self.path / HOLDER
+            holder = file.read_text().strip() if file.exists() else "another process"
             raise RunDirError(
                 f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
             ) from None
-        except OSError as error:
-            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
         try:
-            (self.path / ".holder").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        except OSError as error:
-            self._lock.release()
-            raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory of your own") from None
-        self._identity = _identity(self.path / ".lock")
-        if resume:
-            return
-        try:
-            self._refuse_what_is_there()
+            with _usable(path):
+                (self.path / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            self._identity = _identity(self.path)
+            if not resume:
+                self._refuse_what_is_there()
         except RunDirError:
             self.close()
             raise
@@ -125,7 +132,7 @@ class RunDir:
         Raises:
             RunDirLost: another directory, or none, is at the run directory's path.
         """
-        if _identity(self.path / ".lock") != self._identity:
+        if _identity(self.path) != self._identity:
             raise RunDirLost(
                 f"run.dir = {self.path}: is not the directory that this run began in (was a mount lost, or the "
                 "directory moved?); what was saved stands there: bring it back and set run.resume=true"
@@ -150,20 +157,16 @@ class RunDir:
             keys: what it must hold.
 
         Raises:
-            RunDirError: the file is missing, damaged or of another shape; names it.
+            RunDirError: the file is missing or damaged; names it.
         """
         file = self.path / name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RunDirError(f"{file}: {error.strerror}; restore it from a copy, or begin anew elsewhere") from None
-        except ValueError as error:
-            raise RunDirError(f"{file}: damaged ({error}); restore it from a copy, or begin anew elsewhere") from None
-        missing = [key for key in keys if not isinstance(content, dict) or key not in content]
-        if missing:
-            raise RunDirError(f"{file}: damaged, without {', '.join(missing)}; restore it from a copy")
-        if wrong := misshapen(name, content):
-            raise RunDirError(f"{file}: damaged ({wrong}); restore it from a copy")
+            if missing := [key for key in keys if not isinstance(content, dict) or key not in content]:
+                raise ValueError(f"without {', '.join(missing)}")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else f"damaged ({error})"
+            raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None
         return content
 
     def checkpoint_aside(self, step: int) -> Path:
@@ -206,10 +209,8 @@ class RunDir:
         """
         steps = [checkpoint.step for checkpoint in self.checkpoints()]
         if step not in steps:
-            raise RunDirError(
-                f"run.resume_step = {step}: {self.path / 'checkpoints'} holds "
-                f"{', '.join(f'step {found}' for found in steps) or 'none'}"
-            )
+            there = ", ".join(f"step {found}" for found in steps) or "none"
+            raise RunDirError(f"run.resume_step = {step}: {self.path / 'checkpoints'} holds {there}")
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
@@ -220,7 +221,7 @@ class RunDir:
 
     def close(self) -> None:
         with suppress(OSError):  # a disk that has become read-only must not hide why the run ends
-            (self.path / ".holder").unlink()
+            (self.path / HOLDER).unlink()
         self._lock.release()
 
 
@@ -230,10 +231,8 @@ def newest_step(path: Path) -> int:
     Raises:
         RunDirError: no directory can be at this path.
     """
-    try:
+    with _usable(path, WRITABLE):
         found = _checkpoints(path)
-    except OSError as error:
-        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that can be written") from None
     return found[-1].step if found else 0
 
 
@@ -248,109 +247,13 @@ def _checkpoints(path: Path) -> list[Checkpoint]:
 
 def _unused(path: Path) -> Path:
     """`path`, or the first of path.2, path.3, ... that is not there."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
+    names = chain([path.name], (f"{path.name}.{number}" for number in count(2)))
+    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
-def _identity(lock: Path) -> tuple[int, int] | None:
+def _identity(folder: Path) -> tuple[int, int] | None:
     """Device and inode of the lock file, which is never replaced while a run holds it; None without one."""
-    try:
-        found = lock.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _read_or(path: Path, otherwise: str) -> str:
-    return path.read_text().strip() if path.exists() else otherwise
-
-
-# The shapes of a run's small JSON files, for their readers: another program, or another version, may have written them.
-
-
-class Figures(BaseModel, extra="forbid", strict=True):
-    """Fields of `statistics.Accuracy`."""
-
-    accuracy: float
-    low: float
-    high: float
-    n: int
-    problems: int
-
-
-class Answers(BaseModel, strict=True):
-    """One way of answering the held-out problems."""
-
-    figures: Figures
-    texts: list[str] = []
-    correct: list[bool] = []
-
-
-class Before(BaseModel, strict=True):
-    """heldout_before.json."""
-
-    before: dict[str, Answers] = {}
-    baseline: dict[str, Answers] | None = None
-
-
-class Summary(BaseModel, strict=True):
-    """summary.json."""
-
-    rollout_steps: int = 0
-    heldout: dict[str, dict[str, Figures] | None] | None = None
-    examples: list[Any] | None = None
-
-
-class Source(BaseModel, strict=True):
-    """A prompt file."""
-
-    sha256: str
-
-
-class Data(BaseModel, strict=True):
-    """The prompts that a run was begun with."""
-
-    train: Source
-    heldout: Source
-
-
-class Trainer(BaseModel, strict=True):
-    """What the trainer was."""
-
-    device: str | None = None
-    layout: dict[str, int | bool | None] | None = None
-    parameters: int | None = None
-
-
-class Manifest(BaseModel, strict=True):
-    """manifest.json."""
-
-    versions: dict[str, Any] | None = None
-    host: dict[str, Any] | None = None
-    trainer: Trainer | None = None
-    model: dict[str, Any] | None = None
-    data: Data | None = None
-    command: list[Any] | None = None
-
-
-SHAPES: dict[str, type[BaseModel]] = {
-    "heldout_before.json": Before,
-    "summary.json": Summary,
-    "manifest.json": Manifest,
-}
-
-
-def misshapen(name: str, content: Any) -> str | None:
-    """What is wrong with the content of the file `name`, and where in it; None where nothing is, or no shape is known.
-    More keys than are known are nothing wrong."""
-    if name not in SHAPES:
-        return None
-    try:
-        SHAPES[name].model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].lower()}"
+    with suppress(OSError):
+        found = (folder / LOCK_NAME).stat()
+        return found.st_dev, found.st_ino
     return None

@@ -21,7 +21,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
-from megatron_dapo.cluster import ray_server, trainer
+from megatron_dapo.cluster import engines as servers
+from megatron_dapo.cluster import trainer
 from megatron_dapo.cluster.engines import placed_engines
 from megatron_dapo.cluster.placement import place
 from megatron_dapo.cluster.trainer_rank import TrainerRank
@@ -51,11 +52,8 @@ class Host:
     def __init__(self, config: Any, spec: Any) -> None:
         self.gpus = spec.gpus or tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-    async def start(self) -> str:
+    async def begin(self) -> str:
         return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
-
-    async def restart(self) -> str:
-        return await self.start()
 
     async def alive(self) -> bool:
         return True
@@ -124,8 +122,8 @@ async def a_server_whose_node_dies(cluster: Cluster, nodes: dict[str, Any], fold
 
 
 async def main(cluster: Cluster, nodes: dict[str, Any]) -> dict[str, Any]:
-    trainer.TrainerRank, ray_server.ServerHost = Rank, Host  # type: ignore[misc, assignment]
-    ray_server.PLACE_DEADLINE_S, ray_server.START_DEADLINE_S, ray_server.ANSWER_DEADLINE_S = 3.0, 10.0, 10.0
+    trainer.TrainerRank, servers.ServerHost = Rank, Host  # type: ignore[misc, assignment]
+    servers.PLACE_DEADLINE_S, servers.START_DEADLINE_S, servers.ANSWER_DEADLINE_S = 3.0, 10.0, 10.0
     with tempfile.TemporaryDirectory() as folder:
         found = await ranks_and_colocated_servers(Path(folder))
         return found | {"replaced": await a_server_whose_node_dies(cluster, nodes, Path(folder))}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cluster import ray_server
-from megatron_dapo.cluster.engines import own_engines, visible_gpus
+from megatron_dapo.cluster import engines as servers
+from megatron_dapo.cluster.engines import gpus_for_servers, own_engines, visible_gpus
 from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.config import load_config
 from rollout.server.engine import LocalServer, RemoteServer
@@ -14,7 +14,8 @@ CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
 def places(tmp_path, gpus, *overrides):
-    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=gpus)
+    config = load_config(CONFIG, overrides)
+    engines = own_engines(config, tmp_path, gpus=gpus_for_servers(config, gpus))
     assert all(isinstance(engine, LocalServer) for engine in engines)
     return [engine.spec.gpus for engine in engines if isinstance(engine, LocalServer)]
 
@@ -49,6 +50,8 @@ def test_the_users_own_choice_of_gpus_is_kept(monkeypatch, tmp_path):
 def test_too_few_gpus_are_refused_with_both_numbers(tmp_path):
     with pytest.raises(PlacementError, match=r"actor\.layout needs 2 GPUs.* 1 more.* offers 2"):
         places(tmp_path, ("0", "1"))
+    with pytest.raises(PlacementError, match=r"= 2 GPUs; there are 1 for them"):
+        own_engines(load_config(CONFIG, ["rollout.servers=2"]), tmp_path, gpus=("0",))
 
 
 def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
@@ -68,7 +71,7 @@ def test_no_two_servers_draw_the_same_noise(tmp_path):
     [("127.0.0.1", "10.0.0.7"), ("0.0.0.0", "10.0.0.7"), ("::", "10.0.0.7"), ("10.1.0.7", "10.1.0.7")],
 )
 def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, tmp_path, host, heard):
-    monkeypatch.setattr(ray_server.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     config = load_config(CONFIG, [f"rollout.host='{host}'"])
     (local,) = own_engines(config, tmp_path, gpus=())
-    assert ray_server.ServerHost(config.rollout, local.spec)._server.url.startswith(f"http://{heard}:")
+    assert servers.ServerHost(config.rollout, local.spec).url.startswith(f"http://{heard}:")

@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import socket
+from dataclasses import asdict
 
 import pytest
 
 from megatron_dapo.cluster import heartbeat as module
-from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.cluster.heartbeat import Heartbeat, heartbeat, read_heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.waits import StopRequested, Waits
-from megatron_dapo.monitor.run_status import Heartbeat, read_heartbeat
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 
@@ -115,7 +115,7 @@ def sign_of(run_dir, *, host: str, state: str = "running") -> Heartbeat:
         error=None,
         error_at=None,
     )
-    run_dir.write_json("status.json", sign.as_json())
+    run_dir.write_json("status.json", asdict(sign))
     return sign
 
 
@@ -127,7 +127,7 @@ def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run
         watching = asyncio.create_task(refuse_live_elsewhere(run_dir))
         await asyncio.sleep(0.05)
         sign.written = 0.5
-        run_dir.write_json("status.json", sign.as_json())
+        run_dir.write_json("status.json", asdict(sign))
         await watching
 
     with pytest.raises(RunDirError, match=r"a live run holds it \(process 7 on node-9\)"):

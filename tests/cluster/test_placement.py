@@ -11,7 +11,8 @@ CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
 def bundles(*overrides, servers):
-    return needed_bundles(load_config(CONFIG, overrides), use_gpu=True, servers=servers)
+    config = load_config(CONFIG, [f"rollout.servers={max(1, servers)}", *overrides])
+    return needed_bundles(config, use_gpu=True, servers=servers)
 
 
 def nodes(*gpus):
@@ -21,7 +22,7 @@ def nodes(*gpus):
 def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
     found = bundles("actor.layout.tensor=2", "actor.layout.data=3", "rollout.tensor_parallel=4", servers=2)
     assert [bundle.gpus for bundle in found] == [2, 2, 2, 4, 4]
-    assert found[0].resources == {"CPU": 2.0, "GPU": 2.0}
+    assert [bundle.cpus for bundle in found] == [2, 2, 2, 1, 1]
 
 
 def test_colocated_servers_and_ranks_are_in_the_same_bundles():

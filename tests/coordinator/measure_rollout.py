@@ -21,13 +21,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.tokenizer import decoder_of
-from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import Admission
-from megatron_dapo.experience.responder import Responder
 from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
@@ -64,16 +63,16 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     )
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
     pool = RewardPool(RewardConfig(workers=1))
-    generator = GroupGenerator(
-        responder=Responder(fleet=fleet, pool=pool, decoder=words() if options.plain_text else decoder_of(words())),
-        prompts=scripted_prompts(PROMPTS, answer="42", verifier="robust"),
-        sampling=SamplingParams(max_new_tokens=Script().max_new_tokens),
-        group_size=options.group_size,
-        overlong=OverlongConfig(),
-        seed=0,
-    )
     algorithm = AlgorithmConfig(
         prompts_per_step=options.prompts, group_size=options.group_size, mini_batch_responses=options.group_size
+    )
+    decoder = words() if options.plain_text else decoder_of(words())
+    generator = GroupGenerator(
+        Responder(fleet=fleet, pool=pool, decoder=decoder),
+        scripted_prompts(PROMPTS, answer="42", verifier="robust"),
+        SamplingParams(max_new_tokens=Script().max_new_tokens),
+        algorithm,
+        seed=0,
     )
     ledger = Ledger(folder / "ledger.jsonl")
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.7), carried=())

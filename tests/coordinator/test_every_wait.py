@@ -18,7 +18,6 @@ from megatron_dapo.cluster import placement
 from megatron_dapo.cluster import trainer as trainer_module
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
-from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
@@ -150,7 +149,7 @@ def test_weights_in_memory_that_never_arrive(folders: list[Path]) -> None:  # no
         (lambda trainer: trainer.load_checkpoint(Path("x")), "trainer load_checkpoint"),
         (lambda trainer: trainer.write_weights(Path("x"), ()), "trainer write"),
         (lambda trainer: trainer.send_weights(None, ()), "trainer send"),
-        (lambda trainer: trainer._everyone(TrainerRank.log_probs), "trainer log_probs"),
+        (lambda trainer: trainer._everyone("log_probs", None), "trainer log_probs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

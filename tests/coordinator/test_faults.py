@@ -13,8 +13,7 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.data.order import prompt_at
-from megatron_dapo.experience.generator import GroupGenerator
-from megatron_dapo.experience.responder import Responder
+from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
@@ -77,17 +76,15 @@ async def fill_under_faults(
         engine.stream_interval = stream_interval
     rollout = RolloutConfig(max_running_requests=32, max_attempts=100, fleet_deadline_s=30.0)
     fleet = RolloutFleet(rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=timing)
-    generator = GroupGenerator(
-        responder=Responder(fleet=fleet, pool=LastToken(), decoder=LastToken()),
-        prompts=scripted_prompts(PROMPTS, answer="", verifier="last-token"),
-        sampling=SamplingParams(max_new_tokens=LONGEST),
-        group_size=group_size,
-        overlong=OverlongConfig(buffer=400),
-        seed=0,
-    )
     algorithm = AlgorithmConfig(
-        prompts_per_step=prompts, group_size=group_size, mini_batch_responses=prompts * group_size
+        prompts_per_step=prompts,
+        group_size=group_size,
+        mini_batch_responses=prompts * group_size,
+        overlong=OverlongConfig(buffer=400),
     )
+    responder = Responder(fleet=fleet, pool=LastToken(), decoder=LastToken())
+    asked = scripted_prompts(PROMPTS, answer="", verifier="last-token")
+    generator = GroupGenerator(responder, asked, SamplingParams(max_new_tokens=LONGEST), algorithm, seed=0)
     ledger = Ledger(folder / "ledger.jsonl")
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)

@@ -32,11 +32,12 @@ class Recorded(Trainer):
         self.asked: list[str] = []
         self.requests: list[SendRequest] = []
 
-    async def _everyone(self, call: Callable[..., object], *arguments: object) -> Any:
-        self.asked.append(call.__name__)
-        if call is TrainerRank.send:
-            self.requests.append(arguments[0])  # type: ignore[arg-type]
-        return {TrainerRank.write: {}, TrainerRank.send: Sent()}.get(call)
+    async def _everyone(self, name: str, call: Callable[..., object]) -> Any:
+        self.asked.append(name)
+        if name == "send":
+            sending = SimpleNamespace(send=lambda request, _: self.requests.append(request))
+            call(SimpleNamespace(weights=sending))
+        return {"write": {}, "send": Sent()}.get(name)
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:

@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit, SamplerState
-from megatron_dapo.coordinator.step_metrics import _tokens_by_fate
+from megatron_dapo.coordinator.step_metrics import _sampling_metrics
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from megatron_dapo.report.outcomes import count_outcomes
 from megatron_dapo.storage.ledger import Ledger, read_ledger
@@ -19,6 +19,11 @@ from tests.ledger_check import check_ledger
 from tools.benchmarks.simulation.virtual_time import run_virtually
 
 GROUP = 4
+
+
+def fates_of(batch) -> dict[str, int]:
+    """Tokens by what became of them, besides those trained on."""
+    return {name: value for name, value in _sampling_metrics(batch, 1).items() if name.startswith("tokens/")}
 
 
 def group(position: int, correct: int, length: int, version: int = 0, shaped: float | None = None) -> ScoredGroup:
@@ -210,7 +215,7 @@ def test_every_token_has_one_fate(make, max_staleness):
     ledger.close()
     before = 0
     for batch in batches:
-        fates = _tokens_by_fate(batch)
+        fates = fates_of(batch)
         assert fates["tokens/all_correct"] + fates["tokens/all_wrong"] == sum(g.tokens for g in batch.filtered)
         spent = sum(g.tokens for g in batch.kept) + sum(fates.values())
         assert sum(g.tokens for g in batch.generated) + before == spent
@@ -218,7 +223,7 @@ def test_every_token_has_one_fate(make, max_staleness):
     assert (sum(batch.expired_tokens for batch in batches) > 0) == (max_staleness == 0)
     written = count_outcomes(ledger._path, [])
     for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
-        assert written.tokens[fate] == sum(_tokens_by_fate(batch)[f"tokens/{name}"] for batch in batches)
+        assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches)
 
 
 def test_carried_groups_within_the_bound_are_used_as_they_are(make):

@@ -23,7 +23,6 @@ def admission(kept, filtered=()):
         expired=0,
         expired_tokens=0,
         generated=(*kept, *filtered),
-        pass_rate=0.5,
         predicted_groups=4,
         limit_reached=False,
     )
@@ -56,7 +55,6 @@ def test_tokens_are_told_by_what_became_of_them():
 def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap, alarms):
     noted: list[str] = []
     metrics = {"rollout_step": 1, "optimizer_step": 4, "mismatch/mean_abs": gap}
-    monkeypatch.setattr(step_metrics, "step_metrics", lambda *_: metrics)
     monkeypatch.setattr(step_metrics, "write_samples", lambda *_: None)
     writer = MetricsWriter(tmp_path, tensorboard=False)
     context = SimpleNamespace(
@@ -67,6 +65,6 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
     )
-    assert step_metrics.write_records(context, record=SimpleNamespace()) == metrics
+    step_metrics.write_records(context, metrics, admission([group(0, 2, 5)]))
     writer.close()
     assert [line.split()[1].rstrip(":") for line in noted] == alarms

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.evaluation import Evaluator
-from megatron_dapo.experience.problem_results import Answer, problem_id
-from megatron_dapo.experience.responder import EngineAborted, Responder
+from megatron_dapo.experience.evaluation import Answer, Evaluator, problem_id
+from megatron_dapo.experience.generator import EngineAborted, Responder
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.processes import ROOT
@@ -114,6 +113,6 @@ def test_a_forbidden_token_is_kept_from_the_first_place_alone(tmp_path):
 
 
 def test_a_response_that_no_server_finished_is_no_wrong_answer(tmp_path):
-    with pytest.raises(EngineAborted, match=r"f:1: a server gave up on response step1-sampled-0-0\."):
+    with pytest.raises(EngineAborted, match=r"held-out f:1: a server gave up on response step1-sampled-0-0\."):
         asyncio.run(evaluator(Script(FinishReason.ABORT), tmp_path).run("step1"))
     assert not (tmp_path / "step1").exists()

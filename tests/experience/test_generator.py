@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dapo.config.algorithm_config import OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import PassRate, SamplerState
-from megatron_dapo.coordinator.step_metrics import _disagreement, write_samples
+from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
-from megatron_dapo.experience.generator import GroupGenerator
+from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import ScoredResponse
-from megatron_dapo.experience.responder import Responder, Unjudged
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
@@ -62,11 +61,10 @@ def groups(*prompts, config=None):
     async def generate():
         pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
         generator = GroupGenerator(
-            responder=Responder(fleet=script, pool=pool, decoder=script),
-            prompts=PromptSet(prompts=prompts, spans=spans, **nothing),
-            sampling=SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
-            group_size=len(TEXTS),
-            overlong=OverlongConfig(shape="none"),
+            Responder(fleet=script, pool=pool, decoder=script),
+            PromptSet(prompts=prompts, spans=spans, **nothing),
+            SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
+            AlgorithmConfig(group_size=len(TEXTS), overlong=OverlongConfig(shape="none")),
             seed=0,
         )
         try:
@@ -88,18 +86,16 @@ def test_a_run_mixes_sources_each_with_its_verifier(tmp_path):
     assert [response.other_accuracy for response in exam.responses] == [False, True, False, False]
     assert [response.other_accuracy for response in old.responses] == [False, True, True, False]
     assert [response.other_accuracy for response in (*quiz.responses, *api.responses)] == [None] * 8
-    assert _disagreement(found) == {"verdict_disagreement": 2 / 8}
-    assert _disagreement([quiz, api]) == {}
+    assert _response_metrics(found)["verdict_disagreement"] == 2 / 8
+    assert "verdict_disagreement" not in _response_metrics([quiz, api])
     state = SamplerState(cursor=0, pass_rate=PassRate.start(0.5, memory=4.0), carried=tuple(found))
     progress = Progress(rollout_step=1, optimizer_step=1, weight_version=1, sampler=state)
     save_progress(progress, tmp_path)
-    assert _disagreement(load_progress(tmp_path).sampler.carried) == {"verdict_disagreement": 2 / 8}
+    assert _response_metrics(load_progress(tmp_path).sampler.carried)["verdict_disagreement"] == 2 / 8
 
 
 def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):
-    admission = SimpleNamespace(generated=tuple(groups(*PROMPTS)), kept=())
-    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
-    write_samples(record, PROMPTS, tmp_path / "samples.jsonl", 2)
+    write_samples(3, groups(*PROMPTS), PROMPTS, tmp_path / "samples.jsonl", 2)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["source"], line["response"], line["other_accuracy"]) for line in lines] == [
         ("exam", "Answer: B", False),
@@ -114,15 +110,15 @@ def test_samples_hold_responses_without_a_verdict(tmp_path):
     (group,) = groups(PROMPTS[2])
     *judged, last = group.responses
     failed = replace(last, verdict=replace(last.verdict, accuracy=False, error="timeout"))
-    admission = SimpleNamespace(generated=(replace(group, responses=(*judged, failed)),), kept=())
-    record = SimpleNamespace(batch=SimpleNamespace(admission=admission), progress=SimpleNamespace(rollout_step=3))
-    write_samples(record, PROMPTS[2:], tmp_path / "samples.jsonl", 1)
+    write_samples(3, [replace(group, responses=(*judged, failed))], PROMPTS[2:], tmp_path / "samples.jsonl", 1)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["response"], line["error"]) for line in lines] == [(judged[0].text, None), (last.text, "timeout")]
 
 
 def test_what_nobody_could_judge_stops_the_run():
-    with pytest.raises(Unjudged, match=r"exam\.jsonl:1: no verdict by 'remote': reward\.remote\.url is not set"):
+    with pytest.raises(
+        Unjudged, match=r"prompt \d+ \(exam\.jsonl:1\): no verdict by 'remote': reward\.remote\.url is not set"
+    ):
         groups(replace(PROMPTS[0], verifier="remote"))
     with pytest.raises(Unjudged, match="ground truth"):
         groups(replace(PROMPTS[0], answer=""))

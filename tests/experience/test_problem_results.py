@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.problem_results import Answer, figures, problem_id, write_results
+from megatron_dapo.experience.evaluation import Answer, figures, problem_id, write_results
 
 
 def prompt(text="?", answer="42", place="f.jsonl:1"):
@@ -50,11 +50,6 @@ def test_figures_by_hand():
     assert (found["problems"], found["samples"]) == (4, 4)
     assert found["mean_tokens"] == pytest.approx(11.5)
     assert found["truncated"] == found["without_answer"] == pytest.approx(2 / 16)
-
-
-def test_problems_with_unequal_answers_have_no_figures():
-    with pytest.raises(ValueError, match=r"\[1, 4\] answers"):
-        figures([*PROBLEMS, answers("1")])
 
 
 def test_files_hold_every_problem_and_the_figures(tmp_path):

@@ -4,7 +4,13 @@ from dataclasses import asdict
 
 import numpy as np
 
-from megatron_dapo.monitor.statistics import clustered_accuracy, wilson_accuracy
+from megatron_dapo.monitor.statistics import Accuracy, clustered_accuracy, wilson
+
+
+def wilson_accuracy(correct: int, n: int) -> Accuracy:
+    """`correct` of `n` independent answers, one a problem."""
+    low, high = wilson(correct / n, n)
+    return Accuracy(accuracy=correct / n, low=low, high=high, n=n, problems=n)
 
 
 def metrics(steps: int = 12) -> list[dict]:

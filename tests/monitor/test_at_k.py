@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_dapo.monitor.statistics import consensus, mean_with_interval, pass_at_k, sizes, wilson_accuracy
+from megatron_dapo.monitor.statistics import consensus, mean_with_interval, pass_at_k, sizes
+from tests.monitor.runs import wilson_accuracy
 
 
 @pytest.mark.parametrize("n", [1, 5, 8])
@@ -19,12 +20,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
 
 def test_pass_at_k_is_exact_where_factorials_would_overflow():
     assert pass_at_k(1, 4096, 1024) == pytest.approx(0.25, abs=1e-12)
-
-
-@pytest.mark.parametrize(("correct", "n", "k"), [(3, 2, 1), (-1, 2, 1), (1, 2, 3), (1, 2, 0)])
-def test_what_is_no_count_is_refused(correct, n, k):
-    with pytest.raises(ValueError, match="pass@"):
-        pass_at_k(correct, n, k)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +69,6 @@ def test_without_spread_wilson_stands_in():
     assert mean_with_interval(np.zeros(30)).high > 0.05
     half = mean_with_interval(np.full(30, 0.5))
     assert (half.low, half.high) == (0.5, 0.5)
-
-
-def test_no_problem_has_no_mean():
-    with pytest.raises(ValueError, match="one number a problem"):
-        mean_with_interval(np.array([]))
 
 
 def test_sizes():

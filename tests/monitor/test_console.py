@@ -10,7 +10,15 @@ import pytest
 from megatron_dapo.monitor.console import Console, duration, step_line
 from tests.monitor.runs import summary
 
-FIGURES = {"accuracy": 0.412, "length": 38.2, "truncated": 0.03, "entropy": 0.31, "seconds": 12.0}
+METRICS = {
+    "rollout_step": 3,
+    "accuracy/mean": 0.412,
+    "response_length/mean": 38.2,
+    "truncated_fraction": 0.03,
+    "entropy": 0.31,
+    "tokens/generated": 14880,
+    "timing/step": 12.0,
+}
 
 
 def printed(*, terminal: bool, use) -> str:
@@ -22,13 +30,13 @@ def printed(*, terminal: bool, use) -> str:
 def test_plain_lines_have_no_control_characters_and_are_not_wrapped():
     def use(console):
         console.note("x" * 500 + " [not a style]")
-        console.step(FIGURES, done=3, total=40)
+        console.step(METRICS, total=40)
         console.error("[stalled] after 10 s")
 
     lines = printed(terminal=False, use=use).splitlines()
     assert lines == [
         "x" * 500 + " [not a style]",
-        "step  3/40  accuracy  41.2%  length 38  cut off 3.0%  entropy 0.310  12 s  (7 min left)",
+        "step  3/40  accuracy  41.2%  length 38  cut off 3.0%  entropy 0.310  1240 tokens/s  12 s  (7 min left)",
         "[stalled] after 10 s",
     ]
 
@@ -36,22 +44,18 @@ def test_plain_lines_have_no_control_characters_and_are_not_wrapped():
 def test_time_left_follows_the_recent_steps():
     def use(console):
         for done in range(1, 11):
-            console.step({**FIGURES, "seconds": 1000.0 if done <= 5 else 60.0}, done=done, total=12)
+            console.step(METRICS | {"rollout_step": done, "timing/step": 1000.0 if done <= 5 else 60.0}, total=12)
 
     assert "(2 min left)" in printed(terminal=False, use=use).splitlines()[-1]
 
 
-def test_speed_is_shown_where_it_is_known():
-    assert "1240 tokens/s" in step_line({**FIGURES, "tokens_per_second": 1240.4}, done=1, total=2, seconds_left=1)
-
-
 def test_the_last_step_has_no_time_left():
-    assert "left" not in step_line(FIGURES, done=2, total=2, seconds_left=0)
+    assert "left" not in step_line(METRICS, total=3, seconds_left=0)
 
 
 def test_a_terminal_has_a_bar_and_it_is_taken_down():
     def use(console):
-        console.step(FIGURES, done=1, total=2)
+        console.step(METRICS | {"rollout_step": 1}, total=2)
         console.error("the end")
         console.note("after")
 

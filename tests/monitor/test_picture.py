@@ -5,7 +5,7 @@ import pytest
 from matplotlib import image
 from matplotlib.axes import Axes
 
-from megatron_dapo.monitor.picture import draw_run, run_figure
+from megatron_dapo.monitor.picture import run_figure
 from tests.monitor.runs import metrics, summary
 
 
@@ -20,7 +20,7 @@ def drawn(panel: Axes, lines, name) -> bool:
 
 
 def test_size_fits_a_readme(tmp_path):
-    draw_run(metrics(), summary(), tmp_path / "curves.png")
+    run_figure(metrics(), summary()).savefig(tmp_path / "curves.png")
     height, width, _ = image.imread(tmp_path / "curves.png").shape
     assert 1600 <= width <= 2400
     assert 1.7 <= width / height <= 2.3
@@ -73,6 +73,6 @@ def test_held_out_marks_and_baseline_stand_where_they_were_measured():
     ids=["no baseline", "no greedy", "one step", "no steps", "nothing measured"],
 )
 def test_runs_with_less_to_show_are_drawn_too(tmp_path, lines, figures, recwarn):
-    draw_run(lines, figures, tmp_path / "curves.png")
+    run_figure(lines, figures).savefig(tmp_path / "curves.png")
     assert (image.imread(tmp_path / "curves.png")[..., :3] < 0.5).any()
     assert [str(warning.message) for warning in recwarn] == []

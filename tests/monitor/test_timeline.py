@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.monitor.timeline import FOLDER, SpanError, SpanFile, Timeline, read_spans
+from megatron_dapo.diagnostics.recorded_spans import SpanError, read_spans
+from megatron_dapo.monitor.timeline import FOLDER, SpanFile, Timeline
 from rollout.generation import FinishReason, ServedPart
 
 PART = ServedPart(
@@ -73,8 +74,7 @@ def test_nothing_recorded_is_nothing(tmp_path):
 
 def test_every_so_many_steps_are_recorded_here_and_on_the_ranks(tmp_path):
     trainer = SimpleNamespace(recorded_step=None)
-    timeline = Timeline(tmp_path, every=2)
-    timeline.follow(trainer)
+    timeline = Timeline(tmp_path, trainer, every=2)
     told = []
     for step in range(1, 6):
         phases = timeline.begin(step)
@@ -92,7 +92,7 @@ def test_every_so_many_steps_are_recorded_here_and_on_the_ranks(tmp_path):
 
 
 def test_off_writes_nothing(tmp_path):
-    timeline = Timeline(tmp_path, every=0)
+    timeline = Timeline(tmp_path, SimpleNamespace(), every=0)
     with timeline.begin(1).measure("rollout"):
         timeline.served(PART)
     timeline.close()

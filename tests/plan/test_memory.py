@@ -7,7 +7,7 @@ import pytest
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.coordinator import old_log_probs
+from megatron_dapo.coordinator import batch
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
@@ -73,7 +73,7 @@ def test_constants_that_stand_in_modules_with_torch_are_the_same():
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
     assert EXPORT_FILE_BYTES == sync.EXPORT_FILE_BYTES
-    assert old_log_probs.CHUNKS == step_plan.LOG_PROB_PARTS
+    assert batch.CHUNKS == step_plan.LOG_PROB_PARTS
 
 
 def update_peak(changes: dict, constants, stage: int = -1) -> float:

@@ -5,7 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from megatron_dapo.storage.group_files import batch_folder, load_batch, save_batch
+from megatron_dapo.diagnostics.step_replay import load_batch
+from megatron_dapo.storage.group_files import batch_folder, save_batch
 from megatron_dapo.storage.run_dir import RunDir
 from tests.coordinator.test_sampler import group
 

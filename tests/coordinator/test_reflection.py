@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.monitor.reflection import BACKTRACKING, REFLECTION, reflection_metrics
+from megatron_dapo.coordinator.step_metrics import BACKTRACKING, REFLECTION, reflection_metrics
 
 
 @pytest.mark.parametrize(

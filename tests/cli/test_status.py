@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.status import status_command
-from megatron_dapo.monitor.run_status import Heartbeat, read_heartbeat
+from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from tests.monitor.runs import metrics
 from tests.report.folders import write_lines, write_run
@@ -72,11 +73,12 @@ def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
 def test_a_dead_run_in_full(tmp_path, capsys):
     folder = write_run(tmp_path / "run", finished=False, steps=7)
     write_lines(
-        folder / "metrics.jsonl", [{**line, "truncated_fraction": 0.5, "timing/step": 10.0} for line in metrics()[:7]]
+        folder / "metrics.jsonl",
+        [line | {"truncated_fraction": 0.5, "timing/step": 10.0, "tokens/generated": 4000} for line in metrics()[:7]],
     )
     (folder / "checkpoints" / "step_5").mkdir(parents=True)
     sign = beat(state="failed", error="Stalled: no answer\n  open waits", error_at=1000.0, written=time.time() - 600)
-    write_lines(folder / "status.json", [sign.as_json()])
+    write_lines(folder / "status.json", [asdict(sign)])
     assert status_command(folder) == ExitCode.FINISHED
     text = capsys.readouterr().out
     for part in (
@@ -93,7 +95,7 @@ def test_a_dead_run_in_full(tmp_path, capsys):
 
 def test_a_run_that_has_only_begun(tmp_path, capsys):
     sign = beat(waits=["server start: waiting for SGLang servers for 3 of 600 s"], written=time.time(), host="node-9")
-    write_lines(tmp_path / "status.json", [sign.as_json()])
+    write_lines(tmp_path / "status.json", [asdict(sign)])
     assert status_command(tmp_path) == ExitCode.FINISHED
     text = capsys.readouterr().out
     assert "running, process 7 on node-9" in text
