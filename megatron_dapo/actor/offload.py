@@ -37,8 +37,6 @@ def parts_at_rest(config: OffloadConfig) -> tuple[Part, ...]:
 class DeviceMemory:
     """Which parts of a rank's actor are on its device. All parts are at the start."""
 
-    parts = PARTS
-
     def __init__(self, chunks: Iterable[torch.nn.Module], megatron_optimizer: Any) -> None:
         """`chunks`: in Megatron's DistributedDataParallel; `megatron_optimizer`: a ChainedOptimizer over them."""
         self._chunks = list(chunks)

@@ -22,14 +22,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_dapo.actor.model.layers import output_weight
-from megatron_dapo.actor.model.log_prob import gather_over_context, linear_token_log_probs, token_log_probs
-from megatron_dapo.actor.model.packed_sequences import PackedSequences, packed_sequences
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import (
+    VocabularyShard,
+    gather_over_context,
+    linear_token_log_probs,
+    token_log_probs,
+)
+from megatron_dapo.actor.model.packed_attention import PackedSequences, packed_sequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig
 
 _BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
 """Summed with every objective, before its own statistics."""
@@ -72,24 +76,20 @@ class ForwardBackward:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
+        config: ActorConfig,
         *,
-        layout: LayoutConfig,
         vocabulary: int,
-        chunk_tokens: int | None,
-        fused_linear: bool,
         device: torch.device,
-        row_multiple: int = 1,
     ) -> None:
-        """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
-        `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
-        states instead of logits. `row_multiple`: what a rank's tokens of a micro-batch are rounded up to."""
+        """`chunks`: as `optimizer.ActorOptimizer` has wrapped them, built by `config`. `vocabulary`: tokens, without
+        padding."""
         self.chunks: list[Any] = list(chunks)
-        self.layout = layout
+        self.layout = config.layout
         self.vocabulary = vocabulary
-        self.chunk_tokens = chunk_tokens
-        self.fused_linear = fused_linear
+        self.chunk_tokens = config.logprob_chunk_tokens
+        self.fused_linear = config.fused_linear_log_prob
+        self.row_multiple = config.row_multiple
         self.device = device
-        self.row_multiple = row_multiple
         self.clock: PassClock | None = None
         """Told of each micro-batch while the actor's passes are timed."""
         self.data_rank = parallel_state.get_data_parallel_rank()

@@ -1,4 +1,4 @@
-"""What goes into the actor and comes out: responses, mini-batches, log-probs, metrics of an update.
+"""What goes into the actor and comes out: responses, mini-batches, learning rate, log-probs, metrics of an update.
 
 Everything is a flat numpy array, response after response without padding, so that a message crosses Ray's object
 store without a copy. Such arrays are read-only, and nothing here writes to them. No torch, no Megatron in this file.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from megatron_dapo.actor.packing import MicroBatchPlan, exclusive_sum, ranges
+from megatron_dapo.config.actor_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,12 +167,40 @@ class UpdateMetrics:
     micro_batches: int
     """Micro-batches that each data-parallel rank ran."""
 
-    seconds: float
-    """Wall time on rank 0."""
-
     def mean(self, name: str) -> float:
         """`sums[name]` / `tokens`; 0 if no token carried loss."""
         return self.sums[name] / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """Linear warm-up, then constant, or a cosine down to `final_fraction` of the peak.
+
+    Optimizer step k = 1, 2, ... of a warm-up of W steps has the rate peak * k / W: no step is spent at rate 0.
+    """
+
+    peak: float
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """Optimizer step, warm-up included, at which the cosine reaches its end; None: constant after the warm-up."""
+
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"learning rate: decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}"
+            )
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":
+        """The paper's: warm-up over rollout steps, each of `steps_per_rollout` optimizer steps, then constant."""
+        return cls(peak=config.lr, warmup_steps=round(config.warmup_rollout_steps * steps_per_rollout))
+
+    @property
+    def final(self) -> float:
+        """Rate after the decay; the peak without one."""
+        return self.peak if self.decay_steps is None else self.peak * self.final_fraction
 
 
 class NonFiniteUpdateError(ArithmeticError):

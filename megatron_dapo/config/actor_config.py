@@ -69,6 +69,8 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
+    """Section `actor`: how Megatron-Core trains."""
+
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()

@@ -110,6 +110,8 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
+    """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
+
     prompts_per_step: PositiveInt = 512
     """N: groups that one rollout step trains on."""
 

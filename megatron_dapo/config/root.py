@@ -8,11 +8,8 @@ from pydantic.dataclasses import dataclass
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.base import STRICT
-from megatron_dapo.config.data_config import DataConfig
-from megatron_dapo.config.evaluation_config import EvaluationConfig
-from megatron_dapo.config.model_config import ModelConfig
-from megatron_dapo.config.monitor_config import MonitorConfig
-from megatron_dapo.config.run_config import RunConfig
+from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
+from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 

@@ -18,7 +18,7 @@ from megatron_dapo.actor.step_data import LogProbs
 from megatron_dapo.algorithm.importance import Mismatch, mismatch
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config import Config
-from megatron_dapo.config.monitor_config import MonitorConfig
+from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator.batch import StepArrays, responses_of
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console

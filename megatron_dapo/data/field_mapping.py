@@ -3,8 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, Schema
-from megatron_dapo.config.evaluation_config import EvaluationConfig
+from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, EvaluationConfig, Schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

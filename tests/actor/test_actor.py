@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import LearningRate, LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from megatron_dapo.config.actor_config import OptimizerConfig
 from tests.actor.gloo import RankError, RankPlace

@@ -10,9 +10,8 @@ import yaml
 from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHMS
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.actor.weights.hf_files import FolderPlan
+from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, FolderPlan
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
-from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest

@@ -1,7 +1,7 @@
 """Checkpoints of the actor: model, optimizer, step count, random state, in Megatron's distributed format.
 
     folder/  __0_0.distcp ...  every rank's shards        .metadata, metadata.json, common.pt  Megatron's
-             actor.json        layout, optimizer step, the caller's own small values
+             actor.json        layout, optimizer step
              manifest.json     a checksum of every other file
 
 A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
@@ -14,7 +14,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +46,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import (
 )
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
-from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written
-from megatron_dapo.actor.device.host_memory import available_bytes
+from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.storage.durable import replace_file, sync_file
@@ -73,8 +72,8 @@ class CheckpointState:
     distributed_optimizer: bool | None
     """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
 
-    extra: Mapping[str, Any]
-    """The caller's own values."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Of the file's format; nothing is stored in it."""
 
     def text(self) -> str:
         """As JSON."""
@@ -86,27 +85,21 @@ def begin(
     optimizer: ActorOptimizer,
     *,
     layout: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
     background: bool,
 ) -> "PendingSave":
     """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
 
     Args:
         layout: `dataclasses.asdict` of the LayoutConfig.
-        extra: small values that JSON can hold.
         background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
             all ranks write before this returns.
     """
-    folder = Path(folder)
     aside = folder.with_name(f"{folder.name}.partial")
     state = CheckpointState(
         optimizer_steps=optimizer.optimizer_steps,
         layout=layout,
         distributed_optimizer=optimizer.config.distributed,
-        extra=extra or {},
     )
-    # Before any rank waits for another: what JSON cannot hold is refused on all of them.
-    text = state.text()
     _on_rank_0(folder, lambda: make_empty(aside))
     sharded = _sharded_state(optimizer, loading=False)
     # After that: before the first step it is what makes the moments.
@@ -116,13 +109,14 @@ def begin(
         str(aside),
         sharded_strategy=_PlanOnly(writer),
     )
-    _on_rank_0(folder, lambda: replace_file(aside / STATE_FILE, text))
-    if background and _has_room(writer.bytes_to_copy):
+    _on_rank_0(folder, lambda: replace_file(aside / STATE_FILE, state.text()))
+    in_background = background and _has_room(writer.bytes_to_copy)
+    if in_background:
         writer.copy()
         writer.start()
-        return PendingSave(folder, aside, writer, in_background=True)
-    writer.write()
-    return PendingSave(folder, aside, writer, in_background=False)
+    else:
+        writer.write()
+    return PendingSave(folder, aside, writer, in_background=in_background)
 
 
 class PendingSave:
@@ -165,14 +159,13 @@ class PendingSave:
             raise
 
 
-def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
+def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> None:
     """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
 
     Raises:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
             Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
-    folder = Path(folder)
     _check(folder)
     refuse_foreign_code(folder)
     state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
@@ -194,7 +187,6 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
-    return state
 
 
 def _check_common_state(folder: Path) -> None:

@@ -91,8 +91,7 @@ def fused_package() -> str | None:
 def put_in_place() -> None:
     """Make FusedLayoutAdam the Adam of Megatron's optimizers; on the CPU in any case, the fused ones are CUDA
     kernels."""
-    optimizer = megatron.core.optimizer
-    distributed = megatron.core.optimizer.distrib_optimizer
+    optimizer, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     optimizer.Adam = distributed.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     # "TransformerEngine or Apex" selects, in the distributed optimizer, the state layout that FusedLayoutAdam has.

@@ -1,6 +1,7 @@
 """Which kernels the trainer uses, from what was found and what is asked: a pure function, without Megatron."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -48,18 +49,6 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """Which implementation does one part of the work, and why this one.
-
-    Example: Kernel(part="norm", name="RMSNorm in PyTorch", reason="TransformerEngine is not importable").
-    """
-
-    part: str
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChoice:
     """What the trainer processes run on; `str()` gives the lines for the start of a run."""
 
@@ -79,12 +68,12 @@ class DeviceChoice:
     overlap_grad_reduce: bool = False
     """Gradients are summed over ranks while backward still runs."""
 
-    kernels: tuple[Kernel, ...] = ()
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
 
     def __str__(self) -> str:
-        lines = [f"device {self.device}, torch.distributed over {self.backend}"]
-        lines += [f"{kernel.part}: {kernel.name} ({kernel.reason})" for kernel in self.kernels]
-        return "\n".join(lines)
+        lines = [f"{part}: {kernel}" for part, kernel in self.kernels.items()]
+        return "\n".join([f"device {self.device}, torch.distributed over {self.backend}", *lines])
 
 
 def choose(asked: Asked, found: Found) -> DeviceChoice:
@@ -107,58 +96,49 @@ def choose(asked: Asked, found: Found) -> DeviceChoice:
             "PyTorch's would take a mask of each sequence's tokens by its tokens. Install transformer-engine[pytorch], "
             "or set actor.layout.context to 1"
         )
-    choice = DeviceChoice(
+    return DeviceChoice(
         device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
         backend="nccl" if cuda else "gloo",
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
         gradient_accumulation=cuda and found.gradient_accumulation,
         overlap_grad_reduce=cuda and asked.reducing_ranks > 1,
+        kernels=_kernels(asked, found, why_not, cuda=cuda),
     )
-    layers = _layer_kernels(asked, why_not or f"TransformerEngine {found.transformer_engine} is importable", choice)
-    return replace(choice, kernels=(*layers, *_gradient_kernels(asked, choice), _optimizer_kernel(found, choice)))
 
 
-def _layer_kernels(asked: Asked, reason: str, choice: DeviceChoice) -> tuple[Kernel, ...]:
-    attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
-    if choice.transformer_engine:
+def _kernels(asked: Asked, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
+    if why_not is None:
+        because = f"TransformerEngine {found.transformer_engine} is importable"
         attention = "TransformerEngine's dot-product attention"
         norm = "TransformerEngine's RMSNorm, fused with the linear after it"
-    products: str = asked.dtype
-    why = "actor.fp8 is none"
+    else:
+        because = why_not
+        attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
+    products = f"{asked.dtype} (actor.fp8 is none)"
     if asked.fp8 != "none":
-        products, why = f"FP8 {asked.fp8}, {asked.fp8_recipe} scaling", "actor.fp8 asks for it"
-    return (
-        Kernel(part="attention", name=attention, reason=reason),
-        Kernel(part="norm", name=norm, reason=reason),
-        Kernel(part="matrix products", name=products, reason=why),
-    )
-
-
-def _gradient_kernels(asked: Asked, choice: DeviceChoice) -> tuple[Kernel, ...]:
-    cuda = choice.device.type == "cuda"
-    sums = "fused into the matrix product" if choice.gradient_accumulation else "an addition after the matrix product"
-    why = "Apex's fused_weight_gradient_mlp_cuda is" + ("" if choice.gradient_accumulation else " not") + " importable"
-    when, over = "after backward", "over gloo it would take backward's cores"
-    if choice.overlap_grad_reduce:
-        when, over = "during backward", f"{asked.reducing_ranks} data- and context-parallel ranks over NCCL"
-    elif asked.reducing_ranks == 1:
-        over = "there is one data-parallel rank"
-    return (
-        Kernel(part="gradient accumulation", name=sums, reason=why if cuda else NO_CUDA),
-        Kernel(part="gradient reduction", name=when, reason=over),
-    )
-
-
-def _optimizer_kernel(found: Found, choice: DeviceChoice) -> Kernel:
-    if choice.fused_adam:
-        return Kernel(
-            part="optimizer", name=f"FusedAdam of {found.fused_adam}", reason=f"{found.fused_adam} is importable"
-        )
-    reason = "neither TransformerEngine nor Apex is importable"
-    if choice.device.type == "cpu":
-        reason = "the fused ones need CUDA"
-    return Kernel(part="optimizer", name="AdamW of this package in FusedAdam's state layout", reason=reason)
+        products = f"FP8 {asked.fp8}, {asked.fp8_recipe} scaling (actor.fp8 asks for it)"
+    sums = f"an addition after the matrix product ({NO_CUDA})"
+    adam = "AdamW of this package in FusedAdam's state layout (the fused ones need CUDA)"
+    reduction = "after backward (over gloo it would take backward's cores)"
+    if cuda:
+        sums = "an addition after the matrix product (Apex's fused_weight_gradient_mlp_cuda is not importable)"
+        if found.gradient_accumulation:
+            sums = "fused into the matrix product (Apex's fused_weight_gradient_mlp_cuda is importable)"
+        adam = "AdamW of this package in FusedAdam's state layout (neither TransformerEngine nor Apex is importable)"
+        if found.fused_adam is not None:
+            adam = f"FusedAdam of {found.fused_adam} ({found.fused_adam} is importable)"
+        reduction = f"during backward ({asked.reducing_ranks} data- and context-parallel ranks over NCCL)"
+    if asked.reducing_ranks == 1:
+        reduction = "after backward (there is one data-parallel rank)"
+    return {
+        "attention": f"{attention} ({because})",
+        "norm": f"{norm} ({because})",
+        "matrix products": products,
+        "gradient accumulation": sums,
+        "gradient reduction": reduction,
+        "optimizer": adam,
+    }
 
 
 def _why_no_transformer_engine(asked: Asked, found: Found, *, cuda: bool) -> str | None:

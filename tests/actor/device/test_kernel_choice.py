@@ -73,7 +73,7 @@ def test_what_is_chosen_and_why(asked, found, wanted, words):
     assert got == wanted
     for word in words:
         assert word in str(choice)
-    assert all(kernel.name and kernel.reason for kernel in choice.kernels)
+    assert len(choice.kernels) == 6
 
 
 REFUSED = [

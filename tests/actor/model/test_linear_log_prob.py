@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.actor.model.log_prob import linear_token_log_probs
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs
 
 VOCABULARY, HIDDEN = 53, 16
 
