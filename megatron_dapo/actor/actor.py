@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.actor import device
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import (
     LearningRate,
@@ -75,19 +76,14 @@ class MegatronActor:
         self.config = config
         self.model = model
         self.rank = rank
-        self.device = device.prepare_for(
-            device.Asked(
-                device=config.device,
-                dtype=model.dtype,
-                reducing_ranks=config.layout.data * config.layout.context,
-                context=config.layout.context,
-                fp8=config.fp8,
-                fp8_recipe=config.fp8_recipe,
-            )
-        )
+        self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
         from megatron_dapo.actor.device import process_groups
-        from megatron_dapo.actor.model.hf_config import HFModelConfig
+        from megatron_dapo.actor.model.model_chunks import build_model
+        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
+        from megatron_dapo.actor.optimizer import ActorOptimizer
+        from megatron_dapo.actor.step import ForwardBackward
+        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
 
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
@@ -100,25 +96,10 @@ class MegatronActor:
             timeout_s=timeout_s,
             seed=seed,
         )
-        self._build(
-            learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
-            keep_reference=keep_reference,
-        )
-
-    def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
-        """Model with its weights, optimizer, reference and passes; the process groups are up."""
-        from megatron_dapo.actor.model.model_chunks import build_model
-        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
-        from megatron_dapo.actor.optimizer import ActorOptimizer
-        from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
-
-        config = self.config
         chunks = build_model(self.hf, config, self.model.dtype, self.device)
         load_hf_weights(chunks, self.hf, Path(self.model.path))
-        self.optimizer = ActorOptimizer(
-            chunks, config.optimizer, learning_rate, overlap=self.device.overlap_grad_reduce
-        )
+        rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
+        self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, overlap=self.device.overlap_grad_reduce)
         self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
         self.passes = ForwardBackward(
             self.optimizer.chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device

@@ -21,13 +21,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.actor.model.layers import output_weight
 from megatron_dapo.actor.model.log_prob import (
     VocabularyShard,
     gather_over_context,
     linear_token_log_probs,
     token_log_probs,
 )
+from megatron_dapo.actor.model.model_chunks import output_weight
 from megatron_dapo.actor.model.packed_attention import PackedSequences, packed_sequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock

@@ -16,7 +16,7 @@ A = -1: r = 0.9 gives 0.9 (free), r = 0.5 gives 0.8 (clipped), r = 30 gives 30 (
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -192,15 +192,8 @@ class PolicyObjective:
 class SupervisedObjective:
     """Cross-entropy on given responses, -log pi(y_t): used to teach a base model before reinforcement learning."""
 
-    @property
-    def stat_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    @property
-    def uses_entropy_gradient(self) -> bool:
-        """Never."""
-        return False
+    stat_names: ClassVar[tuple[str, ...]] = ()
+    uses_entropy_gradient: ClassVar[bool] = False
 
     def __call__(
         self, log_probs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], columns: LossColumns | None = None

@@ -1,9 +1,8 @@
 """YAML file + `section.key=value` overrides -> Config, strictly (no key is ignored, none is guessed)."""
 
-import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -165,18 +164,9 @@ def _keys(path: tuple[str, ...]) -> list[str]:
     """Valid keys below the section `path`."""
     section: Any = Config
     for part in path:
-        if part.isdigit():  # of a list of sections
-            section = next(item for item in _members(section) if dataclasses.is_dataclass(item))
-        else:
-            section = {field.name: field.type for field in dataclasses.fields(section)}[part]
-    return [field.name for field in dataclasses.fields(section)]
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    """All types that an annotation is made of."""
-    yield annotation
-    for argument in get_args(annotation):
-        yield from _members(argument)
+        # A digit stands for an item of a list of sections, whose type is tuple[Section, ...].
+        section = get_args(section)[0] if part.isdigit() else section.__pydantic_fields__[part].annotation
+    return list(section.__pydantic_fields__)
 
 
 def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

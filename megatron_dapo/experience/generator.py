@@ -74,7 +74,7 @@ class GroupGenerator:
     async def _judge(self, prompt: Prompt, generations: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
         requests, verdicts = await self._responder.judge(prompt, [generation.token_ids for generation in generations])
         accuracy = torch.tensor([verdict.accuracy for verdict in verdicts])
-        raw = raw_reward(accuracy, dtype=torch.float64).tolist()
+        raw = raw_reward(accuracy).tolist()
         shaped = shaped_rewards(
             accuracy,
             torch.tensor([len(generation.token_ids) for generation in generations]),
@@ -82,7 +82,6 @@ class GroupGenerator:
             max_length=self._sampling.max_new_tokens,
             buffer=self._overlong.buffer,
             factor=self._overlong.factor,
-            dtype=torch.float64,
         ).tolist()
         return tuple(
             ScoredResponse(

@@ -34,16 +34,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    check_digests,
-    check_there,
-    digest_of,
-    make_empty,
-    put_in_place,
-    read_manifest,
-)
+from megatron_dapo.actor.checkpoint import checkpoint_files as files
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
 from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
@@ -100,7 +91,7 @@ def begin(
         layout=layout,
         distributed_optimizer=optimizer.config.distributed,
     )
-    _on_rank_0(folder, lambda: make_empty(aside))
+    _on_rank_0(folder, lambda: files.make_empty(aside))
     sharded = _sharded_state(optimizer, loading=False)
     # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
@@ -109,7 +100,7 @@ def begin(
         str(aside),
         sharded_strategy=_PlanOnly(writer),
     )
-    _on_rank_0(folder, lambda: replace_file(aside / STATE_FILE, state.text()))
+    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state.text()))
     in_background = background and _has_room(writer.bytes_to_copy)
     if in_background:
         writer.copy()
@@ -153,7 +144,9 @@ class PendingSave:
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
             for name in rest:  # Megatron leaves its common values to the system
                 sync_file(self._aside / name)
-            put_in_place(self._aside, self._folder, digests | {name: digest_of(self._aside / name) for name in rest})
+            files.put_in_place(
+                self._aside, self._folder, digests | {name: files.digest_of(self._aside / name) for name in rest}
+            )
         except OSError:
             shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
             raise
@@ -168,7 +161,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     """
     _check(folder)
     refuse_foreign_code(folder)
-    state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
+    state = CheckpointState(**json.loads((folder / files.STATE_FILE).read_text()))
     if state.distributed_optimizer is None:
         raise CheckpointError(
             f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
@@ -176,7 +169,7 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
         )
     if state.distributed_optimizer != optimizer.config.distributed:
         raise CheckpointError(
-            f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
+            f"{folder / files.STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
             "the two kinds of optimizer state do not interchange, so set it to that"
         )
     _check_common_state(folder)
@@ -290,9 +283,9 @@ def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
 
 def _check(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    manifest = read_manifest(folder / MANIFEST_FILE)
-    check_there(folder, manifest)
+    manifest = files.read_manifest(folder / files.MANIFEST_FILE)
+    files.check_there(folder, manifest)
     names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    own = {name: digest_of(folder / name, manifest.algorithm) for name in names}
+    own = {name: files.digest_of(folder / name, manifest.algorithm) for name in names}
     found = {name: digest for part in _from_all(own) for name, digest in part.items()}
-    check_digests(folder, manifest, found)
+    files.check_digests(folder, manifest, found)

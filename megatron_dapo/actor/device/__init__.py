@@ -10,17 +10,18 @@ from typing import Literal
 import torch
 
 from megatron_dapo.actor.device import cpu
-from megatron_dapo.actor.device.kernel_choice import Asked, DeviceChoice, Found, choose
+from megatron_dapo.actor.device.kernel_choice import DeviceChoice, Dtype, Found, choose
+from megatron_dapo.config.actor_config import ActorConfig
 
-__all__ = ["Asked", "DeviceChoice", "Found", "choose", "prepare", "prepare_for"]
+__all__ = ["DeviceChoice", "Found", "choose", "prepare", "prepare_for"]
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
     """`prepare_for` a config that asks for a device and nothing else."""
-    return prepare_for(Asked(device=device))
+    return prepare_for(ActorConfig(device=device), "bfloat16")
 
 
-def prepare_for(asked: Asked) -> DeviceChoice:
+def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
     """Choose device and kernels and make Megatron importable; call before the process first imports Megatron.
 
     On the CPU this installs the stand-ins of `device.cpu`; with CUDA these stay out. The optimizer is
@@ -34,9 +35,9 @@ def prepare_for(asked: Asked) -> DeviceChoice:
     """
     # Megatron warns about sequence parallelism on every layer without it; CUDA reads it when its context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if asked.device == "cpu" or not torch.cuda.is_available():
+    if config.device == "cpu" or not torch.cuda.is_available():
         seen = Found()
-        choose(asked, seen)  # what cannot be had is refused before anything is changed
+        choose(config, dtype, seen)  # what cannot be had is refused before anything is changed
         cpu.install()
     else:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
@@ -57,7 +58,7 @@ def prepare_for(asked: Asked) -> DeviceChoice:
         fused_adam=adam.fused_package(),
         gradient_accumulation=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
-    choice = choose(asked, found)
+    choice = choose(config, dtype, found)
     if not choice.fused_adam:
         adam.put_in_place()
     return choice

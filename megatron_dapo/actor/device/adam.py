@@ -44,9 +44,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; `closure` is refused (Megatron never gives one)."""
-        if closure is not None:
-            raise ValueError("a closure is not supported")
+        """One update of every parameter that has a gradient; Megatron never gives a closure."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

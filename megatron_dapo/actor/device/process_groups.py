@@ -5,7 +5,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import torch
@@ -89,7 +88,7 @@ def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta)
 def _gloo_on_loopback(host: str) -> Iterator[None]:
     """Where the ranks meet on loopback gloo shall listen there too, and not on the address of the machine's name."""
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not _is_loopback(host):
+    if name in os.environ or host not in ("127.0.0.1", "::1", "localhost"):
         yield
         return
     os.environ[name] = "lo"
@@ -97,13 +96,6 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name, or none
-        return False
 
 
 def shutdown() -> None:

@@ -57,6 +57,10 @@ class VocabularyShard:
         return cls(start=start, size=max(0, min(columns, vocabulary - start)), group=group)
 
 
+Options = tuple[VocabularyShard, float, int]
+"""The shard, the temperature, and how many rows or columns are worked on at a time."""
+
+
 def token_log_probs(
     logits: Tensor,
     rows: Tensor,
@@ -78,7 +82,7 @@ def token_log_probs(
         entropy_gradient: whether gradients flow back from the entropy; False saves a little.
     """
     chunk = chunk or max(1, piece_elements(logits.device) // max(1, shard.size))
-    log_probs, entropy = _TokenLogProbs.apply(logits, rows, targets, shard, temperature, chunk)
+    log_probs, entropy = _TokenLogProbs.apply(logits, rows, targets, (shard, temperature, chunk))
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -105,7 +109,7 @@ def linear_token_log_probs(
         block: columns at a time; None: as many as suit the device.
     """
     block = block or max(MIN_BLOCK, piece_elements(hidden.device) // max(1, len(rows)))
-    log_probs, entropy = _LinearTokenLogProbs.apply(hidden, weight, rows, targets, shard, temperature, block)
+    log_probs, entropy = _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
     return log_probs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -138,29 +142,22 @@ class _GatherOverContext(torch.autograd.Function):
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        shard, temperature, chunk = options
         piece = torch.empty((4, len(rows)), dtype=work_dtype(logits.dtype), device=logits.device)
         for part in _parts(len(rows), chunk):
             columns = _columns(logits, rows[part], shard)
             piece[:, part] = reduce_columns(columns, targets[part] - shard.start, temperature)
         maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
         ctx.save_for_backward(logits, rows, targets, maximum, log_total, entropy)
-        ctx.options = (shard, temperature, chunk)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, chunk = ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
@@ -176,21 +173,15 @@ class _TokenLogProbs(torch.autograd.Function):
                 temperature,
             )
             grad_logits[:, : shard.size].index_copy_(0, rows[part], grad.to(logits.dtype))
-        return grad_logits, None, None, None, None, None
+        return grad_logits, None, None, None
 
 
 class _LinearTokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        block: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, options: Options
     ) -> tuple[Tensor, Tensor]:
+        shard, temperature, block = options
         dtype, wanted = work_dtype(hidden.dtype), hidden.index_select(0, rows)
         # The block of no columns stands for a rank whose columns are all padding.
         pieces = [
@@ -201,14 +192,14 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             merge(torch.stack(pieces), temperature), shard.group, temperature
         )
         ctx.save_for_backward(hidden, weight, rows, targets, maximum, log_total, entropy)
-        ctx.options = (shard, temperature, block)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, block = ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
@@ -228,7 +219,7 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             grad_wanted += grad @ weight[part]
             torch.mm(grad.T, wanted, out=grad_weight[part])
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _scaled(

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -223,107 +222,77 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilePlan:
-    """A file that is written tensor by tensor, in any order, by any process."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        """Where each tensor's bytes begin, counted from the first one's; then the end of the last."""
-        sizes = (math.prod(shape) * self.dtype.itemsize for shape in self.shapes.values())
-        return list(accumulate(sizes, initial=0))
-
-    @cached_property
-    def header(self) -> bytes:
-        """Length and JSON, filled up with spaces so that the tensors start aligned."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for (name, shape), place in zip(self.shapes.items(), pairwise(self._offsets), strict=True):
-            header[name] = {"dtype": _NAME_OF[self.dtype], "shape": list(shape), "data_offsets": list(place)}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-    @cached_property
-    def starts(self) -> dict[str, int]:
-        """Where each tensor's bytes begin in the file."""
-        return {name: len(self.header) + offset for name, offset in zip(self.shapes, self._offsets, strict=False)}
-
-    @property
-    def total_bytes(self) -> int:
-        """Of the tensors."""
-        return self._offsets[-1]
-
-    def create(self, file: Path) -> None:
-        """The header, and room for the tensors."""
-        with file.open("wb") as stream:
-            stream.write(self.header)
-            stream.truncate(len(self.header) + self.total_bytes)
-
-    def write(self, file: Path, name: str, tensor: Tensor) -> None:
-        """Put one tensor in its place in a file that `create` made."""
-        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != self.dtype:
-            raise WeightsError(
-                f"{file}: {name} is planned as {list(self.shapes[name])} of {self.dtype}, got {list(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
-        source, offset = bytes_of(tensor.contiguous()), self.starts[name]
-        with file.open("r+b", buffering=0) as stream:
-            while source:
-                count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)
-                source, offset = source[count:], offset + count
-
-
-@dataclass(frozen=True, kw_only=True)
 class FolderPlan:
     """Which file each tensor goes to, filled in the given order up to `max_bytes` (a larger tensor has one alone).
 
-    Fixed before anything is written, so that any process can put any tensor in its place.
+    Fixed before anything is written, so that any process can put any tensor in its place, in any order.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     max_bytes: int
 
-    @cached_property
-    def files(self) -> dict[str, FilePlan]:
-        """By file name."""
-        parts: list[dict[str, tuple[int, ...]]] = [{}]
-        filled = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape) * self.dtype.itemsize
-            if parts[-1] and filled + size > self.max_bytes:
-                parts.append({})
-                filled = 0
-            parts[-1][name] = shape
-            filled += size
-        count = len(parts)
-        names = [SINGLE_FILE]
-        if count > 1:
-            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        return {name: FilePlan(shapes=part, dtype=self.dtype) for name, part in zip(names, parts, strict=True)}
+    def size_of(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtype.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(self.size_of, self.shapes))
 
     @cached_property
-    def file_of(self) -> dict[str, str]:
-        """By tensor name."""
-        return {name: file for file, plan in self.files.items() for name in plan.shapes}
+    def headers(self) -> dict[str, bytes]:
+        """By file: length and JSON, filled up with spaces so that the tensors start aligned."""
+        parts: list[dict[str, Any]] = []
+        end = 0
+        for name, shape in self.shapes.items():
+            if not parts or end + self.size_of(name) > self.max_bytes:
+                parts.append({"__metadata__": {"format": "pt"}})
+                end = 0
+            start, end = end, end + self.size_of(name)
+            parts[-1][name] = {"dtype": _NAME_OF[self.dtype], "shape": list(shape), "data_offsets": [start, end]}
+        headers = {}
+        for number, part in enumerate(parts, start=1):
+            file = SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            text = json.dumps(part, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % _ALIGNMENT)
+            headers[file] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return headers
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """By tensor: its file, and where in it the tensor's bytes begin."""
+        return {
+            name: (file, len(header) + entry["data_offsets"][0])
+            for file, header in self.headers.items()
+            for name, entry in json.loads(header[_LENGTH_BYTES:]).items()
+            if name in self.shapes
+        }
 
     def create(self, folder: Path) -> None:
         """An empty folder with every file's header and room, and the index where there are several."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for file, plan in self.files.items():
-            plan.create(folder / file)
-        if len(self.files) > 1:
-            total = sum(plan.total_bytes for plan in self.files.values())
-            index = {"metadata": {"total_size": total}, "weight_map": self.file_of}
+        ends = {file: start + self.size_of(name) for name, (file, start) in self.places.items()}
+        for file, header in self.headers.items():
+            (folder / file).write_bytes(header)
+            os.truncate(folder / file, ends[file])
+        if len(self.headers) > 1:
+            file_of = {name: file for name, (file, _) in self.places.items()}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": file_of}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
-        """Put one tensor, which is on the CPU, in its place."""
-        file = self.file_of[name]
-        self.files[file].write(folder / file, name, tensor)
+        """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
+        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != self.dtype:
+            planned, got = (list(self.shapes[name]), self.dtype), (list(tensor.shape), tensor.dtype)
+            raise WeightsError(f"{folder}: {name} is planned as {planned}, got {got}")
+        file, offset = self.places[name]
+        source = bytes_of(tensor.contiguous())
+        with (folder / file).open("r+b", buffering=0) as stream:
+            while source:
+                count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)
+                source, offset = source[count:], offset + count
 
     def finish(self, partial: Path, folder: Path, companions: Path) -> int:
         """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`, return the

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.actor.weights import hf_files
-from megatron_dapo.actor.weights.hf_files import FilePlan, FolderPlan, SafetensorsReader, WeightsError
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError
 
 SHAPES = {"a.weight": (7, 5), "b.bias": (3,), "c.weight": (4, 6), "none": (0, 4)}
 
@@ -23,11 +23,11 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_library_reads_what_is_written_in_any_order(tmp_path, dtype):
-    plan = FilePlan(shapes=SHAPES, dtype=dtype)
-    plan.create(tmp_path / "model.safetensors")
+    plan = FolderPlan(shapes=SHAPES, dtype=dtype, max_bytes=10**6)
+    plan.create(tmp_path)
     expected = tensors(dtype)
     for name in reversed(SHAPES):
-        plan.write(tmp_path / "model.safetensors", name, expected[name])
+        plan.write(tmp_path, name, expected[name])
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) and found[name].dtype == dtype for name in expected)
@@ -67,12 +67,12 @@ def test_columns_of_some_rows_come_packed_in_pieces(written, monkeypatch, whole_
 
 
 def test_a_tensor_that_was_not_planned_so_is_refused(tmp_path):
-    plan = FilePlan(shapes=SHAPES, dtype=torch.float32)
-    plan.create(tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"c.weight is planned as \[4, 6\] of torch.float32, got \[6, 4\]"):
-        plan.write(tmp_path / "model.safetensors", "c.weight", torch.zeros(6, 4))
-    with pytest.raises(WeightsError, match=r"of torch\.bfloat16"):
-        plan.write(tmp_path / "model.safetensors", "c.weight", torch.zeros(4, 6, dtype=torch.bfloat16))
+    plan = FolderPlan(shapes=SHAPES, dtype=torch.float32, max_bytes=10**6)
+    plan.create(tmp_path)
+    with pytest.raises(WeightsError, match=r"c.weight is planned as \(\[4, 6\], torch.float32\), got \(\[6, 4\]"):
+        plan.write(tmp_path, "c.weight", torch.zeros(6, 4))
+    with pytest.raises(WeightsError, match=r"torch\.bfloat16"):
+        plan.write(tmp_path, "c.weight", torch.zeros(4, 6, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("cut", [1, 100])
@@ -139,7 +139,7 @@ def folder(tmp_path) -> Path:
     plan.create(tmp_path / "model")
     for name, tensor in tensors(torch.float32).items():
         plan.write(tmp_path / "model", name, tensor)
-    assert len(plan.files) == 2
+    assert len(plan.headers) == 2
     return tmp_path / "model"
 
 
