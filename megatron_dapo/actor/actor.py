@@ -122,14 +122,14 @@ class MegatronActor:
     @contextmanager
     def timed(self) -> "Iterator[PassClock]":
         """The passes made meanwhile are timed: `clock.times()`, once it is over."""
-        from megatron_dapo.actor.pass_timer import PassClock, timed_passes
+        from megatron_dapo.actor.pass_timer import PassClock
 
-        self.passes.clock = clock = PassClock(self.device.device)
+        clock = PassClock(self.device.device)
+        self.passes.tell(clock)
         try:
-            with timed_passes(self.optimizer.chunks, clock):
-                yield clock
+            yield clock
         finally:
-            self.passes.clock = None
+            self.passes.tell(None)
 
     def time_tensor_parallel(self, tokens: int) -> dict[str, Any] | None:
         """Seconds and bytes of an all-reduce of so many tokens' hidden states over the tensor-parallel ranks; None

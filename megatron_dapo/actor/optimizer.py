@@ -53,7 +53,7 @@ class ActorOptimizer:
             use_distributed_optimizer=config.distributed,
         )
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
-        no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=_is_vector))
+        no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
         self.megatron = get_megatron_optimizer(
             megatron_config,
             self.chunks,
@@ -167,10 +167,6 @@ def _mark_split_parameters(chunk: GPTModel) -> None:
             continue
         for parameter in split:
             parameter.tensor_model_parallel = True
-
-
-def _is_vector(parameter: torch.nn.Parameter) -> bool:
-    return parameter.ndim == 1
 
 
 def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) -> str:

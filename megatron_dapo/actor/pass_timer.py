@@ -6,14 +6,13 @@ and the sum of the gradients. On CUDA a stop is an event in the stream, not a wa
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 PROBES = 5
 
@@ -93,16 +92,3 @@ def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
         "ranks": torch.distributed.get_world_size(group),
         "seconds": statistics.median(seconds[1:]),
     }
-
-
-@contextmanager
-def timed_passes(chunks: Sequence[torch.nn.Module], clock: PassClock) -> Iterator[None]:
-    """Megatron's schedules tell `clock` of the passes through `chunks` meanwhile."""
-    configs = [get_model_config(chunk) for chunk in chunks]
-    for config in configs:
-        config.timers = clock
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.timers = None

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_dapo.actor.model.log_prob import (
@@ -90,8 +91,7 @@ class ForwardBackward:
         self.fused_linear = config.fused_linear_log_prob
         self.row_multiple = config.row_multiple
         self.device = device
-        self.clock: PassClock | None = None
-        """Told of each micro-batch while the actor's passes are timed."""
+        self.tell(None)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -101,6 +101,10 @@ class ForwardBackward:
         self.speaks = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
         )
+
+    def tell(self, clock: PassClock | None) -> None:
+        """Let Megatron's schedules tell `clock` when each pass begins and ends; None: nobody."""
+        self.clock = get_model_config(self.chunks[0]).timers = clock
 
     @torch.no_grad()
     def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:

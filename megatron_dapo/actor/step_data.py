@@ -7,7 +7,8 @@ R responses of a message, N response tokens of all of them together.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,21 +36,17 @@ class Responses:
     def __post_init__(self) -> None:
         for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
             _check_array("Responses", name, getattr(self, name), np.int32)
-        if self.sequence_lengths.shape != self.prompt_lengths.shape:
+        total, given = int(self.sequence_lengths.sum(dtype=np.int64)), len(self.token_ids)
+        if self.sequence_lengths.shape != self.prompt_lengths.shape or total != given:
             raise ValueError(
-                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths"
+                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths; "
+                f"the former sum to {total} but there are {given} token_ids"
             )
         bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
         if bad.size:
-            i = bad[0]
             raise ValueError(
-                f"Responses: response {i} has prompt_length {self.prompt_lengths[i]} and sequence_length "
-                f"{self.sequence_lengths[i]}; a prompt and a response hold at least one token each"
-            )
-        total = int(self.sequence_lengths.sum(dtype=np.int64))
-        if total != len(self.token_ids):
-            raise ValueError(
-                f"Responses: sequence_lengths sum to {total} but there are {len(self.token_ids)} token_ids"
+                f"Responses: response {bad[0]} has prompt_length {self.prompt_lengths[bad[0]]} and sequence_length "
+                f"{self.sequence_lengths[bad[0]]}; a prompt and a response hold at least one token each"
             )
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
@@ -108,7 +105,7 @@ class MiniBatch:
     def __post_init__(self) -> None:
         tokens = self.responses.num_response_tokens
         for name, column in self.columns.items():
-            _check_array("MiniBatch", name, column, np.float32, length=tokens, what="response tokens")
+            _check_array("MiniBatch", name, column, np.float32, length=tokens)
             finite = np.isfinite(column)
             if not finite.all():
                 where = int(np.argmin(finite))
@@ -136,10 +133,6 @@ class LogProbs:
 
     entropy: np.ndarray
     """float32 [N]: entropy of the distribution that the token was drawn from, in nats."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            _check_array("LogProbs", item.name, getattr(self, item.name), np.float32, length=len(self.log_probs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,20 +209,9 @@ class CheckpointDamagedError(CheckpointError):
     """A file of a checkpoint is missing or does not have its checksum: an earlier checkpoint may be whole."""
 
 
-def _check_array(
-    message: str,
-    name: str,
-    array: np.ndarray,
-    dtype: type[np.generic],
-    *,
-    length: int | None = None,
-    what: str = "entries",
-) -> None:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{message}: {name} is a {type(array).__name__}; give a numpy array of {dtype.__name__}")
-    if array.dtype != dtype:
-        raise TypeError(f"{message}: {name} has dtype {array.dtype}; it must be {dtype.__name__}")
-    if array.ndim != 1:
-        raise ValueError(f"{message}: {name} has shape {array.shape}; it must have one dimension")
+def _check_array(message: str, name: str, array: Any, dtype: type[np.generic], *, length: int | None = None) -> None:
+    found = getattr(array, "dtype", type(array).__name__)
+    if found != dtype or array.ndim != 1:
+        raise TypeError(f"{message}: {name} is {found}; give a numpy array of {dtype.__name__} with one dimension")
     if length is not None and len(array) != length:
-        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} {what}")
+        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} response tokens")

@@ -115,7 +115,7 @@ class AlgorithmConfig:
     prompts_per_step: PositiveInt = 512
     """N: groups that one rollout step trains on."""
 
-    group_size: PositiveInt = 16
+    group_size: int = Field(default=16, ge=2)
     """G: responses a prompt."""
 
     mini_batch_responses: PositiveInt = 512

@@ -64,9 +64,6 @@ REFUSED = {
 """Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
 so."""
 
-SMALLEST_SHARE = 1e-9
-"""Share of the prompts below which a file of a mixture is there in name only."""
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
@@ -93,8 +90,6 @@ def contradictions(config: Config) -> Iterator[str]:
 def _of_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
     responses, group = algorithm.mini_batch_responses, algorithm.group_size
-    if group < 2:
-        yield f"algorithm.group_size = {group}: eq. 9 compares responses of one prompt; use 2 or more"
     if responses % group:
         yield (
             f"algorithm.mini_batch_responses = {responses}: must be a multiple of algorithm.group_size = {group}, "
@@ -132,14 +127,6 @@ def _of_data(config: Config) -> Iterator[str]:
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
-    largest = max((source.weight for source in config.data.mixture), default=1.0)
-    total = sum(source.weight / largest for source in config.data.mixture)
-    for number, source in enumerate(config.data.mixture):
-        if source.weight / largest / total < SMALLEST_SHARE:
-            yield (
-                f"data.mixture.{number}.weight = {source.weight:g}: against weights up to {largest:g} less than one "
-                "prompt in 1e9 would come from this file; raise it or leave the file out"
-            )
     remote = config.reward.remote
     if remote.url is not None and remote.deadline_s >= config.run.step_deadline_s:
         yield (
@@ -159,8 +146,6 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"
     if fp8 != "none" and config.model.dtype != "bfloat16":
         yield f"actor.fp8 = {fp8}: the rest of the model is then bfloat16; set model.dtype to that"
-    if max(config.actor.optimizer.betas) >= 1 or min(config.actor.optimizer.betas) < 0:
-        yield f"actor.optimizer.betas = {list(config.actor.optimizer.betas)}: each must be at least 0 and below 1"
 
 
 def _of_option(word: str) -> Iterator[str]:

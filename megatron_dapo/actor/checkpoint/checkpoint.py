@@ -144,9 +144,8 @@ class PendingSave:
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
             for name in rest:  # Megatron leaves its common values to the system
                 sync_file(self._aside / name)
-            files.put_in_place(
-                self._aside, self._folder, digests | {name: files.digest_of(self._aside / name) for name in rest}
-            )
+                digests[name] = files.digest_of(self._aside / name)
+            files.put_in_place(self._aside, self._folder, digests)
         except OSError:
             shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
             raise

@@ -28,16 +28,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        bias_correction: bool = True,
-        **options: Any,
     ):
-        # `options` names what only the fused kernels have (capturable, master_weights, ...); all of it is off by
-        # default.
-        wanted = {key: value for key, value in options.items() if value}
-        if wanted or not bias_correction:
-            raise ValueError(
-                f"this AdamW has no {wanted or 'bias_correction=False'}; install TransformerEngine or Apex"
-            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode

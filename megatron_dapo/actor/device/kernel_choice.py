@@ -81,8 +81,8 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
         raise ValueError(
             f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
-            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install transformer-engine[pytorch], "
-            "or set actor.layout.context to 1"
+            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
+            "transformer-engine[pytorch], or set actor.layout.context to 1"
         )
     return DeviceChoice(
         device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),

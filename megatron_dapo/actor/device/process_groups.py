@@ -69,18 +69,15 @@ def initialise(
 
 def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
-    if rank != 0:
-        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
     return TCPStore(
         host,
         port,
         world_size,
-        is_master=True,
+        is_master=rank == 0,
         timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        multi_tenant=rank == 0,
+        master_listen_fd=socket.create_server((host, port), family=family).detach() if rank == 0 else None,
     )
 
 

@@ -26,19 +26,9 @@ from megatron_dapo.storage.durable import replace_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-COMPANION_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Of the files beside the weights: config, generation config, tokenizer, chat template."""
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -314,10 +304,10 @@ def partial_folder(folder: Path) -> Path:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy config, generation config and tokenizer, those that are there."""
-    for name in COMPANION_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
+    """Copy config, generation config and tokenizer."""
+    for file in source.iterdir():
+        if file.suffix in COMPANION_SUFFIXES and file.name != INDEX_FILE and file.is_file():
+            shutil.copyfile(file, target / file.name)
 
 
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
