@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from megatron_dapo.actor.weights.hf_files import WeightsError, bytes_of
-from megatron_dapo.actor.weights.shards import Fused, Replicated, Split
+from megatron_dapo.actor.weights.shards import Fused, Single
 from tools.conversion import row_runs
 from tools.conversion.row_runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron
 
 SHARDS = {
-    "replicated": Replicated(name="norm", size=7),
-    "rows": Split(name="embedding", shape=(11, 3), dim=0),
-    "columns": Split(name="projection", shape=(5, 4), dim=1),
+    "replicated": Single(name="norm", shape=(7,)),
+    "rows": Single(name="embedding", shape=(11, 3), dim=0),
+    "columns": Single(name="projection", shape=(5, 4), dim=1),
     "qkv": Fused(rows={"q": 12, "k": 6, "v": 6}, groups=3, columns=(5,)),
     "qkv bias": Fused(rows={"q": 12, "k": 4, "v": 4}, groups=2, columns=()),
     "gate and up": Fused(rows={"gate": 4, "up": 4}, groups=None, columns=(3,)),

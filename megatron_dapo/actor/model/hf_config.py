@@ -134,6 +134,8 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
     for name, size in (("num_key_value_heads", hf.num_query_groups), ("intermediate_size", hf.ffn_hidden_size)):
         if size % layout.tensor:
             raise ConfigError(f"actor.layout.tensor = {layout.tensor}: must divide the model's {name} = {size}")
+    if -(-hf.vocab_size // layout.tensor) * (layout.tensor - 1) >= hf.vocab_size:
+        raise ConfigError(f"actor.layout.tensor = {layout.tensor}: leaves a rank none of {hf.vocab_size} tokens")
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     if hf.num_layers % stages:
         raise ConfigError(

@@ -33,9 +33,6 @@ from torch import Tensor
 MIN_BLOCK = 128
 """Columns of the smallest block: below it matrix products lose their speed."""
 
-_EMPTY_MAXIMUM = -1e30
-"""The maximum over no columns: exp(this - any maximum) is 0, and so is 0 times it, which -inf would not give."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyShard:
@@ -54,7 +51,7 @@ class VocabularyShard:
     def of(cls, *, vocabulary: int, columns: int, rank: int, group: dist.ProcessGroup | None) -> "VocabularyShard":
         """Shard `rank` of a vocabulary of `vocabulary` tokens when each rank holds `columns`, padding included."""
         start = rank * columns
-        return cls(start=start, size=max(0, min(columns, vocabulary - start)), group=group)
+        return cls(start=start, size=min(columns, vocabulary - start), group=group)
 
 
 Options = tuple[VocabularyShard, float, int]
@@ -183,10 +180,9 @@ class _LinearTokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shard, temperature, block = options
         dtype, wanted = work_dtype(hidden.dtype), hidden.index_select(0, rows)
-        # The block of no columns stands for a rank whose columns are all padding.
         pieces = [
             reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
-            for part in _parts(shard.size, block) or [slice(0, 0)]
+            for part in _parts(shard.size, block)
         ]
         maximum, log_total, log_probs, entropy = combine(
             merge(torch.stack(pieces), temperature), shard.group, temperature
@@ -259,9 +255,6 @@ def _own_targets(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0. x is relative to the
     largest. Changes `columns`."""
-    if columns.shape[1] == 0:
-        zero = columns.new_zeros(len(columns))
-        return torch.stack([torch.full_like(zero, _EMPTY_MAXIMUM), zero, zero, zero])
     ours, column = _own_targets(targets, columns.shape[1])
     target = columns.gather(1, column[:, None]).squeeze(1) * ours
     maximum = columns.amax(dim=1)
@@ -318,10 +311,8 @@ def gradient_columns(
     else:
         factor = (log_pi + entropy).mul_(-spread[:, None]).sub_(down[:, None])
         grad = log_pi.exp_().mul_(factor)
-    if columns.shape[1]:
-        ours, column = _own_targets(targets, columns.shape[1])
-        grad.scatter_add_(1, column[:, None], (down * ours)[:, None])
-    return grad
+    ours, column = _own_targets(targets, columns.shape[1])
+    return grad.scatter_add_(1, column[:, None], (down * ours)[:, None])
 
 
 def _relative(columns: Tensor, maximum: Tensor, temperature: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
-from megatron_dapo.actor.weights.shards import Fused, Replicated, Shards, Split
+from megatron_dapo.actor.weights.shards import Fused, Shards, Single
 
 EXPORT_FILE_BYTES = 5 * 10**9
 
@@ -146,13 +146,13 @@ def export_hf(
 def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
-    shards: dict[str, Shards] = {_EMBEDDING: Split(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
+    shards: dict[str, Shards] = {_EMBEDDING: Single(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
     for layer in range(hf.num_layers):
         for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
             shards[f"decoder.layers.{layer}.{name}"] = layer_shards
-    shards["decoder.final_layernorm.weight"] = Replicated(name="model.norm.weight", size=hf.hidden_size)
+    shards["decoder.final_layernorm.weight"] = Single(name="model.norm.weight", shape=(hf.hidden_size,))
     if not hf.tied:
-        shards[_HEAD] = Split(name="lm_head.weight", shape=vocabulary, dim=0)
+        shards[_HEAD] = Single(name="lm_head.weight", shape=vocabulary, dim=0)
     return shards
 
 
@@ -191,21 +191,21 @@ def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
         return Fused(rows=rows, columns=columns, groups=hf.num_query_groups)
 
     shards: dict[str, Shards] = {
-        "input_layernorm.weight": Replicated(name=f"{layer}.input_layernorm.weight", size=hidden),
+        "input_layernorm.weight": Single(name=f"{layer}.input_layernorm.weight", shape=(hidden,)),
         "self_attention.linear_qkv.weight": fused("weight", (hidden,)),
     }
     if hf.qkv_bias:
         shards["self_attention.linear_qkv.bias"] = fused("bias", ())
     if hf.qk_norm:
         for side in ("q", "k"):
-            norm = Replicated(name=f"{attention}.{side}_norm.weight", size=hf.head_dim)
+            norm = Single(name=f"{attention}.{side}_norm.weight", shape=(hf.head_dim,))
             shards[f"self_attention.{side}_layernorm.weight"] = norm
     gate_up = {f"{mlp}.gate_proj.weight": ffn, f"{mlp}.up_proj.weight": ffn}
     return shards | {
-        "self_attention.linear_proj.weight": Split(name=f"{attention}.o_proj.weight", shape=(hidden, queries), dim=1),
-        "pre_mlp_layernorm.weight": Replicated(name=f"{layer}.post_attention_layernorm.weight", size=hidden),
+        "self_attention.linear_proj.weight": Single(name=f"{attention}.o_proj.weight", shape=(hidden, queries), dim=1),
+        "pre_mlp_layernorm.weight": Single(name=f"{layer}.post_attention_layernorm.weight", shape=(hidden,)),
         "mlp.linear_fc1.weight": Fused(rows=gate_up, columns=(hidden,), groups=None),
-        "mlp.linear_fc2.weight": Split(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
+        "mlp.linear_fc2.weight": Single(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
     }
 
 

@@ -72,48 +72,30 @@ class Shards(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated(Shards):
-    """The same vector on every rank (norms)."""
+class Single(Shards):
+    """One tensor: cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
+    divide; or the same on every rank (norms)."""
 
     name: str
-    size: int
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: (self.size,)}
-
-    @property
-    def split(self) -> bool:
-        return False
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        return (self.size,)
-
-    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
-        yield Block(shard, self.name, 0, 0, self.size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split(Shards):
-    """A matrix cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
-    divide."""
-
-    name: str
-    shape: tuple[int, int]
-    dim: int
+    shape: tuple[int, ...]
+    dim: int | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
 
+    @property
+    def split(self) -> bool:
+        return self.dim is not None
+
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        part = -(-self.shape[self.dim] // ranks)
-        return (part, self.shape[1]) if self.dim == 0 else (self.shape[0], part)
+        return tuple(-(-size // ranks) if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
-        size, part = self.shape[self.dim], self.local_shape(ranks)[self.dim]
-        start, stop = min(rank * part, size), min((rank + 1) * part, size)
-        yield Block(shard.narrow(self.dim, 0, stop - start), self.name, self.dim, start, stop)
+        dim = self.dim or 0
+        size, part = self.shape[dim], self.local_shape(ranks)[dim]
+        start, stop = (min(rank * part, size), min((rank + 1) * part, size)) if self.split else (0, size)
+        yield Block(shard.narrow(dim, 0, stop - start), self.name, dim, start, stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

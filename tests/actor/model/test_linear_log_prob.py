@@ -120,7 +120,7 @@ def shards_of(place, columns):
     return ours(hidden, mine, rows, targets, down, 0.9, shard, block=7)
 
 
-@pytest.mark.parametrize("columns", [27, 32, 64], ids=["one column padded", "padded", "second rank all padding"])
+@pytest.mark.parametrize("columns", [27, 32], ids=["one column padded", "padded"])
 def test_two_tensor_parallel_ranks(gloo, columns):
     """Values are the same on both; the gradients of hidden states add up, those of the weight stand one above the
     other."""

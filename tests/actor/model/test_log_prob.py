@@ -147,7 +147,7 @@ def shards_of(place, dtype, temperature, columns):
     return ours(mine, rows, targets, down, temperature, shard, chunk=4), (logits, rows, targets, down)
 
 
-@pytest.mark.parametrize("columns", [27, 32, 64], ids=["one column padded", "padded", "second rank all padding"])
+@pytest.mark.parametrize("columns", [27, 32], ids=["one column padded", "padded"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )
