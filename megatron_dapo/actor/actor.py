@@ -212,7 +212,6 @@ class MegatronActor:
             lr=lr,
             tokens=sums.tokens,
             sums=sums.sums,
-            micro_batches=mini_batch.plan.micro_batches_per_rank,
         )
 
     def loss_and_gradients(

@@ -150,15 +150,12 @@ class ForwardBackward:
 
     def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
-        if plan.data_parallel != self.layout.data or plan.num_responses != len(responses):
-            raise ValueError(
-                f"the plan is for {plan.num_responses} responses on {plan.data_parallel} data-parallel ranks; there "
-                f"are {len(responses)}, and actor.layout.data = {self.layout.data}"
-            )
-        if len(responses.token_ids) and responses.token_ids.max() >= self.vocabulary:
-            raise ValueError(
-                f"token_ids holds {responses.token_ids.max()}; the model's vocabulary has {self.vocabulary} tokens"
-            )
+        planned, wanted = (plan.num_responses, plan.data_parallel), (len(responses), self.layout.data)
+        if planned != wanted:
+            raise ValueError(f"the plan is for {planned} responses and data-parallel ranks, there are {wanted}")
+        largest = responses.token_ids.max(initial=0)
+        if largest >= self.vocabulary:
+            raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
         place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple}
         return [
             self._input(pack_micro_batch(responses, indices, self.layout, **place), columns)
@@ -231,17 +228,11 @@ class ForwardBackward:
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
         if weight is None:
-            log_probs, entropy = token_log_probs(
-                output,
-                *wanted,
-                temperature=temperature,
-                chunk=self.chunk_tokens,
-                entropy_gradient=entropy_gradient,
-            )
+            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
         else:
-            log_probs, entropy = linear_token_log_probs(
-                output, weight, *wanted, temperature=temperature, entropy_gradient=entropy_gradient
-            )
+            log_probs, entropy = linear_token_log_probs(output, weight, *wanted, temperature=temperature)
+        if not entropy_gradient:
+            entropy = entropy.detach()
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
             whole = gather_over_context(values, places, len(item.packed.columns), self.context_group)

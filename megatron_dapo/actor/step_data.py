@@ -44,10 +44,7 @@ class Responses:
             )
         bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
         if bad.size:
-            raise ValueError(
-                f"Responses: response {bad[0]} has prompt_length {self.prompt_lengths[bad[0]]} and sequence_length "
-                f"{self.sequence_lengths[bad[0]]}; a prompt and a response hold at least one token each"
-            )
+            raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
 
@@ -157,13 +154,6 @@ class UpdateMetrics:
     sums: Mapping[str, float] = field(default_factory=dict)
     """Sums over those tokens: `log_prob`, `entropy` and each of the objective's `stat_names`."""
 
-    micro_batches: int
-    """Micro-batches that each data-parallel rank ran."""
-
-    def mean(self, name: str) -> float:
-        """`sums[name]` / `tokens`; 0 if no token carried loss."""
-        return self.sums[name] / self.tokens if self.tokens else 0.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
@@ -175,15 +165,9 @@ class LearningRate:
     peak: float
     warmup_steps: int = 0
     decay_steps: int | None = None
-    """Optimizer step, warm-up included, at which the cosine reaches its end; None: constant after the warm-up."""
+    """Optimizer step, after the warm-up's, at which the cosine reaches its end; None: constant after the warm-up."""
 
     final_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"learning rate: decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}"
-            )
 
     @classmethod
     def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":

@@ -67,7 +67,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
-        raise ConfigError(_explain(error, lines)) from None
+        wrong = "".join(f"\n  {_fault(fault, lines)}" for fault in error.errors())
+        raise ConfigError(f"config is not valid{wrong}") from None
     faults = list(contradictions(config))
     if faults:
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -131,10 +132,6 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     at[path[-1]] = value
     lines[path] = f"override {override!r}"
-
-
-def _explain(error: ValidationError, lines: Lines) -> str:
-    return "config is not valid\n" + "\n".join(f"  {_fault(fault, lines)}" for fault in error.errors())
 
 
 def _fault(fault: Any, lines: Lines) -> str:

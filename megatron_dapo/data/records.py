@@ -153,10 +153,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         try:
             record = json.loads(record)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{place}: not valid JSON ({error}); each line must be one JSON object; fix it or set "
-                "data.broken_rows=skip"
-            ) from None
+            raise DataError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)

@@ -72,17 +72,11 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
     folder = Path(folder)
     vocab_size = _read_json(folder / "config.json").get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise TokenizerError(
-            f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number; give a folder in Hugging "
-            "Face format"
-        )
+        raise TokenizerError(f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number")
     tokenizer = _load_tokenizer(folder)
     stops = _stop_ids(folder, tokenizer, stop_token_ids)
     if not stops:
-        raise TokenizerError(
-            f"model.path = {folder}: neither tokenizer nor config.json nor generation_config.json names an end token "
-            "(eos_token); without one every response runs to rollout.max_new_tokens; model.stop_token_ids can name it"
-        )
+        raise TokenizerError(f"model.path = {folder}: no file names an end token; model.stop_token_ids can name it")
     beyond = [stop for stop in stops if not 0 <= stop < vocab_size]
     if beyond:
         raise TokenizerError(
@@ -169,10 +163,7 @@ def _read_by(load: Callable[..., Any], folder: Path, *arguments: Any, **options:
     try:
         return load(folder, *arguments, **options)
     except Exception as error:  # both libraries raise anything for a damaged file, bare Exception too
-        raise TokenizerError(
-            f"model.path = {folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); get its "
-            "tokenizer files and config.json anew"
-        ) from None
+        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
 
 
 def _check_class(folder: Path, tokenizer: Any) -> None:
@@ -198,26 +189,19 @@ def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple
     if told:
         missing = sorted({*model, *generation} - set(told))
         if missing:
-            raise TokenizerError(
-                f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}, the eos_token_id of "
-                f"config.json or generation_config.json in {folder}; name them too, or change those files"
-            )
+            raise TokenizerError(f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}")
         return tuple(dict.fromkeys(told))
-    if told is not None and _contradict(own, model, generation):
+    # The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and the
+    # end of text); config.json counts where there is no such file, and may otherwise add nothing.
+    engine = generation or model
+    stray = bool(engine) and not set(own) <= set(engine)
+    if told is not None and (stray or (generation and not set(model) <= {*generation, *own})):
         raise TokenizerError(
             f"model.path = {folder}: the end of a response is {_named(tokenizer, own)} to the tokenizer, "
             f"{_named(tokenizer, generation)} to generation_config.json and {_named(tokenizer, model)} to config.json; "
             "say which token ids end one in model.stop_token_ids, or correct the files"
         )
     return tuple(dict.fromkeys((*own, *generation, *model)))
-
-
-def _contradict(own: Sequence[int], model: Sequence[int], generation: Sequence[int]) -> bool:
-    """The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and
-    the end of text); config.json counts where there is no such file, and may otherwise add nothing."""
-    engine = generation or model
-    stray = bool(engine) and not set(own) <= set(engine)
-    return stray or (bool(generation) and not set(model) <= {*generation, *own})
 
 
 def _named(tokenizer: Any, ids: Sequence[int]) -> str:

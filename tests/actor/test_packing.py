@@ -281,7 +281,7 @@ def test_read_only_arrays_are_welcome():
     ("changed", "message"),
     [
         ({"token_ids": np.zeros(7, dtype=np.int64)}, "token_ids is int64; give a numpy array of int32"),
-        ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "response 0 has prompt_length 5 and sequence_length 5"),
+        ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "prompt or response 0 is empty"),
         ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token each"),
         ({"sequence_lengths": np.array([5, 3], dtype=np.int32)}, "sum to 8 but there are 7 token_ids"),
         ({"prompt_lengths": np.array([2], dtype=np.int32)}, "2 sequence_lengths, 1 prompt_lengths"),

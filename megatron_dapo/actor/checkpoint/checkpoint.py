@@ -166,11 +166,9 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
             f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
             "convert it to a Hugging Face folder and give that as model.path"
         )
-    if state.distributed_optimizer != optimizer.config.distributed:
-        raise CheckpointError(
-            f"{folder / files.STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
-            "the two kinds of optimizer state do not interchange, so set it to that"
-        )
+    kind = state.distributed_optimizer
+    if kind != optimizer.config.distributed:
+        raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
     _check_common_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():

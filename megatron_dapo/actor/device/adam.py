@@ -38,9 +38,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         """One update of every parameter that has a gradient; Megatron never gives a closure."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(group, parameters)
+            self._update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:

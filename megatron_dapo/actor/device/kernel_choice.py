@@ -75,7 +75,13 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
     capability = None if config.device == "cpu" else found.capability
     cuda = capability is not None
-    why_not = _why_no_transformer_engine(dtype, found, cuda=cuda)
+    why_not = None  # TransformerEngine's layers are used
+    if not cuda:
+        why_not = NO_CUDA
+    elif found.transformer_engine is None:
+        why_not = "TransformerEngine is not importable"
+    elif dtype == "float32":
+        why_not = "TransformerEngine's attention has no packed sequences in float32"
     if config.fp8 != "none":
         _check_fp8(config, why_not, capability)
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
@@ -128,17 +134,6 @@ def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | Non
         "gradient reduction": reduction,
         "optimizer": adam,
     }
-
-
-def _why_no_transformer_engine(dtype: Dtype, found: Found, *, cuda: bool) -> str | None:
-    """None: its layers are used."""
-    if not cuda:
-        return NO_CUDA
-    if found.transformer_engine is None:
-        return "TransformerEngine is not importable"
-    if dtype == "float32":
-        return "TransformerEngine's attention has no packed sequences in float32"
-    return None
 
 
 def _check_fp8(config: ActorConfig, why_not: str | None, capability: tuple[int, int] | None) -> None:

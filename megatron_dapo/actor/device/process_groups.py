@@ -37,10 +37,7 @@ def initialise(
         ValueError: `layout` is not for `world_size` ranks.
     """
     if layout.world_size != world_size:
-        raise ValueError(
-            f"actor.layout: tensor x pipeline x context x data = {layout.world_size}, but {world_size} ranks were "
-            "started; make the two equal"
-        )
+        raise ValueError(f"actor.layout is for {layout.world_size} ranks, but {world_size} were started")
     where, timeout = urlsplit(rendezvous), timedelta(seconds=timeout_s)
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"

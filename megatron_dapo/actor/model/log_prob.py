@@ -66,7 +66,6 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, each [n], float32 (float64 for float64 logits), the same on every tensor-parallel rank.
 
@@ -76,11 +75,9 @@ def token_log_probs(
         targets: int64 [n], token ids of the whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
         chunk: rows in float32 at a time; None: as many as suit the device.
-        entropy_gradient: whether gradients flow back from the entropy; False saves a little.
     """
     chunk = chunk or max(1, piece_elements(logits.device) // max(1, shard.size))
-    log_probs, entropy = _TokenLogProbs.apply(logits, rows, targets, (shard, temperature, chunk))
-    return log_probs, entropy if entropy_gradient else entropy.detach()
+    return _TokenLogProbs.apply(logits, rows, targets, (shard, temperature, chunk))
 
 
 def linear_token_log_probs(
@@ -92,7 +89,6 @@ def linear_token_log_probs(
     *,
     temperature: float = 1.0,
     block: int | None = None,
-    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` of the logits hidden @ weight.T, of which only a block of columns ever exists.
 
@@ -102,12 +98,11 @@ def linear_token_log_probs(
     Args:
         hidden: [T, h], the same on every tensor-parallel rank.
         weight: [V / tp, h] of this rank, of the type of `hidden`.
-        rows, targets, temperature, entropy_gradient: as in `token_log_probs`.
+        rows, targets, temperature: as in `token_log_probs`.
         block: columns at a time; None: as many as suit the device.
     """
     block = block or max(MIN_BLOCK, piece_elements(hidden.device) // max(1, len(rows)))
-    log_probs, entropy = _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
-    return log_probs, entropy if entropy_gradient else entropy.detach()
+    return _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
 
 
 def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:

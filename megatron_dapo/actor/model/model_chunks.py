@@ -28,7 +28,14 @@ from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
 from megatron_dapo.actor.packing import round_up
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's words for `actor.recompute`."""
 
 
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
@@ -117,26 +124,15 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         gradient_accumulation_fusion=device.gradient_accumulation,
         fp8=None if actor.fp8 == "none" else actor.fp8,
         fp8_recipe=actor.fp8_recipe,
-        **_pipeline_settings(layout),
-        **_recompute_settings(actor),
+        # Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=True,
+        # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
+        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        batch_p2p_comm=layout.virtual_pipeline is None,
+        **RECOMPUTE[actor.recompute],
     )
-
-
-def _pipeline_settings(layout: LayoutConfig) -> dict[str, object]:
-    # Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher.
-    settings = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    settings["deallocate_pipeline_outputs"] = True
-    # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
-    virtual = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if layout.virtual_pipeline else {}
-    return settings | virtual
-
-
-def _recompute_settings(actor: ActorConfig) -> dict[str, object]:
-    if actor.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if actor.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {}
 
 
 def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:

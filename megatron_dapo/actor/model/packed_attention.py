@@ -231,16 +231,13 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
     for own in positions:
         starts.append(starts[-1] + len(own))
     rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
-    local_lengths = tuple(len(own) for own in positions)
-    if ranks == 1 and len(set(lengths)) == 1:
-        here = torch.cat(positions).to(device)
-        return AttentionPlan(positions=here, lengths=local_lengths, equal=True, alone=(), buckets=(), slots=None)
+    equal = ranks == 1 and len(set(lengths)) == 1
     # Gathered keys of a sequence do not lie next to each other: under context parallelism nothing is computed alone.
     longest_in_bucket = BUCKET_LONGEST[device.type] if ranks == 1 else max(lengths)
-    alone = [i for i, length in enumerate(lengths) if length > longest_in_bucket]
+    alone = [i for i, length in enumerate(lengths) if length > longest_in_bucket and not equal]
     order = [rows[i] for i in alone]
     buckets = []
-    for members in _similar(lengths, longest_in_bucket):
+    for members in [] if equal else _similar(lengths, longest_in_bucket):
         longest = lengths[members[0]]
         width = longest // ranks
         queries = torch.stack([_pad(rows[i], width) for i in members])
@@ -254,8 +251,8 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
         order.append(queries.flatten())
     return AttentionPlan(
         positions=torch.cat(positions).to(device),
-        lengths=local_lengths,
-        equal=False,
+        lengths=tuple(len(own) for own in positions),
+        equal=equal,
         alone=tuple(alone),
         buckets=tuple(buckets),
         slots=_first_places(torch.cat(order), starts[-1], device) if buckets else None,

@@ -116,10 +116,8 @@ class SafetensorsReader:
                 raise WeightsError(f"{place.file}: tensor {name} has shape {found}, the model needs {needed}")
         extra = sorted(self._places.keys() - shapes.keys() - ignored)
         if extra:
-            raise WeightsError(
-                f"{self._places[extra[0]].file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model of "
-                "config.json"
-            )
+            file = self._places[extra[0]].file
+            raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._places[name].dtype

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, partial_folder
 from megatron_dapo.actor.weights.shards import Fused, Shards, Single
 
 EXPORT_FILE_BYTES = 5 * 10**9
@@ -42,11 +42,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in _named_parameters(chunks, hf):
-            shards = shards_of[name]
-            if shards.local_shape(ranks) != parameter.shape:
-                mapped, built = list(shards.local_shape(ranks)), list(parameter.shape)
-                raise WeightsError(f"{name}: Megatron built {built}, but the mapping of this package gives {mapped}")
-            shards.load(parameter, reader.read, rank, ranks)
+            shards_of[name].load(parameter, reader.read, rank, ranks)
 
 
 def hf_tensors(
@@ -89,9 +85,7 @@ def gathered_parameters(
     stages: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, set(own), group=parallel_state.get_pipeline_model_parallel_group())
     for name, shards in shards_of.items():
-        stage = next((index for index, names in enumerate(stages) if name in names), None)
-        if stage is None:
-            raise RuntimeError(f"{name}: no pipeline stage holds this parameter")
+        stage = next(index for index, names in enumerate(stages) if name in names)
         ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
         stacked = None
         if stage == parallel_state.get_pipeline_model_parallel_rank():

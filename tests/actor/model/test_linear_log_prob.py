@@ -29,9 +29,10 @@ def reference(hidden, weight, rows, targets, down, temperature):
     return log_probs.detach(), entropy.detach(), x.grad, w.grad
 
 
-def ours(hidden, weight, rows, targets, down, temperature, shard, **options):
+def ours(hidden, weight, rows, targets, down, temperature, shard, entropy_gradient=True, **options):
     x, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     log_probs, entropy = linear_token_log_probs(x, w, rows, targets, shard, temperature=temperature, **options)
+    entropy = entropy if entropy_gradient else entropy.detach()
     (log_probs * down[0].to(log_probs) + entropy * down[1].to(entropy)).sum().backward()
     return log_probs.detach(), entropy.detach(), x.grad, w.grad
 

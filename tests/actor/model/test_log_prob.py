@@ -28,10 +28,11 @@ def reference(logits, rows, targets, down, temperature):
     return log_probs.detach(), entropy.detach(), x.grad
 
 
-def ours(logits, rows, targets, down, temperature, shard, **options):
+def ours(logits, rows, targets, down, temperature, shard, entropy_gradient=True, **options):
     x = logits.detach().clone().requires_grad_()
     before = x.detach().clone()
     log_probs, entropy = token_log_probs(x, rows, targets, shard, temperature=temperature, **options)
+    entropy = entropy if entropy_gradient else entropy.detach()
     (log_probs * down[0].to(log_probs) + entropy * down[1].to(entropy)).sum().backward()
     assert torch.equal(x, before)
     return log_probs.detach(), entropy.detach(), x.grad
