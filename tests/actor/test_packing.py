@@ -282,7 +282,7 @@ def test_read_only_arrays_are_welcome():
     [
         ({"token_ids": np.zeros(7, dtype=np.int64)}, "token_ids is int64; give a numpy array of int32"),
         ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "prompt or response 0 is empty"),
-        ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token each"),
+        ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token"),
         ({"sequence_lengths": np.array([5, 3], dtype=np.int32)}, "sum to 8 but there are 7 token_ids"),
         ({"prompt_lengths": np.array([2], dtype=np.int32)}, "2 sequence_lengths, 1 prompt_lengths"),
         ({"sequence_lengths": [5, 2]}, "sequence_lengths is list"),
