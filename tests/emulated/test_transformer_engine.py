@@ -70,9 +70,9 @@ def layers_like_transformer_engines() -> Iterator[None]:
 
 def train_with(place: RankPlace, folder: Path, data: Columns, extra: bool, save: Path | None, load: Path | None):
     if not extra:
-        return train(place, folder, {}, data, {}, save=save, load=load)[1]
+        return train(place, folder, {}, data, {}, save=save, load=load)
     with layers_like_transformer_engines():
-        return train(place, folder, {}, data, {}, save=save, load=load)[1]
+        return train(place, folder, {}, data, {}, save=save, load=load)
 
 
 @pytest.mark.parametrize("written_with", [True, False])

@@ -138,7 +138,10 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
         raise ConfigError(f"actor.layout.tensor = {layout.tensor}: leaves a rank none of {hf.vocab_size} tokens")
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     if hf.num_layers % stages:
-        raise ConfigError(f"actor.layout: {stages} pipeline stages must divide num_hidden_layers = {hf.num_layers}")
+        raise ConfigError(
+            f"actor.layout.pipeline x virtual_pipeline = {stages}: must divide the model's num_hidden_layers = "
+            f"{hf.num_layers}"
+        )
 
 
 def _unsupported(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
