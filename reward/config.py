@@ -69,6 +69,8 @@ class RemoteConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
+    """Section `reward`: which rule judges a response and how long it may take."""
+
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
     reproduction. `choice`, `json`, `code`, `remote`: for other tasks. Or `module:function` (takes a

@@ -12,6 +12,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
+    """Section `rollout`: the SGLang servers and how responses are sampled."""
+
     max_new_tokens: PositiveInt = 20480
     """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Like an interrupt from the keyboard: workers are ended and what was written is removed on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     import_megatron()
-    from megatron_dapo.actor.weights.safetensors_file import WeightsError
+    from megatron_dapo.actor.weights.hf_files import WeightsError
     from tools.conversion.verify import VerifyError
     from tools.conversion.workers import start_workers
 

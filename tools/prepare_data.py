@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
-from megatron_dapo.data.field_mapping import SCHEMAS, PromptFile, resolve
-from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
+from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
 from megatron_dapo.storage.durable import replace_file
 from reward.check import check_ground_truth
 from reward.config import RewardConfig, check_url

@@ -29,13 +29,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
 from megatron_dapo.actor.actor import MegatronActor
-from megatron_dapo.actor.learning_rate import LearningRate
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.actor.step_data import LearningRate, MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.policy_loss import SupervisedObjective
 from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from respond import load, respond
 from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers.robust import judge

@@ -8,23 +8,30 @@ Nothing here imports Megatron before the constructor has prepared the device for
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.actor.learning_rate import LearningRate
+import torch
+from torch import Tensor
+
+from megatron_dapo.actor import device
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
-from megatron_dapo.actor.step_data import LogProbs, MiniBatch, NonFiniteUpdateError, Responses, UpdateMetrics
+from megatron_dapo.actor.step_data import (
+    LearningRate,
+    LogProbs,
+    MiniBatch,
+    NonFiniteUpdateError,
+    Responses,
+    UpdateMetrics,
+)
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_dapo.actor.checkpoint.checkpoint import PendingSave
     from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.pass_timer import PassClock
@@ -66,27 +73,17 @@ class MegatronActor:
             learning_rate: a schedule instead of the one that `config.optimizer` describes.
             keep_reference: keep a copy of the model's weights on the host, for `reference_log_probs`.
         """
-        from megatron_dapo.actor import device
-
         self.config = config
         self.model = model
-        self.clock: PassClock | None = None
         self.rank = rank
-        self.device = device.prepare_for(
-            device.Asked(
-                device=config.device,
-                dtype=model.dtype,
-                reducing_ranks=config.layout.data * config.layout.context,
-                context=config.layout.context,
-                fp8=config.fp8,
-                fp8_recipe=config.fp8_recipe,
-            )
-        )
+        self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
-        import torch
-
         from megatron_dapo.actor.device import process_groups
-        from megatron_dapo.actor.model.hf_config import HFModelConfig
+        from megatron_dapo.actor.model.model_chunks import build_model
+        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
+        from megatron_dapo.actor.optimizer import ActorOptimizer
+        from megatron_dapo.actor.step import ForwardBackward
+        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
 
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
@@ -99,34 +96,13 @@ class MegatronActor:
             timeout_s=timeout_s,
             seed=seed,
         )
-        self._build(
-            learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout),
-            keep_reference=keep_reference,
-        )
-
-    def _build(self, learning_rate: LearningRate, *, keep_reference: bool) -> None:
-        """Model with its weights, optimizer, reference and passes; the process groups are up."""
-        from megatron_dapo.actor.model.model_chunks import build_model
-        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
-        from megatron_dapo.actor.optimizer import ActorOptimizer
-        from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
-
-        config = self.config
         chunks = build_model(self.hf, config, self.model.dtype, self.device)
         load_hf_weights(chunks, self.hf, Path(self.model.path))
-        self.optimizer = ActorOptimizer(
-            chunks, config.optimizer, learning_rate, overlap=self.device.overlap_grad_reduce
-        )
+        rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
+        self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, overlap=self.device.overlap_grad_reduce)
         self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
         self.passes = ForwardBackward(
-            self.optimizer.chunks,
-            layout=config.layout,
-            vocabulary=self.hf.vocab_size,
-            chunk_tokens=config.logprob_chunk_tokens,
-            fused_linear=config.fused_linear_log_prob,
-            device=self.device.device,
-            row_multiple=config.row_multiple,
+            self.optimizer.chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device
         )
         self._pending: PendingSave | None = None
         self.memory = self.optimizer.memory
@@ -146,33 +122,28 @@ class MegatronActor:
     @contextmanager
     def timed(self) -> "Iterator[PassClock]":
         """The passes made meanwhile are timed: `clock.times()`, once it is over."""
-        from megatron_dapo.actor.pass_timer import PassClock, timed_passes
+        from megatron_dapo.actor.pass_timer import PassClock
 
-        self.clock = PassClock(self.device.device)
-        self.passes.clock = self.clock
+        clock = PassClock(self.device.device)
+        self.passes.tell(clock)
         try:
-            with timed_passes(self.optimizer.chunks, self.clock):
-                yield self.clock
+            yield clock
         finally:
-            self.clock = self.passes.clock = None
+            self.passes.tell(None)
 
     def time_tensor_parallel(self, tokens: int) -> dict[str, Any] | None:
         """Seconds and bytes of an all-reduce of so many tokens' hidden states over the tensor-parallel ranks; None
         without such. Every rank calls, with equal `tokens` within a group."""
-        import torch
-
         from megatron_dapo.actor.pass_timer import time_all_reduce
 
         if self.config.layout.tensor == 1:
             return None
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
-        numbers = tokens * self.hf.hidden_size
-        return time_all_reduce(numbers, dtype=dtype, device=self.device.device, group=self.passes.tensor_group)
+        states = torch.zeros(tokens, self.hf.hidden_size, dtype=self._dtype, device=self.device.device)
+        return time_all_reduce(states, self.passes.tensor_group)
 
     def describe(self) -> dict[str, Any]:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
         import megatron.core
-        import torch
 
         from megatron_dapo.actor.weights.hf_weights import model_shards
 
@@ -183,7 +154,7 @@ class MegatronActor:
             "layout": dataclasses.asdict(self.config.layout),
             "device": str(self.device.device),
             "collectives": self.device.backend,
-            "kernels": {kernel.part: f"{kernel.name} ({kernel.reason})" for kernel in self.device.kernels},
+            "kernels": dict(self.device.kernels),
             "optimizer": "distributed AdamW" if self.config.optimizer.distributed else "AdamW",
             "host_memory_between_phases": ", ".join(self.memory.away) or "nothing",
             "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
@@ -225,34 +196,29 @@ class MegatronActor:
         if not self.config.offload.optimizer_state:
             needed += ("optimizer",)
         with self.memory.resident(*needed):
-            reports = [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
-        return self._with_seconds_of_rank_0(reports)
+            return [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
 
     def _optimizer_step(self, mini_batch: MiniBatch, objective: "Objective", temperature: float) -> UpdateMetrics:
-        start = time.perf_counter()
         self.optimizer.zero_grad()
         sums = self.passes.backward(mini_batch, objective, temperature)
         self._check_finite(sums)
-        with nullcontext() if self.clock is None else self.clock.measure("optimizer"):
-            result = self.optimizer.step()
+        clock = self.passes.clock
+        with nullcontext() if clock is None else clock.measure("optimizer"):
+            grad_norm, lr = self.optimizer.step()
         return UpdateMetrics(
             optimizer_step=self.optimizer.optimizer_steps,
             loss=sums.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
+            grad_norm=grad_norm,
+            lr=lr,
             tokens=sums.tokens,
             sums=sums.sums,
-            micro_batches=mini_batch.plan.micro_batches_per_rank,
-            seconds=time.perf_counter() - start,
         )
 
     def loss_and_gradients(
         self, mini_batch: MiniBatch, objective: "Objective", temperature: float
-    ) -> "tuple[float, dict[str, Tensor]] | None":
+    ) -> tuple[float, dict[str, Tensor]] | None:
         """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
         the others. Changes no weight."""
-        import torch
-
         from megatron_dapo.actor.weights.hf_weights import hf_tensors
 
         with self.memory.resident("parameters", "gradients"):
@@ -262,48 +228,45 @@ class MegatronActor:
             tensors = dict(gathered)
         return (sums.loss, tensors) if self.rank == 0 else None
 
-    def export_hf(self, folder: Path, watch: "Callable[[str, Tensor], None] | None" = None) -> int:
+    def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> int:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
         Rank 0 writes, and hands each tensor to `watch` before; the number of bytes on every rank."""
         from megatron_dapo.actor.weights.hf_weights import export_hf
 
-        source, dtype = Path(self.model.path), self._dtype()
+        source = Path(self.model.path)
         with self.memory.resident("parameters"):
-            return export_hf(self.optimizer.chunks, self.hf, Path(folder), source, dtype=dtype, watch=watch)
+            return export_hf(self.optimizer.chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
 
     def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
         from megatron_dapo.actor.weights.buckets import stream_weights
 
         with self.memory.resident("parameters"):
-            stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype(), bucket_bytes=bucket_bytes, sink=sink)
+            stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
 
-    def save_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(self, folder: Path) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
-        there. `extra`: the caller's own small values, as JSON holds them.
+        there.
 
         Raises:
             CheckpointError: on every rank: it could not be written.
         """
-        self._begin_checkpoint(folder, extra, background=False)
+        self.begin_checkpoint(folder, background=False)
         self.finish_checkpoint()
 
-    def begin_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None = None) -> bool:
+    def begin_checkpoint(self, folder: Path, *, background: bool = True) -> bool:
         """The same, written while training goes on: returns when the state is copied to host memory. `folder` is there
         after `finish_checkpoint`; one that was begun before is finished first, so that one copy exists at a time.
 
         Returns:
             False if a host had no room for the copies of its ranks: then everything is written already.
         """
-        return self._begin_checkpoint(folder, extra, background=True)
-
-    def _begin_checkpoint(self, folder: Path, extra: Mapping[str, Any] | None, *, background: bool) -> bool:
         from megatron_dapo.actor.checkpoint import checkpoint
 
         self.finish_checkpoint()
         layout = dataclasses.asdict(self.config.layout)
         with self.memory.resident("parameters", "optimizer"):
-            self._pending = checkpoint.begin(folder, self.optimizer, layout=layout, extra=extra, background=background)
+            self._pending = checkpoint.begin(folder, self.optimizer, layout=layout, background=background)
         return self._pending.in_background
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
@@ -326,8 +289,8 @@ class MegatronActor:
         pending.finish()
         return True
 
-    def load_checkpoint(self, folder: Path) -> Mapping[str, Any]:
-        """Go on from a checkpoint, also of another layout; the `extra` it was saved with.
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from a checkpoint, also of another layout.
 
         Raises:
             CheckpointError: on every rank, with the file's name; the actor is unchanged. After any other exception it
@@ -336,16 +299,7 @@ class MegatronActor:
         from megatron_dapo.actor.checkpoint import checkpoint
 
         with self.memory.resident("parameters", "optimizer"):
-            return checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout)).extra
-
-    def offload(self) -> None:
-        """Free the device memory of weights, gradients and optimizer; `update` and the other calls still work, each
-        bringing what it needs for as long as it runs. `actor.offload` does so by itself, for the parts it names."""
-        self.memory.offload(*self.memory.parts)
-
-    def onload(self) -> None:
-        """Bring everything back to the device, bit for bit (gradients: zeros), to stay there."""
-        self.memory.onload(*self.memory.parts)
+            checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout))
 
     def close(self) -> None:
         """Leave the process groups; the actor is of no use afterwards."""
@@ -353,9 +307,8 @@ class MegatronActor:
 
         process_groups.shutdown()
 
-    def _dtype(self) -> "torch.dtype":
-        import torch
-
+    @property
+    def _dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
 
     def _check_finite(self, sums: "LossSums") -> None:
@@ -366,11 +319,3 @@ class MegatronActor:
             f"optimizer step {self.optimizer.optimizer_steps + 1}: the loss is {sums.loss}; over {sums.tokens} tokens "
             f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
         )
-
-    def _with_seconds_of_rank_0(self, reports: list[UpdateMetrics]) -> list[UpdateMetrics]:
-        import torch
-
-        seconds = torch.tensor([report.seconds for report in reports], dtype=torch.float64, device=self.device.device)
-        torch.distributed.broadcast(seconds, src=0)
-        pairs = zip(reports, seconds.tolist(), strict=True)
-        return [dataclasses.replace(report, seconds=value) for report, value in pairs]

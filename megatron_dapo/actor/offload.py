@@ -37,8 +37,6 @@ def parts_at_rest(config: OffloadConfig) -> tuple[Part, ...]:
 class DeviceMemory:
     """Which parts of a rank's actor are on its device. All parts are at the start."""
 
-    parts = PARTS
-
     def __init__(self, chunks: Iterable[torch.nn.Module], megatron_optimizer: Any) -> None:
         """`chunks`: in Megatron's DistributedDataParallel; `megatron_optimizer`: a ChainedOptimizer over them."""
         self._chunks = list(chunks)
@@ -176,7 +174,7 @@ class ReferenceWeights:
 
     def __init__(self, chunks: Sequence[Module]) -> None:
         """Copy the weights that `chunks` hold now."""
-        self._chunks = chunks
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._weights = self._copy()
 
     @contextmanager
@@ -189,14 +187,11 @@ class ReferenceWeights:
         finally:
             self._set(own)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
-
     def _copy(self) -> list[Tensor]:
-        return [to_host(parameter) for parameter in self._parameters()]
+        return [to_host(parameter) for parameter in self._parameters]
 
     @torch.no_grad()
     def _set(self, weights: Sequence[Tensor]) -> None:
         # In place: the optimizer's and the gradient buffers' views of the parameters must stay valid.
-        for parameter, weight in zip(self._parameters(), weights, strict=True):
+        for parameter, weight in zip(self._parameters, weights, strict=True):
             parameter.copy_(weight)

@@ -6,7 +6,6 @@ denominator. Master weights and moments are float32, whatever the type of the we
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +19,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from megatron_dapo.actor.checkpoint.optimizer_state import load_optimizer_state
-from megatron_dapo.actor.learning_rate import LearningRate
 from megatron_dapo.actor.offload import DeviceMemory
-from megatron_dapo.actor.step_data import NonFiniteUpdateError
+from megatron_dapo.actor.step_data import LearningRate, NonFiniteUpdateError
 from megatron_dapo.config.actor_config import OptimizerConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Global L2 norm before clipping."""
-
-    lr: float
 
 
 class ActorOptimizer:
@@ -42,7 +30,7 @@ class ActorOptimizer:
     def __init__(
         self, chunks: Sequence[GPTModel], config: OptimizerConfig, learning_rate: LearningRate, *, overlap: bool
     ) -> None:
-        """Wrap `chunks`, whose weights may be loaded before or after (then call `reload_weights`).
+        """Wrap `chunks`, whose weights are loaded.
 
         Args:
             overlap: reduce gradients while backward still runs; worth it where communication is not the CPU's work.
@@ -65,7 +53,7 @@ class ActorOptimizer:
             use_distributed_optimizer=config.distributed,
         )
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
-        no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=_is_vector))
+        no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
         self.megatron = get_megatron_optimizer(
             megatron_config,
             self.chunks,
@@ -98,33 +86,29 @@ class ActorOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> StepResult:
+    def step(self) -> tuple[float, float]:
         """Clip and apply the gradients that forward and backward have left in the chunks. Moments and master weights
         that are off the device are on it meanwhile.
+
+        Returns:
+            The global L2 norm before clipping, and the learning rate.
 
         Raises:
             NonFiniteUpdateError: the gradient is not finite; on all ranks, and nothing has changed.
         """
         with self.memory.resident("optimizer", give_back=False):
-            return self._step()
-
-    def _step(self) -> StepResult:
-        self.megatron.prepare_grads()
-        grad_norm = float(self.megatron.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise NonFiniteUpdateError(
-                f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}; not finite are the "
-                f"gradients of {_name_non_finite(self.chunks)}"
-            )
-        self.scheduler.step(1)
-        if self.config.clip_norm > 0:
-            clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_norm, grad_norm)
-        self.megatron.step_with_ready_grads()
-        return StepResult(grad_norm=grad_norm, lr=self.scheduler.get_lr({}))
-
-    def reload_weights(self) -> None:
-        """Take the chunks' weights as the master weights; call after weights were loaded without optimizer state."""
-        self.megatron.reload_model_params()
+            self.megatron.prepare_grads()
+            grad_norm = float(self.megatron.get_grad_norm())
+            if not math.isfinite(grad_norm):
+                raise NonFiniteUpdateError(
+                    f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}; not finite are the "
+                    f"gradients of {_name_non_finite(self.chunks)}"
+                )
+            self.scheduler.step(1)
+            if self.config.clip_norm > 0:
+                clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_norm, grad_norm)
+            self.megatron.step_with_ready_grads()
+        return grad_norm, self.scheduler.get_lr({})
 
     def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
         """Take over what `sharded_optimizer_state` gave when it was saved, after `optimizer_steps` steps.
@@ -183,10 +167,6 @@ def _mark_split_parameters(chunk: GPTModel) -> None:
             continue
         for parameter in split:
             parameter.tensor_model_parallel = True
-
-
-def _is_vector(parameter: torch.nn.Parameter) -> bool:
-    return parameter.ndim == 1
 
 
 def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) -> str:

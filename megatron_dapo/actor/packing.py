@@ -90,9 +90,6 @@ class PackedMicroBatch:
     sequence_bounds: np.ndarray
     """int32 [S + 1]: where each sequence starts and the last one ends, before cutting for context parallel."""
 
-    max_sequence_length: int
-    """Longest of them, padding included."""
-
     rows: np.ndarray
     """int64 [n]: position (< T) whose output predicts the response token."""
 
@@ -137,11 +134,6 @@ def plan_micro_batches(
     Example: lengths [9, 5, 4, 1], budget 10, one rank: [0, 3] and [1, 2].
     """
     lengths = round_up(np.asarray(sequence_lengths, dtype=np.int64), sequence_multiple)
-    if lengths.ndim != 1 or (lengths < 1).any():
-        raise ValueError("plan_micro_batches: sequence_lengths must be one-dimensional, each at least 1")
-    for name, value in (("token_budget", token_budget), ("data_parallel", data_parallel)):
-        if value < 1:
-            raise ValueError(f"plan_micro_batches: {name} = {value}; it must be at least 1")
     costs = lengths * (1.0 + attention_cost * lengths)
     step = data_parallel * count_multiple
     # No two sequences above half the budget share a micro-batch, and one above the budget shares with none.
@@ -152,13 +144,11 @@ def plan_micro_batches(
     )
     bins = max(round_up(least, step), step)
     while True:
-        assignment = _fill(lengths, costs, token_budget, bins, balance=True)
-        if assignment is None:
-            assignment = _fill(lengths, costs, token_budget, bins, balance=False)
-        if assignment is not None:
-            break
+        for balance in (True, False):
+            assignment = _fill(lengths, costs, token_budget, bins, balance=balance)
+            if assignment is not None:
+                return _deal(assignment, costs, bins, data_parallel)
         bins += step
-    return _deal(assignment, costs, bins, data_parallel)
 
 
 def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
@@ -234,7 +224,6 @@ def pack_micro_batch(
         input_ids=row,
         position_ids=positions,
         sequence_bounds=np.concatenate([[0], np.cumsum(occupied)]).astype(np.int32),
-        max_sequence_length=int(occupied.max()),
         rows=predictors,
         targets=targets,
         places=places,

@@ -6,12 +6,13 @@ and the sum of the gradients. On CUDA a stop is an event in the stream, not a wa
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 PROBES = 5
 
@@ -31,29 +32,30 @@ class PassClock:
             torch.cuda.synchronize(device)
         self._epoch, self._zero = time.time(), self._now()
 
-    def __call__(self, name: str, log_level: int | None = None) -> "_Stopwatch":
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
         """Megatron's interface; every level is taken."""
-        return _Stopwatch(self, name)
+        return SimpleNamespace(start=partial(self.start, name), stop=partial(self.stop, name))
 
     def describe(self, **about: Any) -> None:
         """Says of the pass that is under way what it is about."""
         self._about = about
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, barrier: bool = False) -> None:
+        """`barrier` is Megatron's wish to let all ranks wait for each other: a measurement must not."""
         self._about = {}
         self._open[name] = self._now()
 
-    def stop(self, name: str) -> None:
+    def stop(self, name: str, barrier: bool = False) -> None:
         self._done.append((name, self._open.pop(name), self._now(), self._about))
         self._about = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        began = self._now()
+        self.start(name)
         try:
             yield
         finally:
-            self._done.append((name, began, self._now(), {}))
+            self.stop(name)
 
     def times(self) -> list[Timed]:
         """All that was stopped; waits for the device."""
@@ -73,50 +75,20 @@ class PassClock:
         return self._epoch + float(since)
 
 
-def time_all_reduce(numbers: int, *, dtype: torch.dtype, device: torch.device, group: Any) -> dict[str, Any]:
-    """Seconds of one all-reduce of so many numbers over `group`, the median of `PROBES`; every rank of it calls.
+def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
+    """Seconds of one all-reduce of `values` over `group`, the median of `PROBES`; every rank of it calls.
 
     Tensor parallelism does its communication inside the passes, where no clock of ours stands.
     """
-    values = torch.zeros(numbers, dtype=dtype, device=device)
     seconds = []
     for _ in range(PROBES + 1):  # the first one opens connections
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        torch.distributed.all_reduce(values, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        clock = PassClock(values.device)
+        with clock.measure("all-reduce"):
+            torch.distributed.all_reduce(values, group=group)
+        [(_, start, end, _)] = clock.times()
+        seconds.append(end - start)
     return {
         "bytes": values.nbytes,
         "ranks": torch.distributed.get_world_size(group),
         "seconds": statistics.median(seconds[1:]),
     }
-
-
-class _Stopwatch:
-    """What Megatron gets for a name."""
-
-    def __init__(self, clock: PassClock, name: str) -> None:
-        self._clock, self._name = clock, name
-
-    def start(self, barrier: bool = False) -> None:
-        """`barrier` is Megatron's wish to let all ranks wait for each other: a measurement must not."""
-        self._clock.start(self._name)
-
-    def stop(self, barrier: bool = False) -> None:
-        self._clock.stop(self._name)
-
-
-@contextmanager
-def timed_passes(chunks: Sequence[torch.nn.Module], clock: PassClock) -> Iterator[None]:
-    """Megatron's schedules tell `clock` of the passes through `chunks` meanwhile."""
-    configs = [get_model_config(chunk) for chunk in chunks]
-    for config in configs:
-        config.timers = clock
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.timers = None

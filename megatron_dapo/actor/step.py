@@ -9,7 +9,7 @@ however it is cut. Under context parallelism every rank has the log-probs of who
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,17 +19,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dapo.actor.model.layers import output_weight
-from megatron_dapo.actor.model.log_prob import gather_over_context, linear_token_log_probs, token_log_probs
-from megatron_dapo.actor.model.packed_sequences import PackedSequences, packed_sequences
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import (
+    VocabularyShard,
+    gather_over_context,
+    linear_token_log_probs,
+    token_log_probs,
+)
+from megatron_dapo.actor.model.model_chunks import output_weight
+from megatron_dapo.actor.model.packed_attention import PackedSequences, packed_sequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig
 
 _BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
 """Summed with every objective, before its own statistics."""
@@ -56,9 +61,9 @@ class _Input:
     """int64 [2, 1, T]: token ids and positions."""
 
     sequences: PackedSequences
-    rows: Tensor
-    targets: Tensor
-    places: Tensor
+    index: Tensor
+    """int64 [3, n]: rows, targets and places."""
+
     weights: Tensor
     """float32 [N_mb]; [0] where only log-probs are wanted."""
 
@@ -72,26 +77,21 @@ class ForwardBackward:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
+        config: ActorConfig,
         *,
-        layout: LayoutConfig,
         vocabulary: int,
-        chunk_tokens: int | None,
-        fused_linear: bool,
         device: torch.device,
-        row_multiple: int = 1,
     ) -> None:
-        """`chunks`: as `optimizer.ActorOptimizer` has wrapped them. `vocabulary`: tokens, without padding.
-        `chunk_tokens`: rows of logits in float32 at a time. `fused_linear`: the chunks were built to give hidden
-        states instead of logits. `row_multiple`: what a rank's tokens of a micro-batch are rounded up to."""
+        """`chunks`: as `optimizer.ActorOptimizer` has wrapped them, built by `config`. `vocabulary`: tokens, without
+        padding."""
         self.chunks: list[Any] = list(chunks)
-        self.layout = layout
+        self.layout = config.layout
         self.vocabulary = vocabulary
-        self.chunk_tokens = chunk_tokens
-        self.fused_linear = fused_linear
+        self.chunk_tokens = config.logprob_chunk_tokens
+        self.fused_linear = config.fused_linear_log_prob
+        self.row_multiple = config.row_multiple
         self.device = device
-        self.row_multiple = row_multiple
-        self.clock: PassClock | None = None
-        """Told of each micro-batch while the actor's passes are timed."""
+        self.tell(None)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -102,10 +102,14 @@ class ForwardBackward:
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
         )
 
+    def tell(self, clock: PassClock | None) -> None:
+        """Let Megatron's schedules tell `clock` when each pass begins and ends; None: nobody."""
+        self.clock = get_model_config(self.chunks[0]).timers = clock
+
     @torch.no_grad()
     def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
         """Log-probs and entropies of all N response tokens, on global rank 0; None on the others."""
-        inputs = [self._input(pack, None, responses) for pack in self._pack(responses, plan)]
+        inputs = self._inputs(responses, plan, {})
 
         def collect(item: _Input, output: Tensor, non_loss_data: bool = True) -> Tensor:
             return torch.stack(self._token_log_probs(item, output, temperature, entropy_gradient=False))
@@ -130,8 +134,7 @@ class ForwardBackward:
         `whole_gradients`: leave the whole sum on every data-parallel rank, also with the distributed optimizer, whose
         ranks otherwise get the sum of their own part only.
         """
-        responses = mini_batch.responses
-        inputs = [self._input(pack, mini_batch, responses) for pack in self._pack(responses, mini_batch.plan)]
+        inputs = self._inputs(mini_batch.responses, mini_batch.plan, mini_batch.columns)
         loss = partial(self._loss, objective=objective, temperature=temperature)
         for chunk in self.chunks:
             # Reductions that overlap with backward are begun by the wrapper, which asks itself and not the schedule.
@@ -145,58 +148,41 @@ class ForwardBackward:
         sums = dict(zip(names, totals.tolist(), strict=True))
         return LossSums(loss=sums.pop("loss"), tokens=int(sums.pop("tokens")), sums=sums)
 
-    def _pack(self, responses: Responses, plan: MicroBatchPlan) -> list[PackedMicroBatch]:
-        if plan.data_parallel != self.layout.data:
-            raise ValueError(
-                f"the plan is for {plan.data_parallel} data-parallel ranks, actor.layout.data = {self.layout.data}"
-            )
-        if plan.num_responses != len(responses):
-            raise ValueError(f"the plan is for {plan.num_responses} responses, there are {len(responses)}")
-        if len(responses.token_ids) and responses.token_ids.max() >= self.vocabulary:
-            raise ValueError(
-                f"token_ids holds {responses.token_ids.max()}; the model's vocabulary has {self.vocabulary} tokens"
-            )
+    def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
+        """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
+        planned, wanted = (plan.num_responses, plan.data_parallel), (len(responses), self.layout.data)
+        if planned != wanted:
+            raise ValueError(f"the plan is for {planned} responses and data-parallel ranks, there are {wanted}")
+        largest = responses.token_ids.max(initial=0)
+        if largest >= self.vocabulary:
+            raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
+        place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple}
         return [
-            pack_micro_batch(
-                responses, indices, self.layout, context_rank=self.context_rank, row_multiple=self.row_multiple
-            )
+            self._input(pack_micro_batch(responses, indices, self.layout, **place), columns)
             for indices in plan.micro_batches[self.data_rank]
         ]
 
-    def _input(self, packed: PackedMicroBatch, mini_batch: MiniBatch | None, responses: Responses) -> _Input:
-        tokens = np.stack([packed.input_ids, packed.position_ids])[:, None]
-        rows, targets, places = self._to_device(np.stack([packed.rows, packed.targets, packed.places])).unbind()
-        weights, columns = torch.empty(0), None
-        if mini_batch is not None:
-            weights, columns = self._columns(packed, mini_batch)
+    def _input(self, packed: PackedMicroBatch, columns: Mapping[str, np.ndarray]) -> _Input:
+        given: dict[str, Tensor] = {}
+        if columns:
+            stacked = np.stack([column[packed.columns] for column in columns.values()])
+            given = dict(zip(columns, self._to_device(stacked).unbind(), strict=True))
+        weights, loss_columns = given.pop("weights", torch.empty(0)), None
+        if given:
+            index, lengths = self._to_device(packed.sequence_index), self._to_device(packed.response_lengths)
+            loss_columns = LossColumns(sequence_index=index, sequence_lengths=lengths, **given)
         return _Input(
             packed=packed,
-            tokens=self._to_device(tokens),
+            tokens=self._to_device(np.stack([packed.input_ids, packed.position_ids])[:, None]),
             sequences=packed_sequences(
                 np.diff(packed.sequence_bounds).tolist(),
                 device=self.device,
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
             ),
-            rows=rows,
-            targets=targets,
-            places=places,
+            index=self._to_device(np.stack([packed.rows, packed.targets, packed.places])),
             weights=weights,
-            columns=columns,
-        )
-
-    def _columns(self, packed: PackedMicroBatch, mini_batch: MiniBatch) -> tuple[Tensor, LossColumns | None]:
-        """The weights of the micro-batch's tokens, and what else the loss reads."""
-        names = list(mini_batch.columns)
-        stacked = self._to_device(np.stack([mini_batch.columns[name][packed.columns] for name in names]))
-        columns = dict(zip(names, stacked.unbind(), strict=True))
-        weights = columns.pop("weights")
-        if "advantages" not in columns:
-            return weights, None
-        return weights, LossColumns(
-            sequence_index=self._to_device(packed.sequence_index),
-            sequence_lengths=self._to_device(packed.response_lengths),
-            **columns,
+            columns=loss_columns,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
@@ -237,24 +223,19 @@ class ForwardBackward:
             rank=self.tensor_rank,
             group=self.tensor_group,
         )
-        wanted = (item.rows, item.targets, shard)
+        rows, targets, places = item.index.unbind()
+        wanted = (rows, targets, shard)
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
         if weight is None:
-            log_probs, entropy = token_log_probs(
-                output,
-                *wanted,
-                temperature=temperature,
-                chunk=self.chunk_tokens,
-                entropy_gradient=entropy_gradient,
-            )
+            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
         else:
-            log_probs, entropy = linear_token_log_probs(
-                output, weight, *wanted, temperature=temperature, entropy_gradient=entropy_gradient
-            )
+            log_probs, entropy = linear_token_log_probs(output, weight, *wanted, temperature=temperature)
+        if not entropy_gradient:
+            entropy = entropy.detach()
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
-            whole = gather_over_context(values, item.places, len(item.packed.columns), self.context_group)
+            whole = gather_over_context(values, places, len(item.packed.columns), self.context_group)
             log_probs, entropy = whole.unbind()
         return log_probs, entropy
 

@@ -1,4 +1,4 @@
-"""What goes into the actor and comes out: responses, mini-batches, log-probs, metrics of an update.
+"""What goes into the actor and comes out: responses, mini-batches, learning rate, log-probs, metrics of an update.
 
 Everything is a flat numpy array, response after response without padding, so that a message crosses Ray's object
 store without a copy. Such arrays are read-only, and nothing here writes to them. No torch, no Megatron in this file.
@@ -7,11 +7,13 @@ R responses of a message, N response tokens of all of them together.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megatron_dapo.actor.packing import MicroBatchPlan, exclusive_sum, ranges
+from megatron_dapo.config.actor_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +36,15 @@ class Responses:
     def __post_init__(self) -> None:
         for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
             _check_array("Responses", name, getattr(self, name), np.int32)
-        if self.sequence_lengths.shape != self.prompt_lengths.shape:
+        total, given = int(self.sequence_lengths.sum(dtype=np.int64)), len(self.token_ids)
+        if self.sequence_lengths.shape != self.prompt_lengths.shape or total != given:
             raise ValueError(
-                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths"
+                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths; "
+                f"the former sum to {total} but there are {given} token_ids"
             )
         bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
         if bad.size:
-            i = bad[0]
-            raise ValueError(
-                f"Responses: response {i} has prompt_length {self.prompt_lengths[i]} and sequence_length "
-                f"{self.sequence_lengths[i]}; a prompt and a response hold at least one token each"
-            )
-        total = int(self.sequence_lengths.sum(dtype=np.int64))
-        if total != len(self.token_ids):
-            raise ValueError(
-                f"Responses: sequence_lengths sum to {total} but there are {len(self.token_ids)} token_ids"
-            )
+            raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
 
@@ -107,7 +102,7 @@ class MiniBatch:
     def __post_init__(self) -> None:
         tokens = self.responses.num_response_tokens
         for name, column in self.columns.items():
-            _check_array("MiniBatch", name, column, np.float32, length=tokens, what="response tokens")
+            _check_array("MiniBatch", name, column, np.float32, length=tokens)
             finite = np.isfinite(column)
             if not finite.all():
                 where = int(np.argmin(finite))
@@ -136,10 +131,6 @@ class LogProbs:
     entropy: np.ndarray
     """float32 [N]: entropy of the distribution that the token was drawn from, in nats."""
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            _check_array("LogProbs", item.name, getattr(self, item.name), np.float32, length=len(self.log_probs))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateMetrics:
@@ -163,15 +154,30 @@ class UpdateMetrics:
     sums: Mapping[str, float] = field(default_factory=dict)
     """Sums over those tokens: `log_prob`, `entropy` and each of the objective's `stat_names`."""
 
-    micro_batches: int
-    """Micro-batches that each data-parallel rank ran."""
 
-    seconds: float
-    """Wall time on rank 0."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """Linear warm-up, then constant, or a cosine down to `final_fraction` of the peak.
 
-    def mean(self, name: str) -> float:
-        """`sums[name]` / `tokens`; 0 if no token carried loss."""
-        return self.sums[name] / self.tokens if self.tokens else 0.0
+    Optimizer step k = 1, 2, ... of a warm-up of W steps has the rate peak * k / W: no step is spent at rate 0.
+    """
+
+    peak: float
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """Optimizer step, after the warm-up's, at which the cosine reaches its end; None: constant after the warm-up."""
+
+    final_fraction: float = 0.1
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":
+        """The paper's: warm-up over rollout steps, each of `steps_per_rollout` optimizer steps, then constant."""
+        return cls(peak=config.lr, warmup_steps=round(config.warmup_rollout_steps * steps_per_rollout))
+
+    @property
+    def final(self) -> float:
+        """Rate after the decay; the peak without one."""
+        return self.peak if self.decay_steps is None else self.peak * self.final_fraction
 
 
 class NonFiniteUpdateError(ArithmeticError):
@@ -187,20 +193,9 @@ class CheckpointDamagedError(CheckpointError):
     """A file of a checkpoint is missing or does not have its checksum: an earlier checkpoint may be whole."""
 
 
-def _check_array(
-    message: str,
-    name: str,
-    array: np.ndarray,
-    dtype: type[np.generic],
-    *,
-    length: int | None = None,
-    what: str = "entries",
-) -> None:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{message}: {name} is a {type(array).__name__}; give a numpy array of {dtype.__name__}")
-    if array.dtype != dtype:
-        raise TypeError(f"{message}: {name} has dtype {array.dtype}; it must be {dtype.__name__}")
-    if array.ndim != 1:
-        raise ValueError(f"{message}: {name} has shape {array.shape}; it must have one dimension")
+def _check_array(message: str, name: str, array: Any, dtype: type[np.generic], *, length: int | None = None) -> None:
+    found = getattr(array, "dtype", type(array).__name__)
+    if found != dtype or array.ndim != 1:
+        raise TypeError(f"{message}: {name} is {found}; give a numpy array of {dtype.__name__} with one dimension")
     if length is not None and len(array) != length:
-        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} {what}")
+        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} response tokens")

@@ -46,7 +46,7 @@ def token_weights(
     Args:
         response_lengths: response tokens of the whole mini-batch's responses.
         group_index: which prompt each response answers; any integers, equal for equal prompts.
-        mask: False where a response carries no loss (`overlong.overlong_filter_mask`). None: all carry loss.
+        mask: False where a response carries no loss (overlong filtering: it was truncated). None: all carry loss.
         constant_length: divisor of `sequence_sum_constant`, in tokens.
         micro_batch_index: which micro-batch holds each response, of all ranks' micro-batches; for `verl_legacy`.
 

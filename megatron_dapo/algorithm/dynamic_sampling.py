@@ -11,17 +11,14 @@ new prompts: 12 are dispatched.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+PRIOR_GROUPS = 4.0
+"""Groups that the pass rate's starting value counts as."""
 
 
 def keep_group(correct: int, group_size: int) -> bool:
-    """Eq. 11's constraint, on the number of *correct* responses (never on rewards).
-
-    Raises:
-        ValueError: `correct` is not in 0..group_size.
-    """
-    if not 0 <= correct <= group_size:
-        raise ValueError(f"{correct} correct responses in a group of {group_size}: must be in 0..{group_size}")
+    """Eq. 11's constraint, on the number of *correct* responses (never on rewards)."""
     return 0 < correct < group_size
 
 
@@ -70,19 +67,14 @@ class PassRate:
     filtered: float = 0.0
 
     @classmethod
-    def start(cls, initial: float, *, strength: float = 4.0, memory: float = 2048.0) -> "PassRate":
-        """An estimate that begins at `initial` and gives it the weight of `strength` groups.
+    def start(cls, initial: float, *, memory: float = 2048.0) -> "PassRate":
+        """An estimate that begins at `initial` and gives it the weight of `PRIOR_GROUPS`.
 
         Args:
             initial: in (0, 1]; 1 is taken as a share that no group of the prior failed.
-            strength: groups that the prior counts as; > 0.
             memory: groups after which an observation has faded to 1/e; > 1.
         """
-        if not 0 < initial <= 1 or strength <= 0 or memory <= 1:
-            raise ValueError(
-                f"pass rate: initial {initial:g} must be in (0, 1], strength {strength:g} > 0, memory {memory:g} > 1"
-            )
-        return cls(prior_kept=initial * strength, prior_filtered=(1 - initial) * strength, memory=memory)
+        return cls(prior_kept=initial * PRIOR_GROUPS, prior_filtered=(1 - initial) * PRIOR_GROUPS, memory=memory)
 
     @property
     def mean(self) -> float:
@@ -92,13 +84,5 @@ class PassRate:
 
     def update(self, *, kept: int, filtered: int) -> "PassRate":
         """The estimate after `kept` + `filtered` more groups, which count alike: their order does not matter."""
-        if kept < 0 or filtered < 0:
-            raise ValueError(f"pass rate: counts must not be negative, got kept {kept}, filtered {filtered}")
         fade = (1 - 1 / self.memory) ** (kept + filtered)
-        return PassRate(
-            prior_kept=self.prior_kept,
-            prior_filtered=self.prior_filtered,
-            memory=self.memory,
-            kept=self.kept * fade + kept,
-            filtered=self.filtered * fade + filtered,
-        )
+        return replace(self, kept=self.kept * fade + kept, filtered=self.filtered * fade + filtered)

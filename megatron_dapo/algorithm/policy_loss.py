@@ -16,7 +16,7 @@ A = -1: r = 0.9 gives 0.9 (free), r = 0.5 gives 0.8 (clipped), r = 30 gives 30 (
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -158,10 +158,7 @@ class PolicyObjective:
 
     def _kl(self, log_probs: Tensor, columns: LossColumns) -> Tensor:
         if columns.reference_log_probs is None:
-            raise ValueError(
-                f"kl_coefficient = {self.kl_coefficient:g}: the KL term reads reference_log_probs, but there are none; "
-                "compute them with the starting weights or set the coefficient to 0"
-            )
+            raise ValueError("the KL term reads reference_log_probs, but there are none; set kl_coefficient to 0")
         if self.kl_aggregation == "token":
             return kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator)
         return sequence_kl_estimate(
@@ -192,15 +189,8 @@ class PolicyObjective:
 class SupervisedObjective:
     """Cross-entropy on given responses, -log pi(y_t): used to teach a base model before reinforcement learning."""
 
-    @property
-    def stat_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    @property
-    def uses_entropy_gradient(self) -> bool:
-        """Never."""
-        return False
+    stat_names: ClassVar[tuple[str, ...]] = ()
+    uses_entropy_gradient: ClassVar[bool] = False
 
     def __call__(
         self, log_probs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], columns: LossColumns | None = None

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import departures, differences, flatten_config, shown
-from megatron_dapo.config.paper import PAPER
+from megatron_dapo.config.config_diff import PAPER, departures, differences, flatten_config, shown
 
 NAME_OF_THE_PAPER = "paper"
 WIDEST = 200

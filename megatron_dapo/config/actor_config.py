@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, NonNegativeFloat, Pair, PositiveFloat, PositiveInt
+from megatron_dapo.config.base import STRICT, DecayRates, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,7 +38,7 @@ class OptimizerConfig:
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
 
-    betas: Pair = (0.9, 0.999)
+    betas: DecayRates = (0.9, 0.999)
     """AdamW's decay rates."""
 
     eps: PositiveFloat = 1e-8
@@ -69,6 +69,8 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
+    """Section `actor`: how Megatron-Core trains."""
+
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()

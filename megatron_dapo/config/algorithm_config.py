@@ -110,10 +110,12 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
+    """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
+
     prompts_per_step: PositiveInt = 512
     """N: groups that one rollout step trains on."""
 
-    group_size: PositiveInt = 16
+    group_size: int = Field(default=16, ge=2)
     """G: responses a prompt."""
 
     mini_batch_responses: PositiveInt = 512

@@ -1,16 +1,58 @@
-"""How two configs differ, and how one differs from the paper. Works on plain trees, so also on an old run's config."""
+"""How two configs differ, and how one differs from the paper (arXiv 2503.14476).
+
+Works on plain trees, so also on an old run's config.
+
+The paper's settings stand here a second time on purpose: a default that is changed by mistake shows as a difference.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from megatron_dapo.config.load import flatten
-from megatron_dapo.config.paper import PAPER, Stated
 from megatron_dapo.config.root import Config
 
 ABSENT = "(no such key)"
+
+
+class Stated(NamedTuple):
+    """One setting that the paper states."""
+
+    key: str
+    value: Any
+    where: str
+    """Equation or section of the paper, or what else states it."""
+
+
+_RECIPE = "published recipe; the paper names none"
+
+PAPER: tuple[Stated, ...] = (
+    Stated("algorithm.prompts_per_step", 512, "section 4.1"),
+    Stated("algorithm.group_size", 16, "section 4.1"),
+    Stated("algorithm.mini_batch_responses", 512, "section 4.1: 16 updates a rollout step"),
+    Stated("algorithm.aggregation", "token_mean", "eq. 8, section 3.3"),
+    Stated("algorithm.entropy_coefficient", 0.0, "eq. 8 has no such term"),
+    Stated("algorithm.clip.low", 0.2, "section 4.1"),
+    Stated("algorithm.clip.high", 0.28, "section 4.1"),
+    Stated("algorithm.clip.dual", None, "eq. 8 has none"),
+    Stated("algorithm.overlong.shape", "soft", "eq. 13"),
+    Stated("algorithm.overlong.buffer", 4096, "section 4.1"),
+    Stated("algorithm.overlong.factor", 1.0, "eq. 13"),
+    Stated("algorithm.kl.coefficient", 0.0, "section 2.3"),
+    Stated("algorithm.importance.mode", "none", "eq. 8 has none"),
+    Stated("algorithm.dynamic_sampling.enabled", True, "eq. 11"),
+    Stated("rollout.max_new_tokens", 20480, "section 4.1: 16384 and a buffer of 4096"),
+    Stated("evaluation.samples", 32, "section 4.1"),
+    Stated("evaluation.temperature", 1.0, "section 4.1"),
+    Stated("evaluation.top_p", 0.7, "section 4.1"),
+    Stated("actor.optimizer.lr", 1e-6, "section 4.1"),
+    Stated("actor.optimizer.warmup_rollout_steps", 20.0, "section 4.1"),
+    Stated("actor.optimizer.weight_decay", 0.1, _RECIPE),
+    Stated("actor.optimizer.clip_norm", 1.0, _RECIPE),
+)
+"""In the order of the config's sections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,14 +1,8 @@
-"""The configuration reference: one Markdown page made from the sections themselves, so that it cannot drift."""
-
-import ast
 import dataclasses
-import inspect
-from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
+from megatron_dapo.config.config_diff import shown
 from megatron_dapo.config.root import Config
 
 HEADER = """# Configuration reference
@@ -29,24 +23,21 @@ def reference_page() -> str:
 
 def _section(name: str, section: Any, seen: dict[tuple[str, str], str]) -> str:
     """`seen`: (key, entry) -> the section that has it."""
-    summary = (inspect.getmodule(section).__doc__ or "").strip().splitlines()[0] if "." not in name else ""
-    lines = [f"{'##' if '.' not in name else '###'} {name}", ""]
-    if summary:
-        lines += [summary, ""]
-    meanings = _attribute_docstrings(section)
+    lines = [f"### {name}", ""] if "." in name else [f"## {name}", "", section.__doc__, ""]
     below, same = [], []
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(field.type):
-            below.append((f"{name}.{field.name}", field.type))
+    for key, field in section.__pydantic_fields__.items():
+        kind = field.annotation
+        if dataclasses.is_dataclass(kind):
+            below.append((f"{name}.{key}", kind))
             continue
-        item = _item(field.type)
-        if item is not None:
-            below.append((f"{name}.{field.name}.N", item))
-        entry = f"({_type(field.type)}, {_default_of(field)}): {meanings[field.name]}"
-        if seen.setdefault((field.name, entry), name) == name:
-            lines.append(f"- `{name}.{field.name}` {entry}")
+        items = get_args(kind)[:1] if get_origin(kind) is tuple else ()
+        below += [(f"{name}.{key}.N", item) for item in items if dataclasses.is_dataclass(item)]
+        default = "required" if field.is_required() else f"`{shown(field.get_default(call_default_factory=True))}`"
+        entry = f"({_type(kind)}, {default}): {_description(section, key)}"
+        if seen.setdefault((key, entry), name) == name:
+            lines.append(f"- `{name}.{key}` {entry}")
         else:
-            same.append(f"`{name}.{field.name}` (`{seen[field.name, entry]}`)")
+            same.append(f"`{name}.{key}` (`{seen[key, entry]}`)")
     if same:
         lines.append(f"- As in another section: {', '.join(same)}.")
     if lines[-1]:
@@ -54,31 +45,10 @@ def _section(name: str, section: Any, seen: dict[tuple[str, str], str]) -> str:
     return "\n".join(lines) + "".join("\n" + _section(*child, seen) for child in below)
 
 
-def _default_of(field: "dataclasses.Field[Any]") -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"`{_default(field.default)}`"
-    factory: Any = field.default_factory
-    return "required" if factory is dataclasses.MISSING else f"`{_default(factory())}`"
-
-
-def _item(annotation: Any) -> Any:
-    """The section that a list consists of, None for anything else."""
-    if get_origin(annotation) is Annotated:
-        return _item(get_args(annotation)[0])
-    items = get_args(annotation) if get_origin(annotation) is tuple else ()
-    return items[0] if items and dataclasses.is_dataclass(items[0]) else None
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, FieldInfo):
-        value = value.default
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        return str(list(value))
-    if isinstance(value, dict):
-        return str(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _description(section: Any, key: str) -> str:
+    """The text under the field, in the class that has it."""
+    owner = next(each for each in section.__mro__ if key in getattr(each, "__annotations__", ()))
+    return " ".join(owner.__pydantic_fields__[key].description.split())
 
 
 def _type(annotation: Any) -> str:
@@ -97,20 +67,3 @@ def _type(annotation: Any) -> str:
     if dataclasses.is_dataclass(annotation):
         return "section"
     return "none" if annotation is type(None) else annotation.__name__
-
-
-def _attribute_docstrings(section: Any) -> dict[str, str]:
-    """Texts under the fields, one line each; those of the classes that it inherits from first."""
-    texts: dict[str, str] = {}
-    for above in section.__bases__:
-        if dataclasses.is_dataclass(above):
-            texts |= _attribute_docstrings(above)
-    body = ast.parse(inspect.getsource(section)).body[0].body  # type: ignore[attr-defined]
-    for statement, after in pairwise(body):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            texts[statement.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
-    return texts

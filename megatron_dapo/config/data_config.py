@@ -1,11 +1,19 @@
-"""Section `data`: the prompts and the text that carries them."""
+"""Sections `data` and `evaluation`: the files of prompts and of held-out problems, and how they are used."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, PositiveFloat, PositiveInt, Text
+from megatron_dapo.config.base import (
+    STRICT,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+)
 from reward.config import VerifierName
 
 Schema = Literal["columns", "dapo", "gsm8k"]
@@ -52,6 +60,8 @@ class SourceConfig(ColumnsConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig(ColumnsConfig):
+    """Section `data`: the prompts and the text that carries them."""
+
     path: Text | None = None
     """Prompt file: JSON lines (.jsonl) or parquet (.parquet). None: `mixture`."""
 
@@ -77,3 +87,36 @@ class DataConfig(ColumnsConfig):
 
     deduplicate: bool = True
     """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationConfig(ColumnsConfig):
+    """Section `evaluation`: problems apart from the training prompts, answered by the servers."""
+
+    path: str
+    """File of held-out problems, put into the template of section `data`."""
+
+    schema: Schema | None = None
+    """As `data.schema`. None: the file is read as section `data` says, but for the keys given here."""
+
+    every: NonNegativeInt = 0
+    """Rollout steps between evaluations; 0: only before the first and after the last step."""
+
+    limit: NonNegativeInt = 0
+    """Use the first so many problems; 0: all."""
+
+    samples: PositiveInt = 32
+    """Responses a problem for the sampled accuracy (avg@k); the paper has 32."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Temperature of the sampled accuracy."""
+
+    top_p: Fraction = 0.7
+    """Nucleus of the sampled accuracy."""
+
+    greedy: bool = True
+    """Measure greedy accuracy too."""
+
+    forbidden_start: Text | None = None
+    """Also measure, before training, the base model when responses may not begin with this text's first token (printed
+    as "made to work")."""

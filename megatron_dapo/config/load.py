@@ -1,9 +1,8 @@
 """YAML file + `section.key=value` overrides -> Config, strictly (no key is ignored, none is guessed)."""
 
-import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -68,7 +67,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = TypeAdapter(Config).validate_json(text)
     except ValidationError as error:
-        raise ConfigError(_explain(error, lines)) from None
+        wrong = "".join(f"\n  {_fault(fault, lines)}" for fault in error.errors())
+        raise ConfigError(f"config is not valid{wrong}") from None
     faults = list(contradictions(config))
     if faults:
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -134,10 +134,6 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     lines[path] = f"override {override!r}"
 
 
-def _explain(error: ValidationError, lines: Lines) -> str:
-    return "config is not valid\n" + "\n".join(f"  {_fault(fault, lines)}" for fault in error.errors())
-
-
 def _fault(fault: Any, lines: Lines) -> str:
     path = tuple(
         str(part) for part in fault["loc"] if not str(part).startswith(("constrained-", "literal[", "function-"))
@@ -165,18 +161,9 @@ def _keys(path: tuple[str, ...]) -> list[str]:
     """Valid keys below the section `path`."""
     section: Any = Config
     for part in path:
-        if part.isdigit():  # of a list of sections
-            section = next(item for item in _members(section) if dataclasses.is_dataclass(item))
-        else:
-            section = {field.name: field.type for field in dataclasses.fields(section)}[part]
-    return [field.name for field in dataclasses.fields(section)]
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    """All types that an annotation is made of."""
-    yield annotation
-    for argument in get_args(annotation):
-        yield from _members(argument)
+        # A digit stands for an item of a list of sections, whose type is tuple[Section, ...].
+        section = get_args(section)[0] if part.isdigit() else section.__pydantic_fields__[part].annotation
+    return list(section.__pydantic_fields__)
 
 
 def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

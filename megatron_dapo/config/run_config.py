@@ -1,4 +1,4 @@
-"""Section `run`: where a run lives, how long it goes on, what it keeps."""
+"""Sections `run`, `model` and `monitor`: where a run lives and how long it goes on, what it trains, what is watched."""
 
 from typing import Annotated, Literal
 
@@ -10,6 +10,8 @@ from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, Pos
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
+    """Section `run`: where a run lives, how long it goes on, what it keeps."""
+
     dir: Text
     """Run directory: everything the run writes is below it. A directory that holds a run is refused unless `resume`."""
 
@@ -62,3 +64,62 @@ class RunConfig:
 
     step_deadline_s: PositiveFloat = 3600.0
     """Seconds that any one phase of a rollout step may take."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """Section `model`: which weights are trained."""
+
+    path: str
+    """Folder in Hugging Face format: config.json, safetensors, tokenizer."""
+
+    context_length: PositiveInt
+    """Longest prompt plus response in tokens; also the server's context length."""
+
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    """Tokens that end a response. Empty: those of tokenizer, generation_config.json and config.json, which must agree.
+    SGLang always ends at the last two's, so these must be included."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32
+    always."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class WandbConfig:
+    mode: Literal["off", "offline", "online"] = "off"
+    """Send every metric to Weights & Biases too; `offline` keeps it in `<run.dir>/wandb` for `wandb sync`. Needs the
+    package: pip install 'megatron-dapo[wandb]'."""
+
+    project: Text = "megatron-dapo"
+    """Project there."""
+
+    entity: Text | None = None
+    """User or team there; none: the key's own."""
+
+    name: Text | None = None
+    """Name of the run there; none: that of the run directory."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MonitorConfig:
+    """Section `monitor`: what is watched and when it stops a run."""
+
+    tensorboard: bool = True
+    """Write every metric to `<run.dir>/tensorboard` as well."""
+
+    wandb: WandbConfig = WandbConfig()
+
+    timeline_every: NonNegativeInt = 0
+    """Record phases, requests, micro-batches and memory peaks in `<run.dir>/timeline` every so many rollout steps, for
+    `tools/profile_throughput.py`. 0: never."""
+
+    mismatch_warn: PositiveFloat = 0.05
+    """Mean |engine - trainer| log-prob of a step above which a warning is printed."""
+
+    mismatch_stop: PositiveFloat = 1.0
+    """The same, above which the run stops. If older weights wrote all tokens (`async`), these are compared."""
+
+    sample_responses: NonNegativeInt = 2
+    """Responses of each step kept as text in `<run.dir>/samples.jsonl`, and as many of those without a verdict or on
+    which `exact` and `robust` disagree."""

@@ -24,8 +24,8 @@ from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.config.monitor_config import MonitorConfig
 from megatron_dapo.config.root import Config
+from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
 

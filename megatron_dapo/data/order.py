@@ -22,18 +22,9 @@ class Span:
     weight: float
 
 
-def prompt_at(position: int, count: int, seed: int) -> int:
-    """Index of the prompt at `position` of the endless shuffled order of `count` prompts: epoch after epoch, each a
-    permutation of its own.
-
-    Depends on the seed and the number of prompts only, so that a resumed run sees the same order.
-    """
-    epoch, at = divmod(position, count)
-    return int(_permutation(count, seed, epoch, 0)[at])
-
-
 class PromptOrder:
-    """Order over several files: every file is gone through as by `prompt_at`, and each position goes to one of them.
+    """Order over one or several files: every file is gone through epoch after epoch, each a permutation of its own, and
+    each position goes to one file.
 
     The position decides by a low-discrepancy sequence, so that any stretch of positions, not only a long one, holds
     the files nearly as the weights say: after p positions a file with share w has had w p of them, give or take a few.
@@ -52,8 +43,6 @@ class PromptOrder:
 
     def index_at(self, position: int) -> int:
         """Index, among all prompts, of the prompt at `position`."""
-        if len(self._spans) == 1:
-            return self._spans[0].start + prompt_at(position, self._spans[0].count, self._seed)
         block, offset = divmod(position, _BLOCK)
         if block != self._block:
             self._enter(block)

@@ -4,16 +4,20 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
-from megatron_dapo.data.field_mapping import PromptFile
 from megatron_dapo.data.order import Span
-from megatron_dapo.data.records import DataError, Row, parse_row, raw_rows
-from megatron_dapo.data.sample_verifiers import VerifierChoice
+from megatron_dapo.data.records import DataError, PromptFile, Row, parse_row, raw_rows
+from reward.check import check_ground_truth
+from reward.config import RewardConfig
+from reward.registry import VERIFIERS, find
+from reward.verdict import VerifierError
 
 
 class Tokenizer(Protocol):
@@ -50,24 +54,66 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     spans: tuple[Span, ...]
     """Which prompts are whose, in order; what `order.PromptOrder` needs."""
-    rows_read: int
-    duplicates: int
-    contradictions: int
-    """Those of the duplicates whose ground truth is another than that of the row that was kept."""
-    broken: int
-    too_long: int
+    counts: Counter[str]
+    """`rows` read; of them `duplicates`, `broken`, `too_long`. `contradictions`: those of the duplicates whose ground
+    truth is another than that of the row that was kept."""
     content_hash: str
     """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
     prompts have equal hashes."""
 
     def summary(self) -> str:
-        verifiers = Counter(prompt.verifier for prompt in self.prompts)
+        verifiers, counts = Counter(prompt.verifier for prompt in self.prompts), self.counts
         judged = ", ".join(f"{count} by {name}" for name, count in sorted(verifiers.items()))
-        against = f" ({self.contradictions} with another answer)" if self.contradictions else ""
+        against = f" ({counts['contradictions']} with another answer)" if counts["contradictions"] else ""
         return (
-            f"{self.rows_read} rows read, {len(self.prompts)} used, {self.duplicates} duplicates{against}, "
-            f"{self.broken} broken, {self.too_long} too long; judged: {judged}"
+            f"{counts['rows']} rows read, {len(self.prompts)} used, {counts['duplicates']} duplicates{against}, "
+            f"{counts['broken']} broken, {counts['too_long']} too long; judged: {judged}"
         )
+
+
+class VerifierChoice:
+    """The verifier of each row, first that is given: the row's own, its file's, its source's, `reward.verifier`."""
+
+    def __init__(self, reward: RewardConfig, files: tuple[PromptFile, ...]) -> None:
+        self._reward = reward
+        self._named = {reward.verifier, *reward.by_source.values()}
+        self._named |= {file.verifier for file in files if file.verifier is not None}
+        self._sources: set[str] = set()
+
+    def of(self, row: Row, file: PromptFile, place: str) -> str:
+        """The verifier's name.
+
+        Raises:
+            ConfigError: the row names one that is not known, or code that the config does not name.
+            DataError: the verifier cannot use the row's ground truth.
+        """
+        self._sources.add(row.source)
+        name = row.verifier or file.verifier or self._reward.by_source.get(row.source, self._reward.verifier)
+        try:
+            verifier = find(name)
+        except VerifierError as error:
+            raise ConfigError(f"{place} ({file.columns.verifier_key}): {error}") from None
+        if row.verifier and name not in VERIFIERS and name not in self._named:
+            raise ConfigError(
+                f"{place}: names verifier {name!r}, which is code that the config does not name; a data file may not "
+                "choose code to run: give it in reward.by_source, reward.verifier or the file's data.mixture entry"
+            )
+        if row.structured and name in VERIFIERS and verifier.fast:
+            raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text")
+        try:
+            check_ground_truth(name, row.answer)
+        except VerifierError as error:
+            raise DataError(f"{place}: {error}") from None
+        return name
+
+    def unread_sources(self) -> str | None:
+        """What is wrong with `reward.by_source`: a source that no row has; None if nothing is."""
+        for source in self._reward.by_source:
+            if source not in self._sources:
+                near = get_close_matches(source, self._sources, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(self._sources))}"
+                return f"reward.by_source.{source}: no prompt has this source; {hint}"
+        return None
 
 
 def read_prompts(
@@ -76,121 +122,101 @@ def read_prompts(
     """The prompts of `files`, put into the template of `config`.
 
     Raises:
-        DataError: no such file, unknown kind, no usable row in a file, an unknown verifier, a broken row or a too long
-            prompt (unless told to skip).
+        DataError: no such file, unknown kind, no usable row in a file, a broken row or a too long prompt (unless told
+            to skip).
+        ConfigError: a row names a verifier that it may not.
     """
-    gathered = _Gathered()
-    spans = []
+    reading, spans = _Reading(config, choice, tokenizer, vocab_size), []
     for file in files:
-        start, before = len(gathered.prompts), gathered.counts.copy()
-        _read_file(file, config, choice, tokenizer, vocab_size, gathered)
-        count = len(gathered.prompts) - start
+        start, before = len(reading.prompts), reading.counts.copy()
+        reading.read(file)
+        count = len(reading.prompts) - start
         if count == 0:
-            seen = gathered.counts - before
+            seen = reading.counts - before
             raise DataError(
                 f"{file.path}: no usable prompt ({seen['rows']} rows read, {seen['duplicates']} duplicates, "
                 f"{seen['broken']} broken, {seen['too_long']} too long)"
             )
         spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
-    for prompt in gathered.prompts:
+    for prompt in reading.prompts:
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
     return PromptSet(
-        prompts=tuple(gathered.prompts),
+        prompts=tuple(reading.prompts),
         spans=tuple(spans),
-        rows_read=gathered.counts["rows"],
-        duplicates=gathered.counts["duplicates"],
-        contradictions=gathered.counts["contradictions"],
-        broken=gathered.counts["broken"],
-        too_long=gathered.counts["too_long"],
+        counts=reading.counts,
         content_hash=digest.hexdigest(),
     )
 
 
-@dataclass(kw_only=True)
-class _Gathered:
+class _Reading:
     """What has been read so far."""
 
-    prompts: list[Prompt] = field(default_factory=list)
-    raw: dict[str, str] = field(default_factory=dict)
-    """Ground truth of each prompt, as the files hold it."""
-    texts: dict[str, str] = field(default_factory=dict)
-    """Ground truth of each prompt, as the template makes it."""
-    counts: Counter[str] = field(default_factory=Counter)
+    def __init__(self, config: DataConfig, choice: VerifierChoice, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.prompts: list[Prompt] = []
+        self.counts: Counter[str] = Counter()
+        self._config, self._choice, self._tokenizer, self._vocab_size = config, choice, tokenizer, vocab_size
+        self._by_raw: dict[str, str] = {}
+        """Ground truth of each prompt, as the files hold it."""
+        self._by_text: dict[str, str] = {}
+        """Ground truth of each prompt, as the template makes it."""
 
+    def read(self, file: PromptFile) -> None:
+        """Add the prompts of a file."""
+        for place, record in raw_rows(file.path, file.setting):
+            self.counts["rows"] += 1
+            try:
+                row = parse_row(record, file, place)
+                verifier = self._choice.of(row, file, place)
+            except DataError:
+                if self._config.broken_rows == "stop":
+                    raise
+                self.counts["broken"] += 1
+                continue
+            # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
+            if self._is_copy(json.dumps(row.prompt), row.answer, self._by_raw):
+                continue
+            text, ids = self._rendered(row, place)
+            if self._is_copy(text, row.answer, self._by_text) or self._too_long(ids, place):
+                continue
+            if len(ids) == 0 or int(ids.max()) >= self._vocab_size:
+                raise DataError(
+                    f"{place}: the tokenizer gives ids outside the model's vocabulary of {self._vocab_size}, or none"
+                )
+            self.prompts.append(
+                Prompt(text=text, answer=row.answer, ids=ids, place=place, source=row.source, verifier=verifier)
+            )
 
-def _read_file(
-    file: PromptFile,
-    config: DataConfig,
-    choice: VerifierChoice,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    gathered: _Gathered,
-) -> None:
-    counts = gathered.counts
-    for place, record in raw_rows(file.path, file.setting):
-        counts["rows"] += 1
+    def _is_copy(self, prompt: str, answer: str, answers: dict[str, str]) -> bool:
+        if not self._config.deduplicate:
+            return False
+        if prompt not in answers:
+            answers[prompt] = answer
+            return False
+        self.counts["duplicates"] += 1
+        self.counts["contradictions"] += answers[prompt] != answer
+        return True
+
+    def _too_long(self, ids: np.ndarray, place: str) -> bool:
+        longest = self._config.max_prompt_tokens
+        if len(ids) > longest and self._config.too_long == "stop":
+            raise DataError(
+                f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}; raise it "
+                "(with model.context_length) or set data.too_long=drop"
+            )
+        self.counts["too_long"] += len(ids) > longest
+        return len(ids) > longest
+
+    def _rendered(self, row: Row, place: str) -> tuple[str, np.ndarray]:
         try:
-            row = parse_row(record, file, place)
-        except DataError:
-            if config.broken_rows == "stop":
-                raise
-            counts["broken"] += 1
-            continue
-        verifier = choice.of(row, file, place)  # an unknown one is a wrong setting, which no skipping fixes
-        try:
-            choice.check(row, verifier, place)
-        except DataError:
-            if config.broken_rows == "stop":
-                raise
-            counts["broken"] += 1
-            continue
-        raw = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt)
-        if config.deduplicate and _is_copy(raw, row.answer, gathered.raw, counts):
-            continue  # before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies
-        text, ids = _render_row(row, config, tokenizer, place)
-        if config.deduplicate and _is_copy(text, row.answer, gathered.texts, counts):
-            continue
-        if _too_long(ids, config, place):
-            counts["too_long"] += 1
-            continue
-        if len(ids) == 0 or int(ids.max()) >= vocab_size:
-            raise DataError(f"{place}: the tokenizer gives ids outside the model's vocabulary of {vocab_size}, or none")
-        gathered.prompts.append(
-            Prompt(text=text, answer=row.answer, ids=ids, place=place, source=row.source, verifier=verifier)
-        )
-
-
-def _is_copy(prompt: str, answer: str, answers: dict[str, str], counts: Counter[str]) -> bool:
-    if prompt not in answers:
-        answers[prompt] = answer
-        return False
-    counts["duplicates"] += 1
-    counts["contradictions"] += answers[prompt] != answer
-    return True
-
-
-def _too_long(ids: np.ndarray, config: DataConfig, place: str) -> bool:
-    if len(ids) <= config.max_prompt_tokens:
-        return False
-    if config.too_long == "stop":
-        raise DataError(
-            f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens}; raise it (with model.context_length) or set data.too_long=drop"
-        )
-    return True
-
-
-def _render_row(row: Row, config: DataConfig, tokenizer: Tokenizer, place: str) -> tuple[str, np.ndarray]:
-    try:
-        return render(row.prompt, config.template, tokenizer)
-    except Exception as error:  # a chat template is a program of the model's author and may raise anything
-        raise DataError(
-            f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
-            "set data.template to plain or to a text that holds {prompt}"
-        ) from error
+            return render(row.prompt, self._config.template, self._tokenizer)
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
+            raise DataError(
+                f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
+                "set data.template to plain or to a text that holds {prompt}"
+            ) from error
 
 
 def render(raw: str | list[dict[str, str]], template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:

@@ -1,16 +1,17 @@
-"""Prompt files -> rows: lines and records, and the columns of each."""
+"""Prompt files -> rows: which file and which columns the config's keys name, lines and records, and the columns of
+each."""
 
 import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.field_mapping import Columns, PromptFile
+from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, EvaluationConfig, Schema
 
 Chat = list[dict[str, str]]
 
@@ -35,20 +36,76 @@ class Row:
     """Verifier that the row itself names."""
 
 
-_OTHER_KINDS = (
-    (b"\x1f\x8b", "gzip", "decompress it"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "decompress it"),
-    (b"PAR1", "parquet", "rename it to .parquet"),
-    (b"\xff\xfe", "UTF-16", "write it anew as UTF-8"),
-    (b"\xfe\xff", "UTF-16", "write it anew as UTF-8"),
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Columns of one file, schema and config together. Columns(prompt_key="question", ..., answer_after="####")."""
+
+    prompt_key: str
+    answer_key: str
+    answer_after: str | None = None
+    source_key: str | None = None
+    verifier_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFile:
+    """One file to read. PromptFile(path=Path("gsm8k.jsonl"), setting="data.mixture.0", columns=..., name="gsm8k")."""
+
+    path: Path
+    setting: str
+    """Config key that named it, for messages."""
+    columns: Columns
+    name: str
+    """Source of the rows that name none."""
+    weight: float = 1.0
+    verifier: str | None = None
+    """Verifier of the rows that name none."""
+
+
+SCHEMAS: dict[Schema, Columns] = {
+    "columns": Columns(prompt_key="prompt", answer_key="answer"),
+    "dapo": Columns(prompt_key="prompt", answer_key="reward_model.ground_truth", source_key="data_source"),
+    "gsm8k": Columns(prompt_key="question", answer_key="answer", answer_after="####"),
+}
+
+
+def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
+    """The file of `data.path`, or those of `data.mixture` in their order."""
+    columns = resolve(data, SCHEMAS[data.schema])
+    if data.path is not None:
+        path = Path(data.path)
+        return (PromptFile(path=path, setting="data.path", columns=columns, name=path.stem),)
+    return tuple(
+        PromptFile(
+            path=Path(source.path),
+            setting=f"data.mixture.{number}",
+            columns=resolve(source, SCHEMAS[source.schema] if source.schema else columns),
+            name=source.name or Path(source.path).stem,
+            weight=source.weight,
+            verifier=source.verifier,
+        )
+        for number, source in enumerate(data.mixture)
+    )
+
+
+def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
+    """The file of `evaluation.path`, alone."""
+    below = SCHEMAS[evaluation.schema] if evaluation.schema else resolve(data, SCHEMAS[data.schema])
+    path = Path(evaluation.path)
+    return (PromptFile(path=path, setting="evaluation.path", columns=resolve(evaluation, below), name=path.stem),)
+
+
+def resolve(config: ColumnsConfig, below: Columns) -> Columns:
+    """`below`, but for the keys that the config gives."""
+    given = asdict(config)
+    return replace(below, **{name: given[name] for name in Columns.__slots__ if given[name] is not None})
 
 
 def check_file(path: Path, setting: str) -> None:
     """Whether `path`, which the key `setting` names, can be a prompt file, without reading it.
 
     Raises:
-        DataError: it is missing, unreadable, empty or of another kind.
+        DataError: it is missing, unreadable, empty or of an unknown kind.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such prompt file; set {setting} to a .jsonl or .parquet file")
@@ -58,11 +115,6 @@ def check_file(path: Path, setting: str) -> None:
         raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: no usable prompt, the file is empty")
-    with path.open("rb") as file:
-        start = file.read(4)
-    for mark, kind, remedy in _OTHER_KINDS:
-        if start.startswith(mark) and path.suffix != ".parquet":
-            raise DataError(f"{path}: is {kind}, by its first bytes; {remedy}")
 
 
 def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
@@ -101,10 +153,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         try:
             record = json.loads(record)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{place}: not valid JSON ({error}); each line must be one JSON object; fix it or set "
-                "data.broken_rows=skip"
-            ) from None
+            raise DataError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)
@@ -115,12 +164,12 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
         verifier = _text(record, columns.verifier_key, "verifier_key", place)
     prompt = _prompt(record, columns, place)
-    for key, text in (
-        (columns.prompt_key, prompt),
-        (columns.answer_key, answer),
-        (columns.source_key or "the file's name", source),
-    ):
-        _check_characters(text, key, place)
+    try:
+        json.dumps([prompt, answer, source], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can write `\ud800`, UTF-8, and so any tokenizer, cannot
+        raise DataError(
+            f"{place}: holds {error.object[error.start]!a}, half a character (a lone surrogate); fix the text"
+        ) from None
     return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
 
 
@@ -167,18 +216,6 @@ def _numeral(number: int | float | Decimal) -> str:
     text = format(Decimal(repr(number)) if isinstance(number, float) else number, "f")
     text = text.rstrip("0").removesuffix(".") if "." in text else text
     return "0" if text == "-0" else text
-
-
-def _check_characters(text: str | Chat, key: str, place: str) -> None:
-    """A lone surrogate is half a character that JSON can write (`\\ud800`) and UTF-8, and so any tokenizer, cannot."""
-    texts = [turn[part] for turn in text for part in ("role", "content")] if isinstance(text, list) else [text]
-    for each in texts:
-        try:
-            each.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: {key} holds {each[error.start]!a}, half a character (a lone surrogate); fix the text"
-            ) from None
 
 
 def _text(record: Any, key: str, setting: str, place: str) -> str:

@@ -6,7 +6,7 @@ rows are taken, far less work than the tokenizer's own `decode`, and the same te
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -70,20 +70,13 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             tokenizer.json as something else.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise TokenizerError(f"model.path = {folder}: no config.json there; give a folder in Hugging Face format")
-    if "vocab_size" not in _read_json(folder / "config.json"):
-        raise TokenizerError(f"{folder / 'config.json'}: names no vocab_size; give a folder in Hugging Face format")
+    vocab_size = _read_json(folder / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise TokenizerError(f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number")
     tokenizer = _load_tokenizer(folder)
     stops = _stop_ids(folder, tokenizer, stop_token_ids)
     if not stops:
-        raise TokenizerError(
-            f"model.path = {folder}: neither tokenizer nor config.json nor generation_config.json names an end token "
-            "(eos_token); without one every response runs to rollout.max_new_tokens; model.stop_token_ids can name it"
-        )
-    vocab_size = _read_json(folder / "config.json")["vocab_size"]
-    if not isinstance(vocab_size, int):
-        raise TokenizerError(f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number")
+        raise TokenizerError(f"model.path = {folder}: no file names an end token; model.stop_token_ids can name it")
     beyond = [stop for stop in stops if not 0 <= stop < vocab_size]
     if beyond:
         raise TokenizerError(
@@ -155,32 +148,22 @@ def _load_tokenizer(folder: Path) -> Any:
         and all(isinstance(token, str) for token in named.values())
         and (template is None or (isinstance(template, str) and not _OTHER_TEMPLATE.search(template)))
     ):
-        try:
-            light = FileTokenizer(folder, named, template)
-        except Exception as error:  # the library raises bare Exception
-            raise _unreadable(folder, error) from None
+        light = _read_by(FileTokenizer, folder, named, template)
         added = light.backend_tokenizer.get_added_tokens_decoder().values()
         if set(named.values()) <= {token.content for token in added if token.special}:
             return light
-    return _load_by_transformers(folder)
-
-
-def _load_by_transformers(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of a damaged file it and the tokenizer's own code raise anything, bare Exception too
-        raise _unreadable(folder, error) from None
+    tokenizer = _read_by(AutoTokenizer.from_pretrained, folder, local_files_only=True)
     _check_class(folder, tokenizer)
     return tokenizer
 
 
-def _unreadable(folder: Path, error: Exception) -> TokenizerError:
-    return TokenizerError(
-        f"model.path = {folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error}); get its "
-        "tokenizer files and config.json anew"
-    )
+def _read_by(load: Callable[..., Any], folder: Path, *arguments: Any, **options: Any) -> Any:
+    try:
+        return load(folder, *arguments, **options)
+    except Exception as error:  # both libraries raise anything for a damaged file, bare Exception too
+        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
 
 
 def _check_class(folder: Path, tokenizer: Any) -> None:
@@ -206,26 +189,19 @@ def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple
     if told:
         missing = sorted({*model, *generation} - set(told))
         if missing:
-            raise TokenizerError(
-                f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}, the eos_token_id of "
-                f"config.json or generation_config.json in {folder}; name them too, or change those files"
-            )
+            raise TokenizerError(f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}")
         return tuple(dict.fromkeys(told))
-    if told is not None and _contradict(own, model, generation):
+    # The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and the
+    # end of text); config.json counts where there is no such file, and may otherwise add nothing.
+    engine = generation or model
+    stray = bool(engine) and not set(own) <= set(engine)
+    if told is not None and (stray or (generation and not set(model) <= {*generation, *own})):
         raise TokenizerError(
             f"model.path = {folder}: the end of a response is {_named(tokenizer, own)} to the tokenizer, "
             f"{_named(tokenizer, generation)} to generation_config.json and {_named(tokenizer, model)} to config.json; "
             "say which token ids end one in model.stop_token_ids, or correct the files"
         )
     return tuple(dict.fromkeys((*own, *generation, *model)))
-
-
-def _contradict(own: Sequence[int], model: Sequence[int], generation: Sequence[int]) -> bool:
-    """The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and
-    the end of text); config.json counts where there is no such file, and may otherwise add nothing."""
-    engine = generation or model
-    stray = bool(engine) and not set(own) <= set(engine)
-    return stray or (bool(generation) and not set(model) <= {*generation, *own})
 
 
 def _named(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -243,6 +219,8 @@ def _eos_ids(file: Path) -> tuple[int, ...]:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
+    except OSError as error:
+        raise TokenizerError(f"{file}: {error.strerror}; give a folder in Hugging Face format") from None
     except ValueError as error:
         raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
     if not isinstance(content, dict):

@@ -155,7 +155,7 @@ class GroupGenerator:
     async def _judge(self, place: str, prompt: Prompt, answers: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
         requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
         accuracy, overlong = torch.tensor([verdict.accuracy for verdict in verdicts]), self._algorithm.overlong
-        raw = raw_reward(accuracy, dtype=torch.float64).tolist()
+        raw = raw_reward(accuracy).tolist()
         shaped = shaped_rewards(
             accuracy,
             torch.tensor([len(answer.token_ids) for answer in answers]),
@@ -163,7 +163,6 @@ class GroupGenerator:
             max_length=self._sampling.max_new_tokens,
             buffer=overlong.buffer,
             factor=overlong.factor,
-            dtype=torch.float64,
         ).tolist()
         return tuple(
             ScoredResponse(

@@ -10,7 +10,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.config.monitor_config import WandbConfig
+from megatron_dapo.config.run_config import WandbConfig
 
 ID_FILE = "wandb_id"
 """In the run directory: a resumed run goes on in the same place."""

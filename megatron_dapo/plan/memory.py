@@ -27,7 +27,7 @@ from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
 PIECE_ELEMENTS = 2**26
-"""Logits that the actor brings to float32 at a time on a GPU (`actor.vocabulary.piece_elements`; a test compares)."""
+"""Logits that the actor brings to float32 at a time on a GPU (`log_prob.piece_elements`; a test compares)."""
 
 _PIECES = 3
 """Copies of such a piece that are alive at once: the piece, its exponentials, one temporary."""

@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.tiny import load_reference
 

@@ -67,7 +67,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
     """(input ids [1, t] of this rank, packed sequence params) of one packed micro-batch."""
     from megatron.core import parallel_state
 
-    from megatron_dapo.actor.model.packed_sequences import packed_sequences
+    from megatron_dapo.actor.model.packed_attention import packed_sequences
 
     layout = built.actor.layout
     lengths = padded_lengths(

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.actor.learning_rate import LearningRate
-from megatron_dapo.actor.step_data import LogProbs, UpdateMetrics
+from megatron_dapo.actor.step_data import LearningRate, LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from megatron_dapo.config.actor_config import OptimizerConfig
 from tests.actor.gloo import RankError, RankPlace
@@ -183,7 +182,7 @@ def test_every_rank_reports_the_same_and_it_adds_up(gloo, layout, model, data, t
     assert wanted["clipped_high"] > 0
     for name, value in wanted.items():
         assert first.sums[name] == pytest.approx(value, rel=1e-4), name
-    assert first.mean("entropy") == pytest.approx(entropy.mean(), rel=1e-4)
+    assert first.sums["entropy"] / first.tokens == pytest.approx(entropy.mean(), rel=1e-4)
     gradient = reference_gradient(model, data).values()
     assert first.grad_norm == pytest.approx(float(torch.cat([g.flatten() for g in gradient]).norm()), rel=1e-5)
     assert [report.optimizer_step for report in reports[0]] == [1, 2, 3]
@@ -230,11 +229,6 @@ def test_cosine_for_a_supervised_start(gloo, model, data):
     rate = LearningRate(peak=1.0e-4, warmup_steps=2, decay_steps=6)
     cosine = [1e-5 + 9e-5 * (1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3, 4)]
     assert gloo(1, rates_of, model, data, rate)[0] == pytest.approx([0.5e-4, 1e-4, *cosine])
-
-
-def test_a_decay_inside_the_warm_up_is_refused():
-    with pytest.raises(ValueError, match="decay_steps = 3 must exceed warmup_steps = 3"):
-        LearningRate(peak=1.0, warmup_steps=3, decay_steps=3)
 
 
 def test_learning_rate_of_the_paper():
@@ -297,5 +291,5 @@ def test_describe_counts_parameters(gloo, model):
 
 
 def test_a_layout_for_another_number_of_ranks_is_refused(gloo, model):
-    with pytest.raises(RankError, match="tensor x pipeline x context x data = 2, but 1 ranks"):
+    with pytest.raises(RankError, match=r"actor\.layout is for 2 ranks, but 1 were started"):
         gloo(1, description_of, model, {"pipeline": 2})

@@ -57,12 +57,12 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, lay
     tensors = tensors_of(actor)
     before = {name: [t.clone() for t in group] for name, group in tensors.items()}
     sizes = [storage_bytes(group) for group in tensors.values()]
-    actor.offload()
-    actor.offload()  # a second time changes nothing
+    actor.memory.offload(*ALL)
+    actor.memory.offload(*ALL)  # a second time changes nothing
     away, empty = actor.memory.away, [storage_bytes(group) for group in tensors.values()]
     # What the freed memory holds next is not what comes back by chance.
     blocks = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
-    actor.onload()
+    actor.memory.onload(*ALL)
     del blocks
     return {
         "sizes": sizes,

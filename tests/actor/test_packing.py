@@ -185,7 +185,6 @@ def test_packing_by_hand():
     assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert packed.sequence_bounds.tolist() == [0, 5, 7]
-    assert packed.max_sequence_length == 5
     assert packed.rows.tolist() == [1, 2, 3, 5]
     assert packed.targets.tolist() == [7, 8, 2, 2]
     assert packed.places.tolist() == [0, 1, 2, 3]
@@ -281,12 +280,12 @@ def test_read_only_arrays_are_welcome():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"token_ids": np.zeros(7, dtype=np.int64)}, "token_ids has dtype int64; it must be int32"),
-        ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "response 0 has prompt_length 5 and sequence_length 5"),
-        ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token each"),
+        ({"token_ids": np.zeros(7, dtype=np.int64)}, "token_ids is int64; give a numpy array of int32"),
+        ({"prompt_lengths": np.array([5, 1], dtype=np.int32)}, "prompt or response 0 is empty"),
+        ({"prompt_lengths": np.array([0, 1], dtype=np.int32)}, "at least one token"),
         ({"sequence_lengths": np.array([5, 3], dtype=np.int32)}, "sum to 8 but there are 7 token_ids"),
         ({"prompt_lengths": np.array([2], dtype=np.int32)}, "2 sequence_lengths, 1 prompt_lengths"),
-        ({"sequence_lengths": [5, 2]}, "sequence_lengths is a list"),
+        ({"sequence_lengths": [5, 2]}, "sequence_lengths is list"),
     ],
     ids=str,
 )
@@ -307,7 +306,7 @@ def test_malformed_responses_are_refused(changed, message):
         ({"weights": np.ones(3, dtype=np.float32)}, "weights has 3 entries for 4 response tokens"),
         ({"advantages": np.ones(4, dtype=np.float32)}, "advantages and old_log_probs go together"),
         ({"weights": np.array([1, 1, np.nan, 1], dtype=np.float32)}, r"weights\[2\] = nan"),
-        ({"correction": np.ones(4)}, "correction has dtype float64"),
+        ({"correction": np.ones(4)}, "correction is float64"),
         (
             {"plan": MicroBatchPlan(micro_batches=((np.array([0]),),), num_responses=1)},
             "the plan is for 1 responses, there are 2",

@@ -4,6 +4,7 @@ Real Megatron-Core over gloo against transformers' forward in float64 with eq. 8
 models are random and float32; a wrong denominator, a token counted twice or a rank left out shows up as 1e-2 or more.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,24 +213,20 @@ def test_fused_linear_holds_no_logits_and_changes_nothing(gloo, tmp_path, layout
 def gradients_with_overlap(place: RankPlace, folder: Path, data: Columns) -> tuple[float, float]:
     """As on CUDA, where gradients are reduced while backward still runs: loss and gradient norm."""
     built = build(place, folder, {"data": 2})
-    from megatron_dapo.actor.learning_rate import LearningRate
     from megatron_dapo.actor.optimizer import ActorOptimizer
     from megatron_dapo.actor.step import ForwardBackward
+    from megatron_dapo.actor.step_data import LearningRate
 
     config = actor_config({"data": 2})
     optimizer = ActorOptimizer(built.chunks, config.optimizer, LearningRate(peak=1e-3), overlap=True)
     passes = ForwardBackward(
-        optimizer.chunks,
-        layout=config.layout,
-        vocabulary=101,
-        chunk_tokens=8,
-        fused_linear=False,
-        device=torch.device("cpu"),
+        optimizer.chunks, replace(config, logprob_chunk_tokens=8), vocabulary=101, device=torch.device("cpu")
     )
     for _ in range(2):  # the second time over buffers that were used
         optimizer.zero_grad()
         sums = passes.backward(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
-    return sums.loss, optimizer.step().grad_norm
+    grad_norm, _ = optimizer.step()
+    return sums.loss, grad_norm
 
 
 def test_overlapped_reduction(gloo, model, data):
@@ -311,7 +308,7 @@ def call_with_wrong_plan(place: RankPlace, folder: Path, data: Columns):
 
 
 def test_a_plan_for_another_layout_is_refused(gloo, model, data):
-    with pytest.raises(RankError, match=r"plan is for 2 data-parallel ranks, actor\.layout\.data = 1"):
+    with pytest.raises(RankError, match=r"the plan is for \(\d+, 2\) responses and data-parallel ranks"):
         gloo(1, call_with_wrong_plan, model, data)
 
 

@@ -5,9 +5,8 @@ import pytest
 from megatron_dapo.cli.diff import diff_command
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
-from megatron_dapo.config.config_diff import ABSENT, departures, differences, flatten_config, shown
+from megatron_dapo.config.config_diff import ABSENT, PAPER, departures, differences, flatten_config, shown
 from megatron_dapo.config.load import flatten
-from megatron_dapo.config.paper import PAPER
 from tests.config.test_load import MINIMAL
 
 

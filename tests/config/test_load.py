@@ -88,7 +88,7 @@ def test_a_mixture_of_prompt_files(file, tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("weight", ["0", "-1.0", "1e-300", ".inf", "inf", ".nan", "true"])
+@pytest.mark.parametrize("weight", ["0", "-1.0", ".inf", "inf", ".nan", "true"])
 def test_a_weight_by_which_no_prompt_would_be_drawn_is_refused(file, weight):
     mixture = f"data.mixture=[{{path: a.jsonl, weight: {weight}}}, {{path: b.jsonl, weight: 1.0}}]"
     with pytest.raises(ConfigError, match=r"data\.mixture\.0\.weight = "):
@@ -128,7 +128,7 @@ def test_overrides_replace_values_of_the_file(file):
         (
             "",
             ["algorithm.overlong.buffer=20480"],
-            ["algorithm.overlong.buffer = 20480", "below rollout.max_new_tokens"],
+            ["algorithm.overlong.buffer = 20480", "below max_new_tokens = 20480"],
         ),
         ("", ["algorithm.mini_batch_responses=500"], ["multiple of algorithm.group_size"]),
         ("", ["algorithm.clip.dual=1.1"], ["clip.dual = 1.1", "must exceed"]),
@@ -160,7 +160,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--config, more.yaml]"], ["--config", "the options themselves"]),
         ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "without a port"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
-        ("", ["run.mode=colocated"], ["between_phases = none", "set it to all"]),
+        ("", ["run.mode=colocated"], ["between_phases = none", "needs all"]),
         ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
         ("", ["run.mode=async", "algorithm.dynamic_sampling.max_staleness=0"], ["ahead = 1", "max_staleness = 0"]),
     ],

@@ -1,5 +1,7 @@
 """Prompts for scripted servers, which know a prompt by its ids."""
 
+from collections import Counter
+
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from tests.rollout.script import prompt_ids
@@ -13,10 +15,6 @@ def scripted_prompts(count: int, *, answer: str, verifier: str) -> PromptSet:
             for index in range(count)
         ),
         spans=(Span(name="script", start=0, count=count, weight=1.0),),
-        rows_read=count,
-        duplicates=0,
-        contradictions=0,
-        broken=0,
-        too_long=0,
+        counts=Counter(rows=count),
         content_hash="",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import SendRequest, Sent

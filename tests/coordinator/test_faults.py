@@ -12,7 +12,7 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
-from megatron_dapo.data.order import prompt_at
+from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
@@ -108,9 +108,10 @@ async def fill_under_faults(
     assert sorted(decided) == list(range(len(decided))), "every position decided once"
     positions = [group.position for group in made]
     assert len(positions) == len(set(positions)), "no group was generated twice"
+    order = PromptOrder([Span(name="", start=0, count=PROMPTS, weight=1.0)], 0)
     for group in made:
         assert len(group.responses) == group_size
-        assert group.prompt_index == prompt_at(group.position, PROMPTS, 0)
+        assert group.prompt_index == order.index_at(group.position)
         for response in group.responses:
             check_generation(script, group.prompt_index, response.generation)
     check_ledger(read_ledger(folder / "ledger.jsonl"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.config.monitor_config import MonitorConfig
+from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator.batch import Gap, MismatchStop, StepArrays, check_mismatch
 from megatron_dapo.coordinator.step_metrics import _mismatch_metrics
 

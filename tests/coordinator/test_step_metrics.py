@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.config.monitor_config import MonitorConfig
+from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
 from megatron_dapo.experience.groups import Admission

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from megatron_dapo.data.order import PromptOrder, Span, prompt_at
+from megatron_dapo.data.order import PromptOrder, Span
+
+
+def prompt_at(position: int, count: int, seed: int) -> int:
+    """The order of one file: that of every run so far."""
+    epoch, at = divmod(position, count)
+    return int(np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)[at])
 
 
 def spans(*sizes):
@@ -15,12 +21,13 @@ def spans(*sizes):
 
 
 def test_the_order_is_a_new_permutation_every_epoch_and_depends_on_the_seed():
-    first = [prompt_at(p, 50, 3) for p in range(50)]
-    second = [prompt_at(p, 50, 3) for p in range(50, 100)]
+    one, other = (PromptOrder(spans((50, 1.0)), seed) for seed in (3, 4))
+    first = [one.index_at(p) for p in range(50)]
+    second = [one.index_at(p) for p in range(50, 100)]
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    assert first == [prompt_at(p, 50, 3) for p in range(50)]
-    assert first != [prompt_at(p, 50, 4) for p in range(50)]
+    assert first == [one.index_at(p) for p in range(50)]
+    assert first != [other.index_at(p) for p in range(50)]
 
 
 def test_one_file_has_the_order_of_prompt_at():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from megatron_dapo.data import tokenizer as tokenizer_module
 from megatron_dapo.data.tokenizer import FileTokenizer, TokenizerError, load_text_tools
 from tests.processes import ROOT
 
@@ -110,7 +109,7 @@ def test_settings_that_may_change_the_text_go_to_transformers(folder, settings, 
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     asked = []
-    monkeypatch.setattr(tokenizer_module, "_load_by_transformers", asked.append)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
     with suppress(AttributeError):  # of None, in place of the tokenizer
         load_text_tools(folder)
     assert asked == [folder]

@@ -55,8 +55,9 @@ def cuda_choices() -> Iterator[Counter[str]]:
         yield seen
 
 
-def _prepare_for(real: Any, asked: Any) -> Any:
-    return replace(real(asked), overlap_grad_reduce=asked.reducing_ranks > 1, gradient_accumulation=True)
+def _prepare_for(real: Any, config: Any, dtype: Any) -> Any:
+    ranks = config.layout.data * config.layout.context
+    return replace(real(config, dtype), overlap_grad_reduce=ranks > 1, gradient_accumulation=True)
 
 
 def _transformer_config(real: Any, hf: Any, actor: Any, dtype: str, choice: Any) -> Any:

@@ -57,10 +57,10 @@ def _join_alone(folder: Path) -> None:
 def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
     """The model of one rank with random weights, and its optimizer."""
     from megatron_dapo.actor.device import DeviceChoice, adam
-    from megatron_dapo.actor.learning_rate import LearningRate
     from megatron_dapo.actor.model.hf_config import HFModelConfig
     from megatron_dapo.actor.model.model_chunks import build_model
     from megatron_dapo.actor.optimizer import ActorOptimizer
+    from megatron_dapo.actor.step_data import LearningRate
     from megatron_dapo.config.actor_config import ActorConfig
 
     adam.put_in_place()
@@ -104,9 +104,9 @@ def _stateless_recipes() -> list[str]:
     from megatron.core.fp8_utils import get_fp8_recipe
     from transformer_engine.pytorch._extra_state import is_stateless_recipe
 
-    from megatron_dapo.actor.device.kernel_choice import Asked
+    from megatron_dapo.config.actor_config import ActorConfig
 
-    recipes = get_args(get_type_hints(Asked)["fp8_recipe"])
+    recipes = get_args(get_type_hints(ActorConfig)["fp8_recipe"])
     return [name for name in recipes if is_stateless_recipe(get_fp8_recipe(_Fp8(name)))]
 
 

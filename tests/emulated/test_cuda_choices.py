@@ -140,7 +140,7 @@ def trained(
 ) -> list[tuple[Any, ...]]:
     """(step, loss, norm, rate) of updates before a checkpoint and after it; on more than one rank as on CUDA."""
     with cuda_choices() if size(layout) > 1 else nullcontext():
-        return train(place, folder, layout, data, {}, save=save, load=load)[1]
+        return train(place, folder, layout, data, {}, save=save, load=load)
 
 
 @pytest.mark.parametrize(("written", "read"), [({"data": 2}, {}), ({}, {"data": 2})], ids=str)

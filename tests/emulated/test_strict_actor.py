@@ -47,9 +47,9 @@ def chosen_as_on_cuda() -> Iterator[None]:
 
     real = device.prepare_for
 
-    def prepare_for(asked: device.Asked) -> device.DeviceChoice:
-        overlap = asked.reducing_ranks > 1
-        return dataclasses.replace(real(asked), device=GPU, backend="nccl", overlap_grad_reduce=overlap)
+    def prepare_for(config: Any, dtype: Any) -> device.DeviceChoice:
+        overlap = config.layout.data * config.layout.context > 1
+        return dataclasses.replace(real(config, dtype), device=GPU, backend="nccl", overlap_grad_reduce=overlap)
 
     device.prepare_for = prepare_for
     try:
@@ -99,9 +99,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
     log_probs("log-probs")
     gradient("gradient")
     update("first update")
-    actor.offload()
+    actor.memory.offload("parameters", "gradients", "optimizer")
     update("second update")
-    actor.onload()
+    actor.memory.onload("parameters", "gradients", "optimizer")
     log_probs("log-probs after two updates")
     gradient("gradient after two updates")
     actor.save_checkpoint(out / "two")

@@ -51,7 +51,7 @@ def in_a_process(*arguments: str, folders: tuple[Path, ...] = ()) -> subprocess.
 @contextmanager
 def layers_like_transformer_engines() -> Iterator[None]:
     """Norms and attention get what TransformerEngine's have besides: an extra state, empty, that refuses a pickle."""
-    from megatron_dapo.actor.model.layers import RMSNorm
+    from megatron_dapo.actor.model.model_chunks import RMSNorm
     from megatron_dapo.actor.model.packed_attention import PackedAttention
 
     def get_extra_state(self: torch.nn.Module) -> torch.Tensor:
@@ -70,9 +70,9 @@ def layers_like_transformer_engines() -> Iterator[None]:
 
 def train_with(place: RankPlace, folder: Path, data: Columns, extra: bool, save: Path | None, load: Path | None):
     if not extra:
-        return train(place, folder, {}, data, {}, save=save, load=load)[1]
+        return train(place, folder, {}, data, {}, save=save, load=load)
     with layers_like_transformer_engines():
-        return train(place, folder, {}, data, {}, save=save, load=load)[1]
+        return train(place, folder, {}, data, {}, save=save, load=load)
 
 
 @pytest.mark.parametrize("written_with", [True, False])
@@ -186,9 +186,9 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.set_device = lambda index: None
 torch.cuda.get_device_capability = lambda index: (9, 0)
-from megatron_dapo.actor.device import Asked, prepare_for
+from megatron_dapo.actor.device import prepare
 try:
-    prepare_for(Asked(device="auto"))
+    prepare("auto")
 except RuntimeError as error:
     print(error)
 """

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -54,7 +55,6 @@ PROMPTS = (
 
 def groups(*prompts, config=None):
     spans = tuple(Span(name=p.source, start=at, count=1, weight=1.0) for at, p in enumerate(prompts))
-    nothing = {"rows_read": 0, "duplicates": 0, "contradictions": 0, "broken": 0, "too_long": 0, "content_hash": ""}
     order = PromptOrder(spans, 0)
     at = {order.index_at(position): position for position in range(100)}
 
@@ -62,7 +62,7 @@ def groups(*prompts, config=None):
         pool, script = RewardPool(config or RewardConfig(workers=1)), Script()
         generator = GroupGenerator(
             Responder(fleet=script, pool=pool, decoder=script),
-            PromptSet(prompts=prompts, spans=spans, **nothing),
+            PromptSet(prompts=prompts, spans=spans, counts=Counter(), content_hash=""),
             SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
             AlgorithmConfig(group_size=len(TEXTS), overlong=OverlongConfig(shape="none")),
             seed=0,

@@ -13,7 +13,7 @@ import torch
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import Generation, GenerationRequest

@@ -148,11 +148,11 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str) -> 
     kept += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     before = [tensor.detach().clone().cpu() for tensor in kept]
     there = torch.cuda.memory_allocated()
-    actor.offload()
+    actor.memory.offload("parameters", "gradients", "optimizer")
     away = torch.cuda.memory_allocated()
     host = [piece for part in actor.memory._host.values() for pieces in part.values() for piece in pieces]
     reference = actor.reference._weights
-    actor.onload()
+    actor.memory.onload("parameters", "gradients", "optimizer")
     torch.cuda.synchronize()
     return {
         "there": there,

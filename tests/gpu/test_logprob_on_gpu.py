@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dapo.actor.model.log_prob import linear_token_log_probs, token_log_probs
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
 from tests.gpu.place import DEVICE, ON_CPU
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]

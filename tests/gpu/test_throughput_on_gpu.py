@@ -23,7 +23,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from tests.actor.gloo import RankPlace
 from tests.gpu.place import DEVICE, ON_CPU
 from tests.gpu.publishing import DTYPE, VOCABULARY, save_qwen

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
-from megatron_dapo.config.monitor_config import WandbConfig
+from megatron_dapo.config.run_config import WandbConfig
 from megatron_dapo.monitor.weights_and_biases import ID_FILE, WandbMirror, check_wandb
 from megatron_dapo.monitor.writer import MetricsWriter
 from tests.processes import ROOT, Running

@@ -68,7 +68,7 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
 def test_constants_that_stand_in_modules_with_torch_are_the_same():
     import torch
 
-    from megatron_dapo.actor.model.vocab_parallel import piece_elements
+    from megatron_dapo.actor.model.log_prob import piece_elements
     from megatron_dapo.actor.weights.hf_weights import EXPORT_FILE_BYTES
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS

@@ -56,8 +56,8 @@ def _state_of_megatron(place: RankPlace, folder: Path, layout: dict, dtype: str,
     from tests.actor.ranks import build
 
     built = build(place, folder, layout, dtype=dtype)
-    from megatron_dapo.actor.learning_rate import LearningRate
     from megatron_dapo.actor.optimizer import ActorOptimizer
+    from megatron_dapo.actor.step_data import LearningRate
 
     config = OptimizerConfig(distributed=distributed)
     optimizer = ActorOptimizer(built.chunks, config, LearningRate.of(config, steps_per_rollout=1), overlap=False)

@@ -7,19 +7,19 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_dapo.actor.weights.safetensors_file import WeightsError, bytes_of
-from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Split
+from megatron_dapo.actor.weights.hf_files import WeightsError, bytes_of
+from megatron_dapo.actor.weights.shards import Fused, Single
 from tools.conversion import row_runs
 from tools.conversion.row_runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron
 
 SHARDS = {
-    "replicated": Replicated(name="norm", size=7),
-    "rows": Split(name="embedding", shape=(11, 3), dim=0),
-    "columns": Split(name="projection", shape=(5, 4), dim=1),
-    "qkv": QueryKeyValue(query="q", key="k", value="v", groups=3, queries_per_group=2, head_dim=2, columns=(5,)),
-    "qkv bias": QueryKeyValue(query="q", key="k", value="v", groups=2, queries_per_group=3, head_dim=2, columns=()),
-    "gate and up": GateUp(gate="gate", up="up", shape=(4, 3)),
+    "replicated": Single(name="norm", shape=(7,)),
+    "rows": Single(name="embedding", shape=(11, 3), dim=0),
+    "columns": Single(name="projection", shape=(5, 4), dim=1),
+    "qkv": Fused(rows={"q": 12, "k": 6, "v": 6}, groups=3, columns=(5,)),
+    "qkv bias": Fused(rows={"q": 12, "k": 4, "v": 4}, groups=2, columns=()),
+    "gate and up": Fused(rows={"gate": 4, "up": 4}, groups=None, columns=(3,)),
 }
 
 
@@ -29,7 +29,7 @@ def test_runs_are_the_rows_of_the_parameter(kind):
     shards = SHARDS[kind]
     shape = shards.local_shape(1)
     parameter = torch.arange(torch.Size(shape).numel()).view(shape)
-    tensors = shards.full([parameter])
+    tensors = shards.full(parameter[None])
     for start in range(shape[0]):
         for stop in range(start, shape[0] + 1):
             found = list(runs_of(shards, start, stop))

@@ -27,7 +27,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28

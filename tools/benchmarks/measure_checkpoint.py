@@ -24,7 +24,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import SupervisedObjective
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.model_config import ModelConfig
+from megatron_dapo.config.run_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.benchmarks.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model

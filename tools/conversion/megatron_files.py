@@ -36,7 +36,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import (
 )
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES, WeightsError
+from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, WeightsError
 from tools.conversion.row_runs import row_elements
 from tools.conversion.stored import Stored
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
-from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
+from megatron_dapo.actor.weights.hf_files import PIECE_BYTES
+from megatron_dapo.actor.weights.shards import Fused, Shards
 
 COPIED_BYTES = 16 * PIECE_BYTES
 """Copied at a time: the progress counts them."""
@@ -108,14 +108,8 @@ def _fill(memory: memoryview, file: int, offset: int) -> None:
 
 
 def _all_runs(shards: Shards) -> Iterator[Run]:
-    match shards:
-        case Replicated() | Split() | GateUp():
-            for name, shape in shards.shapes.items():
-                yield Run(name, 0, shape[0])
-        case QueryKeyValue():
-            rows = {name: shape[0] // shards.groups for name, shape in shards.shapes.items()}
-            for group in range(shards.groups):
-                for name, count in rows.items():
-                    yield Run(name, group * count, count)
-        case _:
-            raise TypeError(f"{shards}: not known how its rows lie in a checkpoint")
+    groups = (shards.groups or 1) if isinstance(shards, Fused) else 1
+    rows = {name: shape[0] // groups for name, shape in shards.shapes.items()}
+    for group in range(groups):
+        for name, count in rows.items():
+            yield Run(name, group * count, count)

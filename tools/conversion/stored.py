@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.actor.weights.hf_weights import checkpoint_name, model_shards
-from megatron_dapo.actor.weights.shards import GateUp, Shards, Split
+from megatron_dapo.actor.weights.shards import Fused, Shards, Single
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 """Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it)."""
@@ -53,7 +53,7 @@ class Stored:
     def shape(self, ranks: int) -> tuple[int, ...]:
         """Of the parameter in the checkpoint; the vocabulary is padded to a multiple of `ranks`."""
         whole = list(self.shards.local_shape(1))
-        if isinstance(self.shards, Split):
+        if isinstance(self.shards, Single) and self.shards.dim is not None:
             whole[self.shards.dim] = self.shards.local_shape(ranks)[self.shards.dim] * ranks
         return tuple(whole)
 
@@ -68,29 +68,31 @@ class Stored:
     def chunks(self, ranks: int) -> Iterator[Chunk]:
         """What `ranks` tensor-parallel ranks write."""
         shards, zeros = self.shards, (0,) * len(self.shape(1))
-        if isinstance(shards, GateUp):
-            rows = shards.shape[0] // ranks
-            for number, half in enumerate((shards.gate, shards.up)):
+        if isinstance(shards, Fused) and shards.groups is None:
+            for number, (half, whole) in enumerate(shards.rows.items()):
+                rows = whole // ranks
                 for rank in range(ranks):
-                    start = number * shards.shape[0] + rank * rows
-                    yield Chunk(offset=(start, 0), shape=(rows, shards.shape[1]), rank=rank, half=half)
+                    offset = (number * whole + rank * rows, *zeros[1:])
+                    yield Chunk(offset=offset, shape=(rows, *shards.columns), rank=rank, half=half)
             return
-        dim = shards.dim if isinstance(shards, Split) else 0
+        dim = (shards.dim or 0) if isinstance(shards, Single) else 0
         shape = shards.local_shape(ranks)
         for rank in range(ranks if shards.split else 1):
             offset = (*zeros[:dim], rank * shape[dim], *zeros[dim + 1 :])
             yield Chunk(offset=offset, shape=shape, rank=rank)
 
-    def read(self, chunk: Chunk, source: SafetensorsReader, ranks: int) -> Tensor:
+    def read(self, chunk: Chunk, source: SafetensorsReader, ranks: int, dtype: torch.dtype) -> Tensor:
         """The chunk's numbers from a Hugging Face folder; nothing else is read."""
         if chunk.half is not None:
             start = chunk.rank * chunk.shape[0]
-            return source.read(chunk.half, 0, start, start + chunk.shape[0])
-        return self.shards.local(source.read, chunk.rank, ranks)
+            return in_dtype(source.read(chunk.half, 0, start, start + chunk.shape[0]), dtype)
+        shard = torch.empty(chunk.shape, dtype=dtype)
+        self.shards.load(shard, source.read, chunk.rank, ranks)
+        return shard
 
     def full(self, whole: Tensor) -> dict[str, Tensor]:
         """The Hugging Face tensors of the parameter as the checkpoint has it, padding included."""
-        return self.shards.full([whole])
+        return self.shards.full(whole[None])
 
 
 def stored_parameters(hf: HFModelConfig) -> list[Stored]:

@@ -10,9 +10,8 @@ import yaml
 from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHMS
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.actor.weights.hf_files import FolderPlan
+from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, FolderPlan
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
-from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
@@ -64,7 +63,7 @@ def to_hf(
         reader.check(stored)
     dtype = written_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source, dtype)
     plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
-    total = sum(file.total_bytes for file in plan.files.values())
+    total = plan.total_bytes
     with aside(target, total) as partial:
         plan.create(partial)
         shares = share(parameters, workers)
@@ -105,8 +104,8 @@ def _copy(place: RankPlace, part: Part, stored: Stored, spans: list[list[Span]],
             ]
             row = 0
             for run in runs_of(stored.shards, first.row, first.row + first.rows):
-                file = part.plan.file_of[run.name]
-                begin = part.plan.files[file].starts[run.name] + run.start * width
+                file, begin = part.plan.places[run.name]
+                begin += run.start * width
                 with (part.partial / file).open("r+b", buffering=0) as target:
                     for done in copy_rows(strips, row, run.rows, target.fileno(), begin):
                         counter.add(place, done)

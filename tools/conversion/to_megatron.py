@@ -13,16 +13,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
 from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, WeightsError, copy_companions
 from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
-from megatron_dapo.actor.weights.safetensors_file import WeightsError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from megatron_dapo.storage.durable import replace_folder
 from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
 from tools.conversion.progress_line import Progress
 from tools.conversion.row_runs import Run, row_elements, runs_of
-from tools.conversion.stored import Chunk, Stored, extra_state_keys, in_dtype, share, stored_parameters
+from tools.conversion.stored import Chunk, Stored, extra_state_keys, share, stored_parameters
 from tools.conversion.target import aside
 from tools.conversion.workers import Counter, run_parts
 
@@ -100,7 +99,7 @@ def write_part(place: RankPlace, part: Part, counter: Counter) -> tuple[list[Wri
                 like = torch.empty(shape, dtype=part.dtype)
                 pieces = _plain_pieces(stored, chunk, source, part)
                 if pieces is None:
-                    read = in_dtype(stored.read(chunk, source, part.ranks), part.dtype)
+                    read = stored.read(chunk, source, part.ranks, part.dtype)
                     writer.add(stored.key, offset, read.view(shape))
                 else:
                     writer.add_streamed(stored.key, offset, like, pieces)
@@ -160,7 +159,7 @@ def _write_small_files(partial: Path, source: Path, tensor: int, digests: dict[s
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
     (partial / "common.pt").write_bytes(nothing().getbuffer())
     state = CheckpointState(
-        optimizer_steps=0, layout=dataclasses.asdict(LayoutConfig(tensor=tensor)), distributed_optimizer=None, extra={}
+        optimizer_steps=0, layout=dataclasses.asdict(LayoutConfig(tensor=tensor)), distributed_optimizer=None
     )
     (partial / STATE_FILE).write_text(state.text())
     (partial / COMPANIONS).mkdir()

@@ -19,9 +19,8 @@ from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_cod
 from megatron_dapo.actor.device import prepare, process_groups
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.model.model_chunks import build_model
-from megatron_dapo.actor.model.packed_sequences import packed_sequences
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader
-from megatron_dapo.actor.weights.safetensors_file import bytes_of
+from megatron_dapo.actor.model.packed_attention import packed_sequences
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, bytes_of
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader

@@ -1,7 +1,7 @@
 """Checkpoints of the actor: model, optimizer, step count, random state, in Megatron's distributed format.
 
     folder/  __0_0.distcp ...  every rank's shards        .metadata, metadata.json, common.pt  Megatron's
-             actor.json        layout, optimizer step, the caller's own small values
+             actor.json        layout, optimizer step
              manifest.json     a checksum of every other file
 
 A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
@@ -14,7 +14,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,20 +34,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    check_digests,
-    check_there,
-    digest_of,
-    make_empty,
-    put_in_place,
-    read_manifest,
-)
+from megatron_dapo.actor.checkpoint import checkpoint_files as files
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
 from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
-from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written
-from megatron_dapo.actor.device.host_memory import available_bytes
+from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.storage.durable import replace_file, sync_file
@@ -73,8 +63,8 @@ class CheckpointState:
     distributed_optimizer: bool | None
     """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
 
-    extra: Mapping[str, Any]
-    """The caller's own values."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Of the file's format; nothing is stored in it."""
 
     def text(self) -> str:
         """As JSON."""
@@ -86,28 +76,22 @@ def begin(
     optimizer: ActorOptimizer,
     *,
     layout: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
     background: bool,
 ) -> "PendingSave":
     """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
 
     Args:
         layout: `dataclasses.asdict` of the LayoutConfig.
-        extra: small values that JSON can hold.
         background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
             all ranks write before this returns.
     """
-    folder = Path(folder)
     aside = folder.with_name(f"{folder.name}.partial")
     state = CheckpointState(
         optimizer_steps=optimizer.optimizer_steps,
         layout=layout,
         distributed_optimizer=optimizer.config.distributed,
-        extra=extra or {},
     )
-    # Before any rank waits for another: what JSON cannot hold is refused on all of them.
-    text = state.text()
-    _on_rank_0(folder, lambda: make_empty(aside))
+    _on_rank_0(folder, lambda: files.make_empty(aside))
     sharded = _sharded_state(optimizer, loading=False)
     # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
@@ -116,13 +100,14 @@ def begin(
         str(aside),
         sharded_strategy=_PlanOnly(writer),
     )
-    _on_rank_0(folder, lambda: replace_file(aside / STATE_FILE, text))
-    if background and _has_room(writer.bytes_to_copy):
+    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state.text()))
+    in_background = background and _has_room(writer.bytes_to_copy)
+    if in_background:
         writer.copy()
         writer.start()
-        return PendingSave(folder, aside, writer, in_background=True)
-    writer.write()
-    return PendingSave(folder, aside, writer, in_background=False)
+    else:
+        writer.write()
+    return PendingSave(folder, aside, writer, in_background=in_background)
 
 
 class PendingSave:
@@ -159,33 +144,31 @@ class PendingSave:
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
             for name in rest:  # Megatron leaves its common values to the system
                 sync_file(self._aside / name)
-            put_in_place(self._aside, self._folder, digests | {name: digest_of(self._aside / name) for name in rest})
+                digests[name] = files.digest_of(self._aside / name)
+            files.put_in_place(self._aside, self._folder, digests)
         except OSError:
             shutil.rmtree(self._aside, ignore_errors=True)  # a full disk should be no fuller than before
             raise
 
 
-def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> CheckpointState:
+def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> None:
     """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
 
     Raises:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
             Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
-    folder = Path(folder)
     _check(folder)
     refuse_foreign_code(folder)
-    state = CheckpointState(**json.loads((folder / STATE_FILE).read_text()))
+    state = CheckpointState(**json.loads((folder / files.STATE_FILE).read_text()))
     if state.distributed_optimizer is None:
         raise CheckpointError(
             f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
             "convert it to a Hugging Face folder and give that as model.path"
         )
-    if state.distributed_optimizer != optimizer.config.distributed:
-        raise CheckpointError(
-            f"{folder / STATE_FILE}: written with actor.optimizer.distributed = {state.distributed_optimizer}; "
-            "the two kinds of optimizer state do not interchange, so set it to that"
-        )
+    kind = state.distributed_optimizer
+    if kind != optimizer.config.distributed:
+        raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
     _check_common_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
@@ -194,7 +177,6 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
     if dict(state.layout) == dict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
-    return state
 
 
 def _check_common_state(folder: Path) -> None:
@@ -298,9 +280,9 @@ def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
 
 def _check(folder: Path) -> None:
     """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    manifest = read_manifest(folder / MANIFEST_FILE)
-    check_there(folder, manifest)
+    manifest = files.read_manifest(folder / files.MANIFEST_FILE)
+    files.check_there(folder, manifest)
     names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    own = {name: digest_of(folder / name, manifest.algorithm) for name in names}
+    own = {name: files.digest_of(folder / name, manifest.algorithm) for name in names}
     found = {name: digest for part in _from_all(own) for name, digest in part.items()}
-    check_digests(folder, manifest, found)
+    files.check_digests(folder, manifest, found)

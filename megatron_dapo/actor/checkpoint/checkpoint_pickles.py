@@ -13,33 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_dapo.actor.step_data import CheckpointError
 
 INDEX_FILE = ".metadata"
 
-_FORMAT = "torch.distributed.checkpoint"
 _KNOWN = {
     ("pathlib", "Path"),
     ("pathlib", "PosixPath"),
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    (f"{_FORMAT}.filesystem", "_StorageInfo"),
-    *(
-        (f"{_FORMAT}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
 }
 
 

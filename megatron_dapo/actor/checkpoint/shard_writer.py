@@ -6,13 +6,18 @@ collective runs beside training: the ranks exchange what they wrote when the sav
 
 Megatron-Core's own asynchronous save (0.16 and 0.19) hands the copies to a process, forked from this one with all its
 threads, or spawned, which imports the caller's main module once more. Neither is safe in a Ray actor.
+
+Whether a host has room for the copies: Slurm and container runtimes bound a job's memory by control groups, of which
+the host's own figures know nothing; a process that takes more is killed (`available_bytes`).
 """
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -20,6 +25,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
+
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+"""Files of limit and use, and the key in memory.stat of cached file pages that are given up first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,3 +137,40 @@ def _reason(error: BaseException) -> str:
             return str(at)
         at = at.__cause__ or at.__context__
     return f"{type(error).__name__}: {error}"
+
+
+def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that can be taken without swapping and without being killed.
+
+    Args:
+        groups: where the control groups are mounted.
+        own: the file that names this process's ones.
+    """
+    return min([psutil.virtual_memory().available, *_left(groups, own)])
+
+
+def _left(groups: Path, own: Path) -> Iterator[int]:
+    """What each group above this process leaves; nothing for those without a limit."""
+    for line in own.read_text().splitlines() if own.is_file() else []:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            top, files = groups, VERSION_2
+        elif "memory" in controllers.split(","):
+            top, files = groups / "memory", VERSION_1
+        else:
+            continue
+        folder = top / name.lstrip("/")
+        for level in (folder, *folder.parents):
+            if level.is_relative_to(top):
+                yield from _left_by(level, *files)
+
+
+def _left_by(group: Path, limit_file: str, use_file: str, cache_key: str) -> Iterator[int]:
+    limit = _read(group / limit_file)
+    if limit.isdigit():  # else "max", or no such file
+        stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+        yield max(0, int(limit) - int(_read(group / use_file) or 0) + int(stat.get(cache_key, 0)))
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""

@@ -4,22 +4,24 @@ import importlib
 import importlib.util
 import os
 import warnings
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from megatron_dapo.actor.device import cpu
-from megatron_dapo.actor.device.kernel_choice import Asked, DeviceChoice, Found, Kernel, choose
+from megatron_dapo.actor.device.kernel_choice import DeviceChoice, Dtype, Found, choose
+from megatron_dapo.config.actor_config import ActorConfig
 
-__all__ = ["Asked", "DeviceChoice", "Found", "Kernel", "choose", "prepare", "prepare_for"]
+__all__ = ["DeviceChoice", "Found", "choose", "prepare", "prepare_for"]
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
     """`prepare_for` a config that asks for a device and nothing else."""
-    return prepare_for(Asked(device=device))
+    return prepare_for(ActorConfig(device=device), "bfloat16")
 
 
-def prepare_for(asked: Asked) -> DeviceChoice:
+def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
     """Choose device and kernels and make Megatron importable; call before the process first imports Megatron.
 
     On the CPU this installs the stand-ins of `device.cpu`; with CUDA these stay out. The optimizer is
@@ -33,9 +35,9 @@ def prepare_for(asked: Asked) -> DeviceChoice:
     """
     # Megatron warns about sequence parallelism on every layer without it; CUDA reads it when its context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if asked.device == "cpu" or not torch.cuda.is_available():
+    if config.device == "cpu" or not torch.cuda.is_available():
         seen = Found()
-        choose(asked, seen)  # what cannot be had is refused before anything is changed
+        choose(config, dtype, seen)  # what cannot be had is refused before anything is changed
         cpu.install()
     else:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
@@ -43,7 +45,23 @@ def prepare_for(asked: Asked) -> DeviceChoice:
         torch.cuda.set_device(index)
         seen = Found(capability=torch.cuda.get_device_capability(index), index=index)
         _check_transformer_engine()
-    return _use(choose(asked, _found_by_megatron(seen)))
+    with warnings.catch_warnings():
+        # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
+        warnings.simplefilter("ignore")
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.utils import get_te_version
+
+        from megatron_dapo.actor.device import adam
+    found = replace(
+        seen,
+        transformer_engine=str(get_te_version()) if HAVE_TE else None,
+        fused_adam=adam.fused_package(),
+        gradient_accumulation=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    )
+    choice = choose(config, dtype, found)
+    if not choice.fused_adam:
+        adam.put_in_place()
+    return choice
 
 
 def _check_transformer_engine() -> None:
@@ -58,29 +76,3 @@ def _check_transformer_engine() -> None:
             f"{torch.__version__}: {type(error).__name__}: {error}. Build it again for this torch (docs/guide.md, "
             "section 1), or uninstall transformer-engine: training then takes PyTorch's kernels"
         ) from error
-
-
-def _found_by_megatron(seen: Found) -> Found:
-    """`seen` with what Megatron could import."""
-    with warnings.catch_warnings():
-        # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
-        warnings.simplefilter("ignore")
-        from megatron.core.extensions.transformer_engine import HAVE_TE
-        from megatron.core.utils import get_te_version
-
-        from megatron_dapo.actor.device import adam
-    return Found(
-        capability=seen.capability,
-        index=seen.index,
-        transformer_engine=str(get_te_version()) if HAVE_TE else None,
-        fused_adam=adam.fused_package(),
-        gradient_accumulation=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-    )
-
-
-def _use(choice: DeviceChoice) -> DeviceChoice:
-    if not choice.fused_adam:
-        from megatron_dapo.actor.device import adam
-
-        adam.put_in_place()
-    return choice

@@ -28,30 +28,17 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        bias_correction: bool = True,
-        **options: Any,
     ):
-        # `options` names what only the fused kernels have (capturable, master_weights, ...); all of it is off by
-        # default.
-        wanted = {key: value for key, value in options.items() if value}
-        if wanted or not bias_correction:
-            raise ValueError(
-                f"this AdamW has no {wanted or 'bias_correction=False'}; install TransformerEngine or Apex"
-            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; `closure` is refused (Megatron never gives one)."""
-        if closure is not None:
-            raise ValueError("a closure is not supported")
+        """One update of every parameter that has a gradient; Megatron never gives a closure."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(group, parameters)
+            self._update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -91,8 +78,7 @@ def fused_package() -> str | None:
 def put_in_place() -> None:
     """Make FusedLayoutAdam the Adam of Megatron's optimizers; on the CPU in any case, the fused ones are CUDA
     kernels."""
-    optimizer = megatron.core.optimizer
-    distributed = megatron.core.optimizer.distrib_optimizer
+    optimizer, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     optimizer.Adam = distributed.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     # "TransformerEngine or Apex" selects, in the distributed optimizer, the state layout that FusedLayoutAdam has.

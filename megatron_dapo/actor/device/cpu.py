@@ -46,7 +46,7 @@ def install() -> None:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Lets the usual finders find `megatron.*` and dresses each module when its code has run."""
+    """Lets the usual finder find `megatron.*` and gives each module the stand-in when its code has run."""
 
     def __init__(self, stand_in: ModuleType):
         self.stand_in = stand_in
@@ -57,19 +57,13 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         if path is None or name.partition(".")[0] != "megatron":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            return spec
-        spec.loader = _MegatronLoader(spec.loader.name, spec.loader.path, self.stand_in)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = functools.partial(self._exec_module, run)  # type: ignore[method-assign]
         return spec
 
-
-class _MegatronLoader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, stand_in: ModuleType):
-        super().__init__(name, path)
-        self.stand_in = stand_in
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
+    def _exec_module(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        run(module)
         if vars(module).get("torch") is torch:
             vars(module)["torch"] = self.stand_in
         if module.__name__ == RNG_MODULE:

@@ -1,9 +1,14 @@
 """Which kernels the trainer uses, from what was found and what is asked: a pure function, without Megatron."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from megatron_dapo.config.actor_config import ActorConfig
+
+Dtype = Literal["float32", "bfloat16"]
 
 FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Least CUDA compute capability with TransformerEngine's kernels for an FP8 recipe: Ada, Hopper, Blackwell."""
@@ -32,34 +37,6 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What the config asks for."""
-
-    device: Literal["auto", "cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    reducing_ranks: int = 1
-    """Data- times context-parallel size: the ranks that gradients are summed over."""
-
-    context: int = 1
-    """Context-parallel size."""
-
-    fp8: Literal["none", "e4m3", "hybrid"] = "none"
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """Which implementation does one part of the work, and why this one.
-
-    Example: Kernel(part="norm", name="RMSNorm in PyTorch", reason="TransformerEngine is not importable").
-    """
-
-    part: str
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChoice:
     """What the trainer processes run on; `str()` gives the lines for the start of a run."""
 
@@ -79,109 +56,96 @@ class DeviceChoice:
     overlap_grad_reduce: bool = False
     """Gradients are summed over ranks while backward still runs."""
 
-    kernels: tuple[Kernel, ...] = ()
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
 
     def __str__(self) -> str:
-        lines = [f"device {self.device}, torch.distributed over {self.backend}"]
-        lines += [f"{kernel.part}: {kernel.name} ({kernel.reason})" for kernel in self.kernels]
-        return "\n".join(lines)
+        lines = [f"{part}: {kernel}" for part, kernel in self.kernels.items()]
+        return "\n".join([f"device {self.device}, torch.distributed over {self.backend}", *lines])
 
 
-def choose(asked: Asked, found: Found) -> DeviceChoice:
+def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     """The device, and for each part of the work the fastest kernels that are there and that it can use.
 
     Raises:
         ValueError: CUDA, FP8 or context parallelism is asked for and cannot be had; the message names the key and
             what is missing.
     """
-    if asked.device == "cuda" and found.capability is None:
+    if config.device == "cuda" and found.capability is None:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
-    capability = None if asked.device == "cpu" else found.capability
+    capability = None if config.device == "cpu" else found.capability
     cuda = capability is not None
-    why_not = _why_no_transformer_engine(asked, found, cuda=cuda)
-    if asked.fp8 != "none":
-        _check_fp8(asked, why_not, capability)
-    if cuda and asked.context > 1 and asked.dtype == "bfloat16" and why_not is not None:
+    why_not = None  # TransformerEngine's layers are used
+    if not cuda:
+        why_not = NO_CUDA
+    elif found.transformer_engine is None:
+        why_not = "TransformerEngine is not importable"
+    elif dtype == "float32":
+        why_not = "TransformerEngine's attention has no packed sequences in float32"
+    if config.fp8 != "none":
+        _check_fp8(config, why_not, capability)
+    if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
         raise ValueError(
-            f"actor.layout.context = {asked.context}: on CUDA this needs TransformerEngine's attention, and {why_not}; "
-            "PyTorch's would take a mask of each sequence's tokens by its tokens. Install transformer-engine[pytorch], "
-            "or set actor.layout.context to 1"
+            f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
+            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
+            "transformer-engine[pytorch], or set actor.layout.context to 1"
         )
-    choice = DeviceChoice(
+    return DeviceChoice(
         device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
         backend="nccl" if cuda else "gloo",
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
         gradient_accumulation=cuda and found.gradient_accumulation,
-        overlap_grad_reduce=cuda and asked.reducing_ranks > 1,
+        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1,
+        kernels=_kernels(config, dtype, found, why_not, cuda=cuda),
     )
-    layers = _layer_kernels(asked, why_not or f"TransformerEngine {found.transformer_engine} is importable", choice)
-    return replace(choice, kernels=(*layers, *_gradient_kernels(asked, choice), _optimizer_kernel(found, choice)))
 
 
-def _layer_kernels(asked: Asked, reason: str, choice: DeviceChoice) -> tuple[Kernel, ...]:
-    attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
-    if choice.transformer_engine:
+def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
+    ranks = config.layout.data * config.layout.context
+    if why_not is None:
+        because = f"TransformerEngine {found.transformer_engine} is importable"
         attention = "TransformerEngine's dot-product attention"
         norm = "TransformerEngine's RMSNorm, fused with the linear after it"
-    products: str = asked.dtype
-    why = "actor.fp8 is none"
-    if asked.fp8 != "none":
-        products, why = f"FP8 {asked.fp8}, {asked.fp8_recipe} scaling", "actor.fp8 asks for it"
-    return (
-        Kernel(part="attention", name=attention, reason=reason),
-        Kernel(part="norm", name=norm, reason=reason),
-        Kernel(part="matrix products", name=products, reason=why),
-    )
+    else:
+        because = why_not
+        attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
+    products = f"{dtype} (actor.fp8 is none)"
+    if config.fp8 != "none":
+        products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling (actor.fp8 asks for it)"
+    sums = f"an addition after the matrix product ({NO_CUDA})"
+    adam = "AdamW of this package in FusedAdam's state layout (the fused ones need CUDA)"
+    reduction = "after backward (over gloo it would take backward's cores)"
+    if cuda:
+        sums = "an addition after the matrix product (Apex's fused_weight_gradient_mlp_cuda is not importable)"
+        if found.gradient_accumulation:
+            sums = "fused into the matrix product (Apex's fused_weight_gradient_mlp_cuda is importable)"
+        adam = "AdamW of this package in FusedAdam's state layout (neither TransformerEngine nor Apex is importable)"
+        if found.fused_adam is not None:
+            adam = f"FusedAdam of {found.fused_adam} ({found.fused_adam} is importable)"
+        reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
+    if ranks == 1:
+        reduction = "after backward (there is one data-parallel rank)"
+    return {
+        "attention": f"{attention} ({because})",
+        "norm": f"{norm} ({because})",
+        "matrix products": products,
+        "gradient accumulation": sums,
+        "gradient reduction": reduction,
+        "optimizer": adam,
+    }
 
 
-def _gradient_kernels(asked: Asked, choice: DeviceChoice) -> tuple[Kernel, ...]:
-    cuda = choice.device.type == "cuda"
-    sums = "fused into the matrix product" if choice.gradient_accumulation else "an addition after the matrix product"
-    why = "Apex's fused_weight_gradient_mlp_cuda is" + ("" if choice.gradient_accumulation else " not") + " importable"
-    when, over = "after backward", "over gloo it would take backward's cores"
-    if choice.overlap_grad_reduce:
-        when, over = "during backward", f"{asked.reducing_ranks} data- and context-parallel ranks over NCCL"
-    elif asked.reducing_ranks == 1:
-        over = "there is one data-parallel rank"
-    return (
-        Kernel(part="gradient accumulation", name=sums, reason=why if cuda else NO_CUDA),
-        Kernel(part="gradient reduction", name=when, reason=over),
-    )
-
-
-def _optimizer_kernel(found: Found, choice: DeviceChoice) -> Kernel:
-    if choice.fused_adam:
-        return Kernel(
-            part="optimizer", name=f"FusedAdam of {found.fused_adam}", reason=f"{found.fused_adam} is importable"
-        )
-    reason = "neither TransformerEngine nor Apex is importable"
-    if choice.device.type == "cpu":
-        reason = "the fused ones need CUDA"
-    return Kernel(part="optimizer", name="AdamW of this package in FusedAdam's state layout", reason=reason)
-
-
-def _why_no_transformer_engine(asked: Asked, found: Found, *, cuda: bool) -> str | None:
-    """None: its layers are used."""
-    if not cuda:
-        return NO_CUDA
-    if found.transformer_engine is None:
-        return "TransformerEngine is not importable"
-    if asked.dtype == "float32":
-        return "TransformerEngine's attention has no packed sequences in float32"
-    return None
-
-
-def _check_fp8(asked: Asked, why_not: str | None, capability: tuple[int, int] | None) -> None:
-    key = f"actor.fp8 = {asked.fp8}"
+def _check_fp8(config: ActorConfig, why_not: str | None, capability: tuple[int, int] | None) -> None:
+    key = f"actor.fp8 = {config.fp8}"
     if capability is None or why_not is not None:
         raise ValueError(
             f"{key}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 to none, or install "
             "transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
         )
-    least = FP8_CAPABILITY[asked.fp8_recipe]
+    least = FP8_CAPABILITY[config.fp8_recipe]
     if capability < least:
         raise ValueError(
-            f"{key} with actor.fp8_recipe = {asked.fp8_recipe}: needs compute capability {least[0]}.{least[1]}, this "
+            f"{key} with actor.fp8_recipe = {config.fp8_recipe}: needs compute capability {least[0]}.{least[1]}, this "
             f"GPU has {capability[0]}.{capability[1]}; use another recipe, or set actor.fp8 to none"
         )

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import torch
@@ -38,10 +37,7 @@ def initialise(
         ValueError: `layout` is not for `world_size` ranks.
     """
     if layout.world_size != world_size:
-        raise ValueError(
-            f"actor.layout: tensor x pipeline x context x data = {layout.world_size}, but {world_size} ranks were "
-            "started; make the two equal"
-        )
+        raise ValueError(f"actor.layout is for {layout.world_size} ranks, but {world_size} were started")
     where, timeout = urlsplit(rendezvous), timedelta(seconds=timeout_s)
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"
@@ -70,18 +66,15 @@ def initialise(
 
 def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
-    if rank != 0:
-        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
     return TCPStore(
         host,
         port,
         world_size,
-        is_master=True,
+        is_master=rank == 0,
         timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        multi_tenant=rank == 0,
+        master_listen_fd=socket.create_server((host, port), family=family).detach() if rank == 0 else None,
     )
 
 
@@ -89,7 +82,7 @@ def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta)
 def _gloo_on_loopback(host: str) -> Iterator[None]:
     """Where the ranks meet on loopback gloo shall listen there too, and not on the address of the machine's name."""
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not _is_loopback(host):
+    if name in os.environ or host not in ("127.0.0.1", "::1", "localhost"):
         yield
         return
     os.environ[name] = "lo"
@@ -97,13 +90,6 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name, or none
-        return False
 
 
 def shutdown() -> None:

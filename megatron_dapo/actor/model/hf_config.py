@@ -6,46 +6,62 @@ What Megatron would compute differently from the field's meaning is refused with
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.base import ConfigError, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import torch
 
+_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+    "llama": {"qkv_bias": False, "qk_norm": False},
+}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Llama3Scaling:
+# Fields whose other values change the computation, and the only value that is computed here.
+_FIXED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+class Llama3Scaling(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     """RoPE scaling of Llama 3.1 and later: long wavelengths are stretched by `factor`, short ones are kept."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HFModelConfig:
+class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     """The shape of a model; names as in Megatron, sizes of the whole model (not of a rank)."""
 
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
+    num_layers: PositiveInt = Field(validation_alias="num_hidden_layers")
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt = Field(validation_alias="intermediate_size")
+    num_attention_heads: PositiveInt
+    num_query_groups: PositiveInt = Field(
+        validation_alias="num_key_value_heads", default_factory=lambda known: known["num_attention_heads"]
+    )
+    head_dim: PositiveInt = Field(default_factory=lambda known: known["hidden_size"] // known["num_attention_heads"])
+    vocab_size: PositiveInt
     """The true one, without the rows that pad it to a multiple of the tensor-parallel size."""
 
-    max_position_embeddings: int
-    norm_epsilon: float
-    rope_theta: float
-    rope_scaling: Llama3Scaling | None
-    tied: bool
+    max_position_embeddings: PositiveInt
+    norm_epsilon: PositiveFloat = Field(validation_alias="rms_norm_eps")
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: Llama3Scaling | None = None
+    tied: bool = Field(default=False, validation_alias="tie_word_embeddings")
     """The output layer is the embedding."""
 
     qkv_bias: bool
@@ -73,28 +89,28 @@ class HFModelConfig:
     @classmethod
     def of(cls, fields: Mapping[str, Any], *, shown: str) -> "HFModelConfig":
         """The same from a config.json's content; `shown` names it in errors."""
-        problems = list(_problems(fields))
-        if problems:
-            raise ConfigError("\n".join(f"{shown}: {problem}" for problem in problems))
-        rope = _rope(fields)
-        heads = fields["num_attention_heads"]
-        return cls(
-            model_type=fields["model_type"],
-            num_layers=fields["num_hidden_layers"],
-            hidden_size=fields["hidden_size"],
-            ffn_hidden_size=fields["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-            vocab_size=fields["vocab_size"],
-            max_position_embeddings=fields["max_position_embeddings"],
-            norm_epsilon=fields["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rope_scaling=_llama3_scaling(rope),
-            tied=fields.get("tie_word_embeddings", False),
-            qkv_bias=_FAMILIES[fields["model_type"]]["qkv_bias"],
-            qk_norm=_FAMILIES[fields["model_type"]]["qk_norm"],
-        )
+        given = {name: value for name, value in fields.items() if value is not None}
+        rope = _rope(given)
+        problems = list(_unsupported(given, rope))
+        try:
+            if not problems:
+                scaled = rope.get("rope_type") == "llama3"
+                given |= {**rope, "rope_scaling": rope if scaled else None, **_FAMILIES[given["model_type"]]}
+                return cls.model_validate(given)
+        except ValidationError as error:
+            problems = [_text(fault) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
+        raise ConfigError("\n".join(f"{shown}: {problem}" for problem in problems))
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if heads % groups:
+            raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
+        if "head_dim" not in self.model_fields_set and hidden % heads:
+            raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {hidden}, or give head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim}: must be even")
+        return self
 
     def inverse_frequencies(self) -> "torch.Tensor":
         """Rotary frequencies, float32 [head_dim / 2], in radians a position."""
@@ -118,6 +134,8 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
     for name, size in (("num_key_value_heads", hf.num_query_groups), ("intermediate_size", hf.ffn_hidden_size)):
         if size % layout.tensor:
             raise ConfigError(f"actor.layout.tensor = {layout.tensor}: must divide the model's {name} = {size}")
+    if -(-hf.vocab_size // layout.tensor) * (layout.tensor - 1) >= hf.vocab_size:
+        raise ConfigError(f"actor.layout.tensor = {layout.tensor}: leaves a rank none of {hf.vocab_size} tokens")
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     if hf.num_layers % stages:
         raise ConfigError(
@@ -126,96 +144,32 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
         )
 
 
-_FAMILIES: Mapping[str, Mapping[str, bool]] = {
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-    "llama": {"qkv_bias": False, "qk_norm": False},
-}
-
-_COUNTS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-# Fields whose other values change the computation, and the only value that is computed here.
-_FIXED: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
-
-
-def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
+    """What Megatron's model of ours would compute otherwise."""
     model_type = fields.get("model_type")
     if model_type not in _FAMILIES:
         yield f"model_type = {model_type!r}: not supported; known: {', '.join(_FAMILIES)}"
-        return
-    yield from _shape_problems(fields)
     for key, value in _FIXED.items():
-        given = fields.get(key)
-        if given is not None and given != value:
-            yield f"{key} = {given!r}: only {value!r} is supported"
-    layer_types = set(fields.get("layer_types") or ())
+        if fields.get(key, value) != value:
+            yield f"{key} = {fields[key]!r}: only {value!r} is supported"
+    layer_types = set(fields.get("layer_types", ()))
     if fields.get("use_sliding_window") and layer_types != {"full_attention"}:
         yield "use_sliding_window = True: sliding-window attention is not supported; every layer must be full_attention"
     elif layer_types - {"full_attention"}:
         yield f"layer_types = {sorted(layer_types)}: only full_attention is supported"
-    yield from _rope_problems(_rope(fields))
-
-
-def _shape_problems(fields: Mapping[str, Any]) -> Iterator[str]:
-    wrong = [key for key in _COUNTS if not _is_number(fields.get(key), int)]
-    yield from (f"{key} = {fields.get(key)!r}: must be given, as a whole number above 0" for key in wrong)
-    if not _is_number(fields.get("rms_norm_eps")):
-        yield f"rms_norm_eps = {fields.get('rms_norm_eps')!r}: must be given, as a number above 0"
-    if not isinstance(fields.get("tie_word_embeddings", False), bool):
-        yield f"tie_word_embeddings = {fields['tie_word_embeddings']!r}: must be true or false"
-    if wrong:
-        return
-    heads, groups, size = (fields.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    if groups is not None and (not _is_number(groups, int) or heads % groups):
-        yield f"num_key_value_heads = {groups!r}: must divide num_attention_heads = {heads}"
-    if size is None and (fields["hidden_size"] % heads or fields["hidden_size"] // heads % 2):
-        yield f"num_attention_heads = {heads}: must cut hidden_size = {fields['hidden_size']} into even heads"
-    if size is not None and (not _is_number(size, int) or size % 2):
-        yield f"head_dim = {size!r}: must be an even whole number above 0"
-
-
-def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        yield f"rope type = {kind!r}: only default and llama3 are supported"
-    numbers = ("rope_theta", *_LLAMA3) if kind == "llama3" else ("rope_theta",)
-    for key in numbers:
-        if not _is_number(rope.get(key, 10000.0 if key == "rope_theta" else None)):
-            yield f"{key} = {rope.get(key)!r}: rotary embedding of type {kind} needs it, as a number above 0"
-
-
-def _is_number(value: Any, kind: Any = (int, float)) -> bool:
-    """Whether `value` is a finite number above 0 of a type."""
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+    if rope["rope_type"] not in ("default", "llama3"):
+        yield f"rope type = {rope['rope_type']!r}: only default and llama3 are supported"
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    rope = {"rope_theta": fields["rope_theta"]} if fields.get("rope_theta") else {}
-    return {**rope, **(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    rope = fields.get("rope_scaling", {}) | fields.get("rope_parameters", {})
+    theta = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
+    return {**theta, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
-def _llama3_scaling(rope: Mapping[str, Any]) -> Llama3Scaling | None:
-    if (rope.get("rope_type") or rope.get("type")) != "llama3":
-        return None
-    return Llama3Scaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+def _text(fault: Any) -> str:
+    if fault["type"] == "value_error":  # of `_heads_fit`
+        return str(fault["ctx"]["error"])
+    value = "" if fault["type"] == "missing" else f" = {fault['input']!r}"
+    return f"{'.'.join(map(str, fault['loc']))}{value}: {fault['msg']}"

@@ -16,27 +16,46 @@ backward: at 152 000 columns a full micro-batch in float32 would be many times t
 `linear_token_log_probs` holds no logits at all: it takes the output layer's input and weight, and goes through the
 vocabulary in blocks of columns, each of which gives the four numbers as if it were another rank's.
 
+A piece is a rank's columns, or a block of them: `reduce_columns` gives its four numbers, `merge` makes those of one
+piece out of several, `combine` log-prob and entropy of all ranks' pieces, `gradient_columns` is the way back.
+
 T rows of logits, n of them wanted, V columns of the padded vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.actor.model.vocab_parallel import (
-    VocabularyShard,
-    combine,
-    gradient_columns,
-    merge,
-    piece_elements,
-    reduce_columns,
-    work_dtype,
-)
-
 MIN_BLOCK = 128
 """Columns of the smallest block: below it matrix products lose their speed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShard:
+    """The columns of the vocabulary that this rank's logits hold."""
+
+    start: int
+    """Token id of the first column."""
+
+    size: int
+    """Columns that are tokens. Those behind them only pad the vocabulary to a multiple of the tensor-parallel size."""
+
+    group: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks; None: the whole vocabulary is here."""
+
+    @classmethod
+    def of(cls, *, vocabulary: int, columns: int, rank: int, group: dist.ProcessGroup | None) -> "VocabularyShard":
+        """Shard `rank` of a vocabulary of `vocabulary` tokens when each rank holds `columns`, padding included."""
+        start = rank * columns
+        return cls(start=start, size=min(columns, vocabulary - start), group=group)
+
+
+Options = tuple[VocabularyShard, float, int]
+"""The shard, the temperature, and how many rows or columns are worked on at a time."""
 
 
 def token_log_probs(
@@ -47,7 +66,6 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, each [n], float32 (float64 for float64 logits), the same on every tensor-parallel rank.
 
@@ -57,11 +75,9 @@ def token_log_probs(
         targets: int64 [n], token ids of the whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
         chunk: rows in float32 at a time; None: as many as suit the device.
-        entropy_gradient: whether gradients flow back from the entropy; False saves a little.
     """
     chunk = chunk or max(1, piece_elements(logits.device) // max(1, shard.size))
-    log_probs, entropy = _TokenLogProbs.apply(logits, rows, targets, shard, temperature, chunk)
-    return log_probs, entropy if entropy_gradient else entropy.detach()
+    return _TokenLogProbs.apply(logits, rows, targets, (shard, temperature, chunk))
 
 
 def linear_token_log_probs(
@@ -73,7 +89,6 @@ def linear_token_log_probs(
     *,
     temperature: float = 1.0,
     block: int | None = None,
-    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` of the logits hidden @ weight.T, of which only a block of columns ever exists.
 
@@ -83,12 +98,11 @@ def linear_token_log_probs(
     Args:
         hidden: [T, h], the same on every tensor-parallel rank.
         weight: [V / tp, h] of this rank, of the type of `hidden`.
-        rows, targets, temperature, entropy_gradient: as in `token_log_probs`.
+        rows, targets, temperature: as in `token_log_probs`.
         block: columns at a time; None: as many as suit the device.
     """
     block = block or max(MIN_BLOCK, piece_elements(hidden.device) // max(1, len(rows)))
-    log_probs, entropy = _LinearTokenLogProbs.apply(hidden, weight, rows, targets, shard, temperature, block)
-    return log_probs, entropy if entropy_gradient else entropy.detach()
+    return _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
 
 
 def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
@@ -120,29 +134,22 @@ class _GatherOverContext(torch.autograd.Function):
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        shard, temperature, chunk = options
         piece = torch.empty((4, len(rows)), dtype=work_dtype(logits.dtype), device=logits.device)
         for part in _parts(len(rows), chunk):
             columns = _columns(logits, rows[part], shard)
             piece[:, part] = reduce_columns(columns, targets[part] - shard.start, temperature)
         maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
         ctx.save_for_backward(logits, rows, targets, maximum, log_total, entropy)
-        ctx.options = (shard, temperature, chunk)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, chunk = ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
@@ -158,39 +165,32 @@ class _TokenLogProbs(torch.autograd.Function):
                 temperature,
             )
             grad_logits[:, : shard.size].index_copy_(0, rows[part], grad.to(logits.dtype))
-        return grad_logits, None, None, None, None, None
+        return grad_logits, None, None, None
 
 
 class _LinearTokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        block: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, options: Options
     ) -> tuple[Tensor, Tensor]:
+        shard, temperature, block = options
         dtype, wanted = work_dtype(hidden.dtype), hidden.index_select(0, rows)
-        # The block of no columns stands for a rank whose columns are all padding.
         pieces = [
             reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
-            for part in _parts(shard.size, block) or [slice(0, 0)]
+            for part in _parts(shard.size, block)
         ]
         maximum, log_total, log_probs, entropy = combine(
             merge(torch.stack(pieces), temperature), shard.group, temperature
         )
         ctx.save_for_backward(hidden, weight, rows, targets, maximum, log_total, entropy)
-        ctx.options = (shard, temperature, block)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, block = ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
@@ -210,7 +210,7 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             grad_wanted += grad @ weight[part]
             torch.mm(grad.T, wanted, out=grad_weight[part])
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _scaled(
@@ -229,3 +229,88 @@ def _columns(logits: Tensor, rows: Tensor, shard: VocabularyShard) -> Tensor:
     """Some rows of the logits, [rows, shard.size], in the type to calculate in: a new tensor that may be changed."""
     # `to` copies unless the type is the same already; then index_select made the copy.
     return logits.index_select(0, rows)[:, : shard.size].to(work_dtype(logits.dtype))
+
+
+def piece_elements(device: torch.device) -> int:
+    """How many logits to calculate with at a time: on the CPU what its cache keeps, on a GPU what fills it."""
+    return 2**26 if device.type == "cuda" else 2**19
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that logits of `dtype` are calculated with."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _own_targets(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Whether each target (counted from the shard's first column) is in the shard, and a column that exists anyway."""
+    ours = (targets >= 0) & (targets < size)
+    return ours, torch.where(ours, targets, 0)
+
+
+def reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0. x is relative to the
+    largest. Changes `columns`."""
+    ours, column = _own_targets(targets, columns.shape[1])
+    target = columns.gather(1, column[:, None]).squeeze(1) * ours
+    maximum = columns.amax(dim=1)
+    x = _relative(columns, maximum, temperature)
+    exp = x.exp()
+    total = exp.sum(dim=1)
+    return torch.stack([maximum, total, exp.mul_(x).sum(dim=1), target])
+
+
+def merge(pieces: Tensor, temperature: float) -> Tensor:
+    """[4, n] of several pieces together, from [pieces, 4, n]."""
+    maxima, sums, weighted, targets = pieces.unbind(1)
+    maximum = maxima.amax(dim=0)
+    shift = (maxima - maximum) / temperature
+    scale = shift.exp()
+    return torch.stack([maximum, (scale * sums).sum(0), (scale * (weighted + shift * sums)).sum(0), targets.sum(0)])
+
+
+def combine(
+    piece: Tensor, group: dist.ProcessGroup | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit M, log sum exp((logit - M) / temperature), log-prob and entropy, each [n], from every rank's
+    [4, n]; the same on all of them."""
+    ranks = 1 if group is None else group.size()
+    gathered = piece[None]
+    if ranks > 1:
+        gathered = piece.new_empty((ranks, *piece.shape))
+        dist.all_gather_into_tensor(gathered.view(-1), piece.view(-1), group=group)
+    maximum, total, weighted, target = merge(gathered, temperature).unbind()
+    log_total = total.log()
+    return maximum, log_total, (target - maximum) / temperature - log_total, log_total - weighted / total
+
+
+def gradient_columns(
+    columns: Tensor,
+    targets: Tensor,
+    statistics: Sequence[Tensor],
+    down: Tensor,
+    spread: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Gradient of the loss with respect to a piece's logits, [rows, columns]. Changes `columns`.
+
+    Args:
+        columns: the piece's logits.
+        targets: int64 [rows], counted from the piece's first column; most lie in other pieces.
+        statistics: largest logit, log sum exp and entropy over the whole vocabulary, [rows] each.
+        down, spread: d loss / d log-prob and d loss / d entropy, divided by the temperature, [rows]; None: 0.
+    """
+    maximum, log_total, entropy = (statistic[:, None] for statistic in statistics)
+    log_pi = _relative(columns, maximum[:, 0], temperature).sub_(log_total)
+    if spread is None:
+        grad = log_pi.exp_().mul_(-down[:, None])
+    else:
+        factor = (log_pi + entropy).mul_(-spread[:, None]).sub_(down[:, None])
+        grad = log_pi.exp_().mul_(factor)
+    ours, column = _own_targets(targets, columns.shape[1])
+    return grad.scatter_add_(1, column[:, None], (down * ours)[:, None])
+
+
+def _relative(columns: Tensor, maximum: Tensor, temperature: float) -> Tensor:
+    """x minus the largest x: (logit - maximum) / temperature, in place. The difference first: it loses no digits."""
+    columns.sub_(maximum[:, None])
+    return columns if temperature == 1.0 else columns.div_(temperature)

@@ -1,18 +1,41 @@
-"""Build the model chunks that one rank holds."""
+"""Build the model chunks that one rank holds.
 
-import math
+Their modules are TransformerEngine's layers on CUDA where it is installed, else Megatron's local ones with our norm and
+attention; and the output layer of `actor.fused_linear_log_prob`.
+"""
+
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.actor.model.layers import HiddenStatesOutput, local_spec, transformer_engine_spec
-from megatron_dapo.actor.model.packed_attention import Rotary
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
+from megatron_dapo.actor.packing import round_up
+from megatron_dapo.config.actor_config import ActorConfig
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's words for `actor.recompute`."""
 
 
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
@@ -32,13 +55,14 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
         if device.transformer_engine:
-            spec = transformer_engine_spec(config)
+            # Megatron applies the rotary embedding.
+            spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         else:
             spec = local_spec(config, rotary=Rotary(inverse_frequencies), vp_stage=vp_stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=padded_vocab_size(hf, actor.layout.tensor),
+            vocab_size=round_up(hf.vocab_size, actor.layout.tensor),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -54,11 +78,6 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
         chunks.append(chunk)
     return chunks
-
-
-def padded_vocab_size(hf: HFModelConfig, tensor_parallel: int) -> int:
-    """Rows of embedding and output layer: the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return math.ceil(hf.vocab_size / tensor_parallel) * tensor_parallel
 
 
 def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> TransformerConfig:
@@ -105,24 +124,112 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         gradient_accumulation_fusion=device.gradient_accumulation,
         fp8=None if actor.fp8 == "none" else actor.fp8,
         fp8_recipe=actor.fp8_recipe,
-        **_pipeline_settings(layout),
-        **_recompute_settings(actor),
+        # Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=True,
+        # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
+        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        batch_p2p_comm=layout.virtual_pipeline is None,
+        **RECOMPUTE[actor.recompute],
     )
 
 
-def _pipeline_settings(layout: LayoutConfig) -> dict[str, object]:
-    """Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher."""
-    settings: dict[str, object] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
-    settings["deallocate_pipeline_outputs"] = True
-    if layout.virtual_pipeline:
-        # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return settings
+def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's spec of local layers with our norms and our attention, which also applies the rotary embedding."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = partial(PackedAttention, rotary=rotary)
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def _recompute_settings(actor: ActorConfig) -> dict[str, object]:
-    if actor.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if actor.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return {}
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension; the mean of squares is taken in float32, as Hugging Face does.
+
+    Megatron's own has no sequence-parallel mark."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.eps = eps
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Under sequence parallelism each tensor-parallel rank sees a part of the tokens: by this mark Megatron sums the
+        # gradients of this weight over those ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] in, the same shape and type out."""
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With n(x) = x / rms(x), G the gradient of the output and g = G * weight:
+
+        d/d weight = sum over rows of G * n        d/d x = (g - n * mean(g * n)) / rms(x)
+
+    Written out it keeps the input and one number a row, where autograd keeps four tensors of the input's size, and goes
+    over memory half as often.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, inverse)
+        # A new tensor in any type, which nothing else holds.
+        return (wide * inverse).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, grad = x.float() * inverse, grad.float()
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ (weight.float() / weight.numel())).unsqueeze(-1)
+        grad_x = (grad * weight).addcmul_(normed, mean, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class HiddenStatesOutput(ColumnParallelLinear):
+    """Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by its weight
+    block by block (`log_prob.linear_token_log_probs`). Parameter, name and sharded checkpoint are those of the layer
+    that it replaces."""
+
+    @classmethod
+    def of(cls, layer: ColumnParallelLinear) -> "HiddenStatesOutput":
+        """In the place of `layer`, with its weight (none where that is the embedding's)."""
+        output = cls(
+            layer.input_size,
+            layer.output_size,
+            config=layer.config,
+            init_method=layer.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=layer.tp_group,
+        )
+        output.weight = layer.weight
+        return output
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+
+
+def output_weight(chunk: torch.nn.Module) -> Tensor:
+    """[V / tp, h] of the last pipeline stage's last chunk (wrapped or not): the output layer's weight, or the
+    embedding's that it is tied to."""
+    model: Any = chunk
+    while not isinstance(model, GPTModel):
+        model = model.module
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -79,24 +80,18 @@ def stream_weights(
     Raises:
         Exception: what the sink raised, on rank 0, after the other ranks have sent everything.
     """
-    buckets = iter(plan_buckets(model_shards(hf), dtype, bucket_bytes))
-    failure: Exception | None = None
-    bucket, views, left = None, dict[str, Tensor](), 0
-    for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype):
-        if sink is None or stacked is None or failure is not None:
-            continue  # after a failure the others still send
-        try:
-            if left == 0:
-                bucket = next(buckets)
-                views, left = bucket.views(sink.buffer(bucket.size)), bucket.parameters
-            for rank, shard in enumerate(stacked):
-                shards.fill(views, shard, rank, len(stacked))
-            del shard, stacked
-            left -= 1
-            if left == 0 and bucket is not None:
+    stream = gathered_parameters(chunks, hf, dtype=dtype)
+    try:
+        if sink is not None:
+            for bucket in plan_buckets(model_shards(hf), dtype, bucket_bytes):
+                views = bucket.views(sink.buffer(bucket.size))
+                for shards, stacked in islice(stream, bucket.parameters):
+                    assert stacked is not None
+                    for rank, shard in enumerate(stacked):
+                        shards.fill(views, shard, rank, len(stacked))
+                    del shard, stacked  # before the next parameter is gathered
                 sink.put(bucket, views)
-                views = {}
-        except Exception as error:  # whatever it is: the ranks must come to the end together
-            failure = error
-    if failure is not None:
-        raise failure
+                del views
+    finally:
+        for _ in stream:
+            pass  # the other ranks send all of them, also after a failure of the sink

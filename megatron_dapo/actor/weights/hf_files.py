@@ -1,168 +1,286 @@
-"""Folders in Hugging Face format: safetensors read by slices, written in files of bounded size."""
+"""Folders in Hugging Face format: safetensors by positioned reads and writes, in files of bounded size.
+
+A file is 8 bytes with the header's length, the header (JSON: type, shape and place of each tensor), and the tensors'
+bytes. Only the bytes asked for are ever in memory. The library's own reader maps the whole file: what has been read of
+it then counts to the process's memory until the file is closed. Its writer wants all tensors of a file at once. So the
+library only checks the headers.
+"""
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_dapo.actor.weights.safetensors_file import FilePlan, SafetensorsFile, WeightsError
 from megatron_dapo.storage.durable import replace_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-COMPANION_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Of the files beside the weights: config, generation config, tokenizer, chat template."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+PIECE_BYTES = 2**20
+"""Written at a time: Linux takes a few of these faster than one large write."""
+WHOLE_ROW_BYTES = 2**15
+"""Rows up to this size are read whole where only some columns are wanted: a read for each row costs more."""
+
+
+class WeightsError(ValueError):
+    """Weights that do not fit the model; the message names the tensor and the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of an open file; `start` is in bytes from the file's beginning."""
+
+    file: Path
+    descriptor: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what stands at one index of the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def fill(self, target: memoryview, offset: int) -> None:
+        """Read the tensor's bytes from `offset` on."""
+        while target:
+            count = os.preadv(self.descriptor, [target], self.start + offset)
+            if count == 0:
+                raise WeightsError(f"{self.file}: a tensor ends with the file, which became shorter meanwhile")
+            target, offset = target[count:], offset + count
 
 
 class SafetensorsReader:
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        self._open: dict[str, SafetensorsFile] = {}
-        index = self.folder / INDEX_FILE
-        if index.exists():
-            self._file_of = _weight_map(index)
-        elif (self.folder / SINGLE_FILE).exists():
-            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).places, SINGLE_FILE)
-        else:
-            raise WeightsError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    def __init__(self, folder: Path) -> None:
+        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of an unknown type."""
+        self._listing, files = _listed(Path(folder))
+        self._places: dict[str, TensorPlace] = {}
+        with ExitStack() as opened:
+            for file in files:
+                try:
+                    with safe_open(file, framework="np"):  # checks that the header is sound and the file not cut
+                        descriptor = opened.enter_context(file.open("rb", buffering=0)).fileno()
+                    self._places |= _places(file, descriptor)
+                except (OSError, SafetensorError) as error:
+                    raise WeightsError(f"{file}: {error}; fetch it again") from error
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        self._opened.close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: set[str]) -> None:
         """Raise WeightsError for a tensor that is missing, not expected, or of another shape than in `shapes`."""
-        index = self.folder / INDEX_FILE
-        listing = index if index.exists() else self.folder / SINGLE_FILE
         for name, shape in shapes.items():
-            if name not in self._file_of:
-                raise WeightsError(f"{listing}: tensor {name} is missing; the model needs it with shape {list(shape)}")
-            found = self._holder(name).places[name].shape
-            if found != shape:
-                file = self.folder / self._file_of[name]
-                raise WeightsError(f"{file}: tensor {name} has shape {list(found)}, the model needs {list(shape)}")
-        extra = sorted(self._file_of.keys() - shapes.keys() - ignored)
+            if name not in self._places:
+                raise WeightsError(
+                    f"{self._listing}: tensor {name} is missing; the model needs it with shape {list(shape)}"
+                )
+            place = self._places[name]
+            if place.shape != shape:
+                found, needed = list(place.shape), list(shape)
+                raise WeightsError(f"{place.file}: tensor {name} has shape {found}, the model needs {needed}")
+        extra = sorted(self._places.keys() - shapes.keys() - ignored)
         if extra:
-            file = self.folder / self._file_of[extra[0]]
-            raise WeightsError(
-                f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model of config.json"
-            )
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) start to stop of one tensor, on the CPU."""
-        return self._holder(name).read(name, dim, start, stop)
-
-    def pieces(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[memoryview]:
-        """See SafetensorsFile.pieces."""
-        return self._holder(name).pieces(name, start, stop, columns)
+            file = self._places[extra[0]].file
+            raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._holder(name).places[name].dtype
+        return self._places[name].dtype
 
-    def file(self, name: str) -> Path:
-        """The file that holds the tensor."""
-        return self.folder / self._file_of[name]
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file."""
+        place = self._places[name]
+        shape = list(place.shape)
+        shape[dim] = stop - start
+        tensor = torch.empty(shape, dtype=place.dtype)
+        target = bytes_of(tensor)
+        if dim == 0 or shape == list(place.shape):
+            place.fill(target, start * place.row_bytes if dim == 0 else 0)
+            return tensor
+        done = 0
+        for piece in _packed_columns(place, (0, shape[0]), (start, stop)):
+            target[done : done + len(piece)] = piece
+            done += len(piece)
+        return tensor
 
-    def _holder(self, name: str) -> SafetensorsFile:
-        file = self._file_of[name]
-        try:
-            holder = self._file(file)
-        except FileNotFoundError as error:
-            raise WeightsError(f"{self.folder / file} is missing; it holds tensor {name}") from error
-        except OSError as error:
-            raise WeightsError(f"{self.folder / file}: {error.strerror}; it holds tensor {name}") from error
-        if name not in holder.places:
-            raise WeightsError(f"{self.folder / file}: tensor {name} is missing, though {INDEX_FILE} says it is there")
-        return holder
+    def pieces(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[memoryview]:
+        """The bytes of rows [start, stop), of them only the columns [begin, end) where `columns` says so; PIECE_BYTES
+        at a time, in memory that the next piece takes again: what is done with a piece finds it in the processor's
+        cache."""
+        place = self._places[name]
+        if columns is not None and columns != (0, place.shape[1]):
+            yield from _packed_columns(place, (start, stop), columns)
+            return
+        offset, end = start * place.row_bytes, stop * place.row_bytes
+        memory = memoryview(bytearray(min(PIECE_BYTES, end - offset)))
+        while offset < end:
+            piece = memory[: end - offset]
+            place.fill(piece, offset)
+            yield piece
+            offset += len(piece)
 
-    def _file(self, name: str) -> SafetensorsFile:
-        if name not in self._open:
-            self._open[name] = SafetensorsFile(self.folder / name)
-        return self._open[name]
+
+def _packed_columns(place: TensorPlace, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[memoryview]:
+    """Part of a matrix row by row, without gaps; the memory is taken again as in `pieces`."""
+    width, begin, end = place.row_bytes, *(column * place.dtype.itemsize for column in columns)
+    if begin == end:
+        return
+    at_once = max(1, PIECE_BYTES // width)
+    packed: Any = np.empty((at_once, end - begin), np.uint8)
+    whole: Any = np.empty((at_once, width), np.uint8) if width <= WHOLE_ROW_BYTES else None
+    for row in range(rows[0], rows[1], at_once):
+        count = min(at_once, rows[1] - row)
+        if whole is not None:
+            place.fill(memoryview(whole[:count]).cast("B"), row * width)
+            packed[:count] = whole[:count, begin:end]
+        else:
+            for number in range(count):
+                place.fill(memoryview(packed[number]), (row + number) * width + begin)
+        yield memoryview(packed[:count]).cast("B")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _listed(folder: Path) -> tuple[Path, list[Path]]:
+    """What names the files of weights, and the files."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return folder / SINGLE_FILE, [folder / SINGLE_FILE]
     try:
-        file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return index, [folder / name for name in sorted(set(names))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is damaged ({error!r})") from error
-    for name, file in file_of.items():
-        if not isinstance(file, str):
-            raise WeightsError(f"{index} is damaged: tensor {name} is said to be in {file!r}, which is no file's name")
-    return file_of
+
+
+def _places(file: Path, descriptor: int) -> dict[str, TensorPlace]:
+    """Of a file whose header is sound."""
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    header = json.loads(os.pread(descriptor, length, _LENGTH_BYTES))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise WeightsError(f"{file}: tensor {name} has type {entry['dtype']}; known: {', '.join(DTYPES)}")
+    begin = _LENGTH_BYTES + length
+    return {
+        name: TensorPlace(
+            file, descriptor, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
+    }
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderPlan:
     """Which file each tensor goes to, filled in the given order up to `max_bytes` (a larger tensor has one alone).
 
-    Fixed before anything is written, so that any process can put any tensor in its place.
+    Fixed before anything is written, so that any process can put any tensor in its place, in any order.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     max_bytes: int
 
-    @cached_property
-    def files(self) -> dict[str, FilePlan]:
-        """By file name."""
-        parts: list[dict[str, tuple[int, ...]]] = [{}]
-        filled = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape) * self.dtype.itemsize
-            if parts[-1] and filled + size > self.max_bytes:
-                parts.append({})
-                filled = 0
-            parts[-1][name] = shape
-            filled += size
-        count = len(parts)
-        names = [SINGLE_FILE]
-        if count > 1:
-            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        return {name: FilePlan(shapes=part, dtype=self.dtype) for name, part in zip(names, parts, strict=True)}
+    def size_of(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtype.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(self.size_of, self.shapes))
 
     @cached_property
-    def file_of(self) -> dict[str, str]:
-        """By tensor name."""
-        return {name: file for file, plan in self.files.items() for name in plan.shapes}
+    def headers(self) -> dict[str, bytes]:
+        """By file: length and JSON, filled up with spaces so that the tensors start aligned."""
+        parts: list[dict[str, Any]] = []
+        end = 0
+        for name, shape in self.shapes.items():
+            if not parts or end + self.size_of(name) > self.max_bytes:
+                parts.append({"__metadata__": {"format": "pt"}})
+                end = 0
+            start, end = end, end + self.size_of(name)
+            parts[-1][name] = {"dtype": _NAME_OF[self.dtype], "shape": list(shape), "data_offsets": [start, end]}
+        headers = {}
+        for number, part in enumerate(parts, start=1):
+            file = SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            text = json.dumps(part, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % _ALIGNMENT)
+            headers[file] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return headers
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """By tensor: its file, and where in it the tensor's bytes begin."""
+        return {
+            name: (file, len(header) + entry["data_offsets"][0])
+            for file, header in self.headers.items()
+            for name, entry in json.loads(header[_LENGTH_BYTES:]).items()
+            if name in self.shapes
+        }
 
     def create(self, folder: Path) -> None:
         """An empty folder with every file's header and room, and the index where there are several."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for file, plan in self.files.items():
-            plan.create(folder / file)
-        if len(self.files) > 1:
-            total = sum(plan.total_bytes for plan in self.files.values())
-            index = {"metadata": {"total_size": total}, "weight_map": self.file_of}
+        ends = {file: start + self.size_of(name) for name, (file, start) in self.places.items()}
+        for file, header in self.headers.items():
+            (folder / file).write_bytes(header)
+            os.truncate(folder / file, ends[file])
+        if len(self.headers) > 1:
+            file_of = {name: file for name, (file, _) in self.places.items()}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": file_of}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
-        file = self.file_of[name]
-        self.files[file].write(folder / file, name, tensor)
+        """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
+        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != self.dtype:
+            planned, got = (list(self.shapes[name]), self.dtype), (list(tensor.shape), tensor.dtype)
+            raise WeightsError(f"{folder}: {name} is planned as {planned}, got {got}")
+        file, offset = self.places[name]
+        source = bytes_of(tensor.contiguous())
+        with (folder / file).open("r+b", buffering=0) as stream:
+            while source:
+                count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)
+                source, offset = source[count:], offset + count
 
     def finish(self, partial: Path, folder: Path, companions: Path) -> int:
         """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`, return the
@@ -178,38 +296,16 @@ class FolderPlan:
         return written
 
 
-class SafetensorsWriter:
-    """Writes tensors as they come, aside until `finish`; none is held."""
-
-    def __init__(self, folder: Path, plan: FolderPlan):
-        self.folder = Path(folder)
-        self.partial = partial_folder(self.folder)
-        self.plan = plan
-        self._waiting = set(plan.shapes)
-        plan.create(self.partial)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, which is on the CPU."""
-        self.plan.write(self.partial, name, tensor)
-        self._waiting.remove(name)
-
-    def finish(self, companions: Path) -> int:
-        """See FolderPlan.finish."""
-        if self._waiting:
-            raise WeightsError(f"{self.folder}: never written: {', '.join(sorted(self._waiting))}")
-        return self.plan.finish(self.partial, self.folder, companions)
-
-
 def partial_folder(folder: Path) -> Path:
     """Where `folder` is written before it is whole."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy config, generation config and tokenizer, those that are there."""
-    for name in COMPANION_FILES:
-        if (Path(source) / name).exists():
-            shutil.copyfile(Path(source) / name, target / name)
+    """Copy config, generation config and tokenizer."""
+    for file in source.iterdir():
+        if file.suffix in COMPANION_SUFFIXES and file.name != INDEX_FILE and file.is_file():
+            shutil.copyfile(file, target / file.name)
 
 
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:

@@ -12,12 +12,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, SafetensorsWriter
-from megatron_dapo.actor.weights.safetensors_file import WeightsError
-from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Shards, Split
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, partial_folder
+from megatron_dapo.actor.weights.shards import Fused, Shards, Single
 
 EXPORT_FILE_BYTES = 5 * 10**9
-_WRITE_ERRORS = (OSError, WeightsError)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
@@ -44,11 +42,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in _named_parameters(chunks, hf):
-            shards = shards_of[name]
-            if shards.local_shape(ranks) != parameter.shape:
-                mapped, built = list(shards.local_shape(ranks)), list(parameter.shape)
-                raise WeightsError(f"{name}: Megatron built {built}, but the mapping of this package gives {mapped}")
-            parameter.copy_(shards.local(reader.read, rank, ranks))
+            shards_of[name].load(parameter, reader.read, rank, ranks)
 
 
 def hf_tensors(
@@ -67,9 +61,8 @@ def hf_tensors(
     """
     for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value):
         if stacked is not None:
-            for hf_name, tensor in shards.full(stacked.unbind()).items():
-                # Always a copy: on the CPU an unsplit weight would be the live parameter itself.
-                yield hf_name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            yield from shards.full(stacked).items()
+        del stacked
 
 
 def gathered_parameters(
@@ -92,9 +85,7 @@ def gathered_parameters(
     stages: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, set(own), group=parallel_state.get_pipeline_model_parallel_group())
     for name, shards in shards_of.items():
-        stage = next((index for index, names in enumerate(stages) if name in names), None)
-        if stage is None:
-            raise WeightsError(f"{name}: no pipeline stage holds this parameter")
+        stage = next(index for index, names in enumerate(stages) if name in names)
         ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
         stacked = None
         if stage == parallel_state.get_pipeline_model_parallel_rank():
@@ -124,24 +115,20 @@ def export_hf(
     Raises:
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
     """
-    plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
-    written, failure = 0, None
-    writer = None
-    for name, tensor in hf_tensors(chunks, hf, dtype=dtype):
-        # After a failure the loop goes on: the other ranks still send.
-        if failure is None:
-            try:
-                writer = writer or SafetensorsWriter(folder, plan)
+    plan, partial = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
+    tensors, written, failure = hf_tensors(chunks, hf, dtype=dtype), 0, None
+    if dist.get_rank() == 0:
+        try:
+            plan.create(partial)
+            for name, tensor in tensors:
                 if watch is not None:
                     watch(name, tensor)
-                writer.add(name, tensor)
-            except _WRITE_ERRORS as error:
-                failure = str(error)
-    if writer is not None and failure is None:
-        try:
-            written = writer.finish(source_folder)
-        except _WRITE_ERRORS as error:
+                plan.write(partial, name, tensor)
+            written = plan.finish(partial, folder, source_folder)
+        except OSError as error:
             failure = str(error)
+    for _ in tensors:
+        pass  # the other ranks send all of them, also after a failure on rank 0
     report = [(written, failure)]
     dist.broadcast_object_list(report, src=0)
     [(written, failure)] = report
@@ -153,13 +140,13 @@ def export_hf(
 def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
-    shards: dict[str, Shards] = {_EMBEDDING: Split(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
+    shards: dict[str, Shards] = {_EMBEDDING: Single(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
     for layer in range(hf.num_layers):
         for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
             shards[f"decoder.layers.{layer}.{name}"] = layer_shards
-    shards["decoder.final_layernorm.weight"] = Replicated(name="model.norm.weight", size=hf.hidden_size)
+    shards["decoder.final_layernorm.weight"] = Single(name="model.norm.weight", shape=(hf.hidden_size,))
     if not hf.tied:
-        shards[_HEAD] = Split(name="lm_head.weight", shape=vocabulary, dim=0)
+        shards[_HEAD] = Single(name="lm_head.weight", shape=vocabulary, dim=0)
     return shards
 
 
@@ -189,40 +176,31 @@ def no_parameters(hf: HFModelConfig) -> set[str]:
 
 def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    hidden, ffn, heads = hf.hidden_size, hf.ffn_hidden_size, hf.num_attention_heads
+    hidden, ffn = hf.hidden_size, hf.ffn_hidden_size
+    queries, narrow = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
+    heads = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
 
-    def fused(kind: str, columns: tuple[int, ...]) -> QueryKeyValue:
-        return QueryKeyValue(
-            query=f"{attention}.q_proj.{kind}",
-            key=f"{attention}.k_proj.{kind}",
-            value=f"{attention}.v_proj.{kind}",
-            groups=hf.num_query_groups,
-            queries_per_group=heads // hf.num_query_groups,
-            head_dim=hf.head_dim,
-            columns=columns,
-        )
+    def fused(kind: str, columns: tuple[int, ...]) -> Fused:
+        rows = {f"{attention}.{name}.{kind}": count for name, count in heads.items()}
+        return Fused(rows=rows, columns=columns, groups=hf.num_query_groups)
 
     shards: dict[str, Shards] = {
-        "input_layernorm.weight": Replicated(name=f"{layer}.input_layernorm.weight", size=hidden),
+        "input_layernorm.weight": Single(name=f"{layer}.input_layernorm.weight", shape=(hidden,)),
         "self_attention.linear_qkv.weight": fused("weight", (hidden,)),
     }
     if hf.qkv_bias:
         shards["self_attention.linear_qkv.bias"] = fused("bias", ())
     if hf.qk_norm:
         for side in ("q", "k"):
-            norm = Replicated(name=f"{attention}.{side}_norm.weight", size=hf.head_dim)
+            norm = Single(name=f"{attention}.{side}_norm.weight", shape=(hf.head_dim,))
             shards[f"self_attention.{side}_layernorm.weight"] = norm
-    shards |= {
-        "self_attention.linear_proj.weight": Split(
-            name=f"{attention}.o_proj.weight", shape=(hidden, heads * hf.head_dim), dim=1
-        ),
-        "pre_mlp_layernorm.weight": Replicated(name=f"{layer}.post_attention_layernorm.weight", size=hidden),
-        "mlp.linear_fc1.weight": GateUp(
-            gate=f"{mlp}.gate_proj.weight", up=f"{mlp}.up_proj.weight", shape=(ffn, hidden)
-        ),
-        "mlp.linear_fc2.weight": Split(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
+    gate_up = {f"{mlp}.gate_proj.weight": ffn, f"{mlp}.up_proj.weight": ffn}
+    return shards | {
+        "self_attention.linear_proj.weight": Single(name=f"{attention}.o_proj.weight", shape=(hidden, queries), dim=1),
+        "pre_mlp_layernorm.weight": Single(name=f"{layer}.post_attention_layernorm.weight", shape=(hidden,)),
+        "mlp.linear_fc1.weight": Fused(rows=gate_up, columns=(hidden,), groups=None),
+        "mlp.linear_fc2.weight": Single(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
     }
-    return shards
 
 
 def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,13 +1,12 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
 
-Each kind goes both ways: `local` builds a rank's shard from slices of the Hugging Face tensors, `full` builds the
-Hugging Face tensors from all ranks' shards, and `fill` puts one rank's shard into its places in tensors that are there
-already. All only move numbers, so they serve gradients as well as weights.
+A kind of parameter says of each rank's shard which part is which slice of which tensor (`blocks`); loading a shard and
+putting shards together only move numbers by that, so they serve gradients as well as weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,71 +15,70 @@ ReadSlice = Callable[[str, int, int, int], Tensor]
 """(name, dim, start, stop) -> the tensor of that name, narrowed to [start, stop) along dim."""
 
 
-class Shards(Protocol):
-    """One parameter. `shapes` are the full Hugging Face shapes by name; `split` tells whether ranks hold different
-    parts."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a shard, as a view of it, and the slice of a Hugging Face tensor that it holds, row for row."""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    @property
-    def split(self) -> bool: ...
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """Shape of one rank's shard."""
-        ...
-
-    def local(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        """The shard of tensor-parallel rank `rank` of `ranks`."""
-        ...
-
-    def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Full tensors by Hugging Face name, from the shards in rank order (one shard if not `split`). They may be
-        views of a single shard."""
-        ...
-
-    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        """Write the shard of rank `rank` of `ranks` to where it belongs in the full tensors `targets`, which are
-        contiguous and on any device."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated:
-    """The same vector on every rank (norms)."""
-
+    part: Tensor
     name: str
-    size: int
+    dim: int
+    start: int
+    stop: int
+
+
+class Shards(ABC):
+    """One parameter."""
 
     @property
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: (self.size,)}
+        """The full Hugging Face shapes by name."""
 
     @property
     def split(self) -> bool:
-        return False
+        """Whether ranks hold different parts."""
+        return True
 
+    @abstractmethod
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        return (self.size,)
+        """Shape of one rank's shard."""
 
-    def local(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        return read(self.name, 0, 0, self.size)
+    @abstractmethod
+    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
+        """What the shard of tensor-parallel rank `rank` of `ranks` holds; the rest of it is padding."""
 
-    def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {self.name: shards[0]}
+    def load(self, shard: Tensor, read: ReadSlice, rank: int, ranks: int) -> None:
+        """Fill the shard of a rank with its slices, and with zeros where it is padding."""
+        blocks = list(self.blocks(shard, rank, ranks))
+        if sum(block.part.numel() for block in blocks) < shard.numel():
+            shard.zero_()
+        for block in blocks:
+            block.part.copy_(read(block.name, block.dim, block.start, block.stop).view(block.part.shape))
 
     def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        targets[self.name].copy_(shard)
+        """Write the shard of a rank to where it belongs in the full tensors `targets`, which are contiguous and on any
+        device."""
+        for block in self.blocks(shard, rank, ranks):
+            target = targets[block.name].narrow(block.dim, block.start, block.stop - block.start)
+            target.view(block.part.shape).copy_(block.part)
+
+    def full(self, stacked: Tensor) -> dict[str, Tensor]:
+        """New full tensors on the CPU by Hugging Face name, from all ranks' shards [ranks, *shape] (one if not
+        `split`)."""
+        tensors = {name: torch.empty(shape, dtype=stacked.dtype) for name, shape in self.shapes.items()}
+        for rank, shard in enumerate(stacked):
+            self.fill(tensors, shard, rank, len(stacked))
+        return tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """A matrix cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
-    divide."""
+class Single(Shards):
+    """One tensor: cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
+    divide; or the same on every rank (norms)."""
 
     name: str
-    shape: tuple[int, int]
-    dim: int
+    shape: tuple[int, ...]
+    dim: int | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,127 +86,45 @@ class Split:
 
     @property
     def split(self) -> bool:
-        return True
+        return self.dim is not None
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        part = -(-self.shape[self.dim] // ranks)
-        return (part, self.shape[1]) if self.dim == 0 else (self.shape[0], part)
+        return tuple(-(-size // ranks) if dim == self.dim else size for dim, size in enumerate(self.shape))
 
-    def local(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        size, part = self.shape[self.dim], self.local_shape(ranks)[self.dim]
-        start, stop = min(rank * part, size), min((rank + 1) * part, size)
-        shard = read(self.name, self.dim, start, stop)
-        missing = list(self.shape)
-        missing[self.dim] = part - (stop - start)
-        return torch.cat([shard, shard.new_zeros(missing)], dim=self.dim) if missing[self.dim] else shard
-
-    def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        whole = _join(shards, self.dim)
-        return {self.name: whole.narrow(self.dim, 0, self.shape[self.dim])}
-
-    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        size, part = self.shape[self.dim], self.local_shape(ranks)[self.dim]
-        start, stop = min(rank * part, size), min((rank + 1) * part, size)
-        target = targets[self.name].narrow(self.dim, start, stop - start)
-        target.copy_(shard.narrow(self.dim, 0, stop - start))
+    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
+        dim = self.dim or 0
+        size, part = self.shape[dim], self.local_shape(ranks)[dim]
+        start, stop = (min(rank * part, size), min((rank + 1) * part, size)) if self.split else (0, size)
+        yield Block(shard.narrow(dim, 0, stop - start), self.name, dim, start, stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueryKeyValue:
-    """Weight or bias of the fused projection: for each key/value head its query heads, then the key, then the value."""
+class Fused(Shards):
+    """Several tensors' rows in one parameter: in each group some of the first one's, then of the second's, and so on.
 
-    query: str
-    key: str
-    value: str
-    groups: int
-    """Key/value heads."""
+    Query, key and value: a group for each key/value head, with its query heads, the key and the value. Gate and up
+    projection: a group for each rank.
+    """
 
-    queries_per_group: int
-    head_dim: int
+    rows: Mapping[str, int]
+    """Rows of each full tensor, in Megatron's order."""
+
     columns: tuple[int, ...]
     """(hidden_size,) for a weight, () for a bias."""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        narrow = self.groups * self.head_dim
-        return {
-            self.query: (narrow * self.queries_per_group, *self.columns),
-            self.key: (narrow, *self.columns),
-            self.value: (narrow, *self.columns),
-        }
-
-    @property
-    def split(self) -> bool:
-        return True
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        rows = self.groups // ranks * sum(self._heads().values()) * self.head_dim
-        return (rows, *self.columns)
-
-    def local(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        groups = self.groups // ranks
-        parts = []
-        for name, heads in self._heads().items():
-            rows = groups * heads * self.head_dim
-            part = read(name, 0, rank * rows, (rank + 1) * rows)
-            parts.append(part.view(groups, heads * self.head_dim, *self.columns))
-        return torch.cat(parts, dim=1).flatten(0, 1)
-
-    def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        heads = self._heads()
-        whole = _join(shards).view(self.groups, sum(heads.values()) * self.head_dim, *self.columns)
-        parts = whole.split([count * self.head_dim for count in heads.values()], dim=1)
-        return {name: part.flatten(0, 1) for name, part in zip(heads, parts, strict=True)}
-
-    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        heads, groups = self._heads(), self.groups // ranks
-        rows = [count * self.head_dim for count in heads.values()]
-        parts = shard.view(groups, sum(rows), *self.columns).split(rows, dim=1)
-        for name, part in zip(heads, parts, strict=True):
-            targets[name].view(ranks, *part.shape)[rank].copy_(part)
-
-    def _heads(self) -> dict[str, int]:
-        """Heads that a group has of each, in Megatron's order."""
-        return {self.query: self.queries_per_group, self.key: 1, self.value: 1}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateUp:
-    """The fused first matrix of the gated MLP: a rank's rows of the gate, then its rows of the up projection."""
-
-    gate: str
-    up: str
-    shape: tuple[int, int]
-    """Of each of the two."""
+    groups: int | None
+    """None: as many as there are ranks."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.gate: self.shape, self.up: self.shape}
-
-    @property
-    def split(self) -> bool:
-        return True
+        return {name: (rows, *self.columns) for name, rows in self.rows.items()}
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        return (2 * self.shape[0] // ranks, self.shape[1])
+        return (sum(self.rows.values()) // ranks, *self.columns)
 
-    def local(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
-        rows = self.shape[0] // ranks
-        return torch.cat([read(name, 0, rank * rows, (rank + 1) * rows) for name in (self.gate, self.up)])
-
-    def full(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return {
-            self.gate: _join([gate for gate, _ in halves]),
-            self.up: _join([up for _, up in halves]),
-        }
-
-    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        rows = self.shape[0] // ranks
-        for name, half in zip((self.gate, self.up), shard.chunk(2), strict=True):
-            targets[name].narrow(0, rank * rows, rows).copy_(half)
-
-
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The parts behind each other; one part is itself, not a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
+        own = {name: rows // ranks for name, rows in self.rows.items()}
+        groups = 1 if self.groups is None else self.groups // ranks
+        parts = shard.unflatten(0, (groups, -1)).split([rows // groups for rows in own.values()], dim=1)
+        for (name, rows), part in zip(own.items(), parts, strict=True):
+            yield Block(part, name, 0, rank * rows, (rank + 1) * rows)

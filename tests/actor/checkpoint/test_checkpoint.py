@@ -43,16 +43,17 @@ def train(
     save: Path | None = None,
     steps: int = 2,
 ):
-    """[load,] two steps, [save,] two more: (extra that was loaded, (step, loss, norm, rate) of each)."""
+    """[load,] two steps, [save,] two more: (step, loss, norm, rate) of each."""
     config = actor_config(layout, optimizer=OPTIMIZER | options.get("optimizer", {}), **options.get("actor", {}))
     actor = start_actor(place, folder, config, dtype=options.get("dtype", "float32"))
     batch = mini_batch(data, config, without=NONE_OF)
-    extra = None if load is None else actor.load_checkpoint(load)
+    if load is not None:
+        actor.load_checkpoint(load)
     reports = [] if load is not None else actor.update([batch] * 2, PolicyObjective(), TEMPERATURE)
     if save is not None:
-        actor.save_checkpoint(save, extra={"rollout_step": 7})
+        actor.save_checkpoint(save)
     reports += actor.update([batch] * steps, PolicyObjective(), TEMPERATURE)
-    return extra, [(report.optimizer_step, report.loss, report.grad_norm, report.lr) for report in reports]
+    return [(report.optimizer_step, report.loss, report.grad_norm, report.lr) for report in reports]
 
 
 def saving(place, folder, layout, data, options, target):
@@ -75,9 +76,8 @@ def loading(place, folder, layout, data, options, source):
     ids=str,
 )
 def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
-    _, without_break = gloo(size(layout), saving, model, layout, data, options, tmp_path / "step")[0]
-    extra, resumed = gloo(size(layout), loading, model, layout, data, options, tmp_path / "step")[0]
-    assert extra == {"rollout_step": 7}
+    without_break = gloo(size(layout), saving, model, layout, data, options, tmp_path / "step")[0]
+    resumed = gloo(size(layout), loading, model, layout, data, options, tmp_path / "step")[0]
     assert resumed == without_break[2:]
     assert resumed[0][0] == 3
 
@@ -94,18 +94,18 @@ def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
     ids=str,
 )
 def test_a_checkpoint_loads_at_another_layout(gloo, written, read, options, model, data, tmp_path):
-    _, without_break = gloo(size(written), saving, model, written, data, options, tmp_path / "step")[0]
-    _, resumed = gloo(size(read), loading, model, read, data, options, tmp_path / "step")[0]
+    without_break = gloo(size(written), saving, model, written, data, options, tmp_path / "step")[0]
+    resumed = gloo(size(read), loading, model, read, data, options, tmp_path / "step")[0]
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 
 def test_a_checkpoint_loads_with_and_without_the_fused_output_layer(gloo, model, data, tmp_path):
     fused = {"actor": {"fused_linear_log_prob": True}}
-    _, without_break = gloo(2, saving, model, {"pipeline": 2}, data, fused, tmp_path / "fused")[0]
-    _, plain = gloo(2, loading, model, {"tensor": 2}, data, {}, tmp_path / "fused")[0]
+    without_break = gloo(2, saving, model, {"pipeline": 2}, data, fused, tmp_path / "fused")[0]
+    plain = gloo(2, loading, model, {"tensor": 2}, data, {}, tmp_path / "fused")[0]
     np.testing.assert_allclose(plain, without_break[2:], rtol=1e-4)
     gloo(2, saving, model, {"pipeline": 2}, data, {}, tmp_path / "plain")
-    _, resumed = gloo(2, loading, model, {"tensor": 2}, data, fused, tmp_path / "plain")[0]
+    resumed = gloo(2, loading, model, {"tensor": 2}, data, fused, tmp_path / "plain")[0]
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 
@@ -122,14 +122,13 @@ def saving_at_once(place, folder, layout, data, options, target):
 def test_a_checkpoint_before_the_first_step(gloo, distributed, model, data, tmp_path):
     options = {"distributed": distributed}
     without_break = gloo(1, saving_at_once, model, {}, data, options, tmp_path / "step")[0]
-    extra, resumed = gloo(1, loading, model, {}, data, {"optimizer": options}, tmp_path / "step")[0]
-    assert extra == {}
+    resumed = gloo(1, loading, model, {}, data, {"optimizer": options}, tmp_path / "step")[0]
     assert resumed == without_break
 
 
 def test_the_config_wins_over_the_checkpoint(gloo, model, data, tmp_path):
     gloo(1, saving, model, {}, data, {}, tmp_path / "step")
-    _, resumed = gloo(1, loading, model, {}, data, {"optimizer": {"lr": 1e-4}}, tmp_path / "step")[0]
+    resumed = gloo(1, loading, model, {}, data, {"optimizer": {"lr": 1e-4}}, tmp_path / "step")[0]
     assert [rate for _, _, _, rate in resumed] == pytest.approx([0.75e-4, 1e-4])
 
 
@@ -187,20 +186,18 @@ def test_a_damaged_manifest_is_named(gloo, saved, model, data, tmp_path):
     assert gloo(1, error_of, model, {}, data, {}, broken)[0].startswith(f"{broken / 'manifest.json'} is damaged")
 
 
-def saving_error(place: RankPlace, folder: Path, layout: dict[str, Any], target: Path, extra: dict[str, Any]) -> str:
+def saving_error(place: RankPlace, folder: Path, layout: dict[str, Any], target: Path) -> str:
     actor = start_actor(place, folder, actor_config(layout), timeout_s=20)
-    with pytest.raises((CheckpointError, TypeError)) as caught:
-        actor.save_checkpoint(target, extra=extra)
+    with pytest.raises(CheckpointError) as caught:
+        actor.save_checkpoint(target)
     return str(caught.value)
 
 
 def test_no_rank_is_left_waiting_when_a_save_fails(gloo, model, tmp_path):
-    """Rank 0 cannot make the folder, or cannot write the extra: every rank hears of it and none times out."""
+    """Rank 0 cannot make the folder: every rank hears of it and none times out."""
     (tmp_path / "file").write_text("in the way")
-    for message in gloo(2, saving_error, model, {"data": 2}, tmp_path / "file" / "step", {}):
+    for message in gloo(2, saving_error, model, {"data": 2}, tmp_path / "file" / "step"):
         assert message.startswith(f"{tmp_path / 'file' / 'step'}: the checkpoint could not be written")
-    for message in gloo(2, saving_error, model, {"data": 2}, tmp_path / "step", {"x": {1}}):
-        assert "set is not JSON serializable" in message
 
 
 def test_a_missing_file_is_named(gloo, saved, model, data, tmp_path):

@@ -73,7 +73,7 @@ def saving_beside(place, folder, layout, data, options, target):
     trained = Trained(place, folder, layout, data, options)
     trained.update()
     with Held() as held:
-        assert trained.actor.begin_checkpoint(target, extra={"rollout_step": 7})
+        assert trained.actor.begin_checkpoint(target)
         after = trained.update()
         assert not trained.actor.finish_checkpoint(wait=False)
         assert not target.exists()
@@ -97,8 +97,7 @@ def saving_beside(place, folder, layout, data, options, target):
 )
 def test_what_training_changes_meanwhile_is_not_in_it(gloo, layout, options, model, data, tmp_path):
     after = gloo(size(layout), saving_beside, model, layout, data, options, tmp_path / "step")[0]
-    extra, resumed = gloo(size(layout), loading, model, layout, data, options, tmp_path / "step")[0]
-    assert extra == {"rollout_step": 7}
+    resumed = gloo(size(layout), loading, model, layout, data, options, tmp_path / "step")[0]
     assert resumed == after
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
@@ -153,7 +152,7 @@ def dying(place: RankPlace, folder: Path, data: Columns, target: Path) -> None:
     """A whole checkpoint, then a process that ends while it writes the next one."""
     trained = Trained(place, folder, {}, data, {})
     trained.update()
-    trained.actor.save_checkpoint(target / "1", extra={"rollout_step": 7})
+    trained.actor.save_checkpoint(target / "1")
     (target / "after.json").write_text(json.dumps(trained.update()))
     with mock.patch("megatron_dapo.actor.checkpoint.shard_writer.digest_of", side_effect=lambda _: os._exit(9)):
         trained.actor.begin_checkpoint(target / "2")
@@ -165,7 +164,7 @@ def test_a_kill_while_one_is_written_leaves_the_one_before(gloo, model, data, tm
         gloo(1, dying, model, data, tmp_path)
     assert (tmp_path / "2.partial" / "__0_0.distcp").is_file()
     assert not (tmp_path / "2").exists()
-    _, resumed = gloo(1, loading, model, {}, data, {}, tmp_path / "1")[0]
+    resumed = gloo(1, loading, model, {}, data, {}, tmp_path / "1")[0]
     assert [list(step) for step in resumed] == json.loads((tmp_path / "after.json").read_text())
 
 

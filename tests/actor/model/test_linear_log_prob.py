@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.actor.model.log_prob import linear_token_log_probs
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs
 
 VOCABULARY, HIDDEN = 53, 16
 
@@ -30,9 +29,10 @@ def reference(hidden, weight, rows, targets, down, temperature):
     return log_probs.detach(), entropy.detach(), x.grad, w.grad
 
 
-def ours(hidden, weight, rows, targets, down, temperature, shard, **options):
+def ours(hidden, weight, rows, targets, down, temperature, shard, entropy_gradient=True, **options):
     x, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     log_probs, entropy = linear_token_log_probs(x, w, rows, targets, shard, temperature=temperature, **options)
+    entropy = entropy if entropy_gradient else entropy.detach()
     (log_probs * down[0].to(log_probs) + entropy * down[1].to(entropy)).sum().backward()
     return log_probs.detach(), entropy.detach(), x.grad, w.grad
 
@@ -121,7 +121,7 @@ def shards_of(place, columns):
     return ours(hidden, mine, rows, targets, down, 0.9, shard, block=7)
 
 
-@pytest.mark.parametrize("columns", [27, 32, 64], ids=["one column padded", "padded", "second rank all padding"])
+@pytest.mark.parametrize("columns", [27, 32], ids=["one column padded", "padded"])
 def test_two_tensor_parallel_ranks(gloo, columns):
     """Values are the same on both; the gradients of hidden states add up, those of the weight stand one above the
     other."""

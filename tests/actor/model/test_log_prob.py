@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.actor.model.log_prob import token_log_probs
-from megatron_dapo.actor.model.vocab_parallel import VocabularyShard
+from megatron_dapo.actor.model.log_prob import VocabularyShard, token_log_probs
 
 VOCABULARY = 53
 
@@ -29,10 +28,11 @@ def reference(logits, rows, targets, down, temperature):
     return log_probs.detach(), entropy.detach(), x.grad
 
 
-def ours(logits, rows, targets, down, temperature, shard, **options):
+def ours(logits, rows, targets, down, temperature, shard, entropy_gradient=True, **options):
     x = logits.detach().clone().requires_grad_()
     before = x.detach().clone()
     log_probs, entropy = token_log_probs(x, rows, targets, shard, temperature=temperature, **options)
+    entropy = entropy if entropy_gradient else entropy.detach()
     (log_probs * down[0].to(log_probs) + entropy * down[1].to(entropy)).sum().backward()
     assert torch.equal(x, before)
     return log_probs.detach(), entropy.detach(), x.grad
@@ -148,7 +148,7 @@ def shards_of(place, dtype, temperature, columns):
     return ours(mine, rows, targets, down, temperature, shard, chunk=4), (logits, rows, targets, down)
 
 
-@pytest.mark.parametrize("columns", [27, 32, 64], ids=["one column padded", "padded", "second rank all padding"])
+@pytest.mark.parametrize("columns", [27, 32], ids=["one column padded", "padded"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )

@@ -73,7 +73,7 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(gloo):
 
 
 def test_other_ranks_than_the_layouts_are_refused(gloo):
-    with pytest.raises(RankError, match=r"= 2, but 1 ranks"):
+    with pytest.raises(RankError, match=r"for 2 ranks, but 1 were started"):
         gloo(1, start, {"tensor": 2})
 
 

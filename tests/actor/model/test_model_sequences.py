@@ -11,9 +11,12 @@ from megatron_dapo.actor.device import prepare
 
 prepare("cpu")
 
-from megatron_dapo.actor.model import packed_sequences as sequences  # noqa: E402
-from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary  # noqa: E402
-from megatron_dapo.actor.model.packed_sequences import packed_sequences  # noqa: E402
+from megatron_dapo.actor.model import packed_attention as sequences  # noqa: E402
+from megatron_dapo.actor.model.packed_attention import (  # noqa: E402
+    PackedAttention,
+    Rotary,
+    packed_sequences,
+)
 from tests.actor.stream_layout import local_rows, padded_lengths  # noqa: E402
 
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=12)

@@ -7,7 +7,7 @@ from megatron_dapo.actor.device import prepare
 
 prepare("cpu")
 
-from megatron_dapo.actor.model.layers import RMSNorm  # noqa: E402  (Megatron may be imported only after `prepare`)
+from megatron_dapo.actor.model.model_chunks import RMSNorm  # noqa: E402  (Megatron may be imported only after `prepare`)
 
 
 def norm(size: int, dtype: torch.dtype) -> RMSNorm:

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.actor.device.host_memory import available_bytes
+from megatron_dapo.actor.checkpoint.shard_writer import available_bytes
 
 GIB = 2**30
 UNLIMITED = 2**63 - 4096
