@@ -7,10 +7,10 @@ overwrite. The most it can do is to give an answer, which the tests compare: a p
 too: they may read files, to import what they need, and write none.
 """
 
-import ast
 import builtins
 import io
 import os
+import symtable
 import sys
 import unittest
 from contextlib import suppress
@@ -47,38 +47,28 @@ class Suite:
 
 def make_suite(source: str, entry: str | None) -> Suite:
     """Raises ValueError: the tests are no Python, or name nothing that a response could define."""
-    try:
-        tree = ast.parse(source, "<tests>")
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the tests are no Python: {error}") from None
-    loaded: set[str] = set()
-    own = set(vars(builtins)) | {"__name__"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (loaded if isinstance(node.ctx, ast.Load) else own).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
-    if entry is not None and "check" not in own:
-        raise ValueError("there is an entry, but the tests define no check(candidate)")
-    names = {*(loaded - own), *(_names_in(entry) if entry is not None else ())}
+    own, names = _globals(source, "exec", "the tests are no Python")
+    if entry is not None:
+        if "check" not in own:
+            raise ValueError("there is an entry, but the tests define no check(candidate)")
+        names |= _globals(entry.strip(), "eval", "the entry is no name or expression of Python")[1]
     if not names:
         raise ValueError("the tests call nothing that a response could define")
     return Suite(source=source, entry=entry, names=tuple(sorted(names)))
 
 
-def _names_in(entry: str) -> set[str]:
-    """`{"Solution"}` of `Solution().add`."""
+def _globals(source: str, mode: str, refused: str) -> tuple[set[str], set[str]]:
+    """Global names that the source defines, and those that it uses and neither defines nor finds among the builtins."""
     try:
-        tree = ast.parse(entry.strip(), "<entry>", "eval")
+        tables = [symtable.symtable(source, "<tests>", mode)]
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the entry is no name or expression of Python: {error}") from None
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        raise ValueError(f"{refused}: {error}") from None
+    for table in tables:
+        tables += table.get_children()
+    found = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global()]
+    own = {symbol.get_name() for symbol in found if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in found if symbol.is_referenced()}
+    return own, used - own - vars(builtins).keys() - {"__name__"}
 
 
 def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:

@@ -65,8 +65,6 @@ def same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
-_IN_PLACE = ("not", "if", "then", "else")
-_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SHALLOW = 20
 """Levels of a value that no schema needs Python's whole stack for."""
@@ -76,14 +74,15 @@ class Schema:
     """A schema, ready to be applied. Schema({"type": "integer"}).holds(3) is true."""
 
     def __init__(self, schema: Any) -> None:
-        """Raises VerifierError: not a schema, one that refers outside itself, or one that leads back to itself."""
+        """Raises VerifierError: not a schema, or one that refers to what it does not hold. Nothing is fetched."""
         try:
             kind = jsonschema.validators.validator_for(schema)
             kind.check_schema(schema)
-            _check_references(schema)
             root = Resource.from_contents(schema, default_specification=DRAFT202012)
             resolver = Registry().with_resource("", root).resolver()
-            _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
+            for reference in (each[key] for each in _objects(schema) for key in _REFERENCES if key in each):
+                if isinstance(reference, str):
+                    resolver.lookup(reference)
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
             raise VerifierError(f"the schema is not valid: {str(error)[:120]}") from error
         except Unresolvable as error:
@@ -100,56 +99,10 @@ class Schema:
         """
         try:
             return bool(self._validator.is_valid(value))
-        except Unresolvable as error:
-            raise VerifierError(f"the schema refers to what it does not hold: {str(error)[:120]}") from error
         except RecursionError:
             if _depth(value) <= _SHALLOW:
                 raise VerifierError("the schema leads back to itself and its checking never ends") from None
             return False
-
-
-def _check_references(schema: Any) -> None:
-    for holder in _objects(schema):
-        for key in _REFERENCES:
-            reference = holder.get(key)
-            if isinstance(reference, str) and not reference.startswith("#"):
-                raise VerifierError(
-                    f"the schema refers to {reference[:80]!r}, outside itself, and nothing is fetched; "
-                    "put it below $defs"
-                )
-
-
-def _check_ends(schema: Any, lookup: Any) -> None:
-    """A schema that applies itself to the very same value, as {"$ref": "#"}, is never done with it.
-
-    Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
-    """
-    done: set[int] = set()
-    for start in _objects(schema):
-        path: list[int] = []
-        todo: list[tuple[Any, bool]] = [(start, False)]
-        while todo:
-            subschema, leaving = todo.pop()
-            if leaving:
-                done.add(path.pop())
-            elif id(subschema) in path:
-                raise VerifierError("the schema leads back to itself on the same value: its checking never ends")
-            elif isinstance(subschema, dict) and id(subschema) not in done:
-                path.append(id(subschema))
-                todo.append((subschema, True))
-                todo.extend((each, False) for each in _in_place(subschema, lookup))
-
-
-def _in_place(schema: dict[str, Any], lookup: Any) -> Iterator[Any]:
-    """The subschemas that are applied to the value itself, not to a part of it."""
-    for key in _REFERENCES:
-        if isinstance(schema.get(key), str):
-            yield lookup(schema[key])
-    yield from (schema[key] for key in _IN_PLACE if key in schema)
-    for key in _IN_PLACE_LISTS:
-        yield from schema.get(key, ())
-    dependent = schema.get("dependentSchemas")
-    yield from dependent.values() if isinstance(dependent, dict) else ()
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
