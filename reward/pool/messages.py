@@ -41,9 +41,9 @@ _verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error"
 
 
 def encode_order(order: Order) -> bytes:
-    """The frame of an order."""
+    """The content of an order's frame."""
     jobs = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in order.jobs]
-    return _frame(pickle.dumps((jobs, order.alone), protocol=5))
+    return pickle.dumps((jobs, order.alone), protocol=5)
 
 
 def decode_order(content: bytes) -> Order:
@@ -59,7 +59,8 @@ def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> Ve
 def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
     content = None if reply is READY else [_result_values(result) for result in reply]
-    return _frame(json.dumps(content).encode("ascii"))
+    frame = json.dumps(content).encode("ascii")
+    return LENGTH.pack(len(frame)) + frame
 
 
 def _result_values(result: Result) -> Any:
@@ -79,7 +80,3 @@ def decode_reply(content: bytes) -> Reply:
 
 def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
     return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)
-
-
-def _frame(content: bytes) -> bytes:
-    return LENGTH.pack(len(content)) + content

@@ -15,14 +15,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from reward.config import RewardConfig
 from reward.pool import remote
 from reward.pool.messages import Job, Order, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find
-from reward.verdict import PoolError, Verdict, VerificationRequest
+from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
 
 _CHUNK = 16
 """Responses that stay together in the fast queue: a group of a prompt, as a rule."""
@@ -74,10 +73,15 @@ class RewardPool:
         parts: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
         for request in requests:
             parts[queues[request.verifier]].append(request)
-        (fast, slow), service = await asyncio.gather(
-            self._verify_here(parts["fast"], parts["slow"]), remote.verify(self._config.remote, parts["remote"])
+        service = (
+            asyncio.ensure_future(remote.verify(self._config.remote, parts["remote"])) if parts["remote"] else None
         )
-        verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(service)}
+        try:
+            fast, slow = await self._verify_here(parts["fast"], parts["slow"])
+            verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service if service else ())}
+        finally:
+            if service:
+                service.cancel()
         return [next(verdicts[queues[request.verifier]]) for request in requests]
 
     async def _verify_here(
@@ -180,36 +184,40 @@ class RewardPool:
         """Has the process do the work and passes the results on; False if the process must be replaced."""
         order = Order([job for work in works for job in work.jobs], alone)
         try:
-            results = iter(await process.judge(order, self._config.timeout_s))
+            results = await process.judge(order, self._config.timeout_s)
         except WorkerLost as lost:
             for work in works:
                 if not work.results.done():
                     work.results.set_exception(lost)
             return False
         self._last_progress = time.monotonic()
+        at = 0
         for work in works:
-            own = [next(results) for _ in work.jobs]
             if not work.results.done():
-                work.results.set_result(own)
+                work.results.set_result(results[at : at + len(work.jobs)])
+            at += len(work.jobs)
         return not process.low_priority
 
     async def _judge(
         self, fast: list[VerificationRequest], slow: list[VerificationRequest]
     ) -> tuple[list[Verdict], list[Verdict]]:
         chunks = [fast[at : at + _CHUNK] for at in range(0, len(fast), _CHUNK)]
-        by_chunk, one_by_one = await asyncio.gather(
-            asyncio.gather(*map(self._judge_chunk, chunks)), asyncio.gather(*map(self._judge_alone, slow))
-        )
-        return list(chain.from_iterable(by_chunk)), one_by_one
-
-    async def _judge_chunk(self, requests: list[VerificationRequest]) -> list[Verdict]:
-        """Verdicts of fast verifiers. Where the batch is lost, each request gets another attempt by itself."""
+        waiting = [self._submit(self._fast, chunk, sum(len(each.response) for each in chunk)) for chunk in chunks]
+        alone = asyncio.gather(*map(self._judge_alone, slow))
+        results: list[Result] = []
         try:
-            results = await self._results(self._fast, requests, sum(len(request.response) for request in requests))
-        except WorkerLost:
-            return await asyncio.gather(*(self._judge_alone(request, last=True) for request in requests))
-        verdicts = [result for result in results if isinstance(result, Verdict)]
-        return verdicts if len(verdicts) == len(results) else await asyncio.gather(*map(self._settle, results))
+            for chunk, judged in zip(chunks, waiting, strict=True):
+                try:
+                    results += await judged
+                except WorkerLost:  # each request gets another attempt by itself
+                    results += await asyncio.gather(*(self._judge_alone(request, last=True) for request in chunk))
+            deferred = iter(
+                await asyncio.gather(*(self._compare(each) for each in results if isinstance(each, Deferred)))
+            )
+            return [each if isinstance(each, Verdict) else next(deferred) for each in results], await alone
+        finally:
+            for future in (*waiting, alone):
+                future.cancel()
 
     async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:
         """The verdict of a worker that has nothing else to do meanwhile.
@@ -217,38 +225,38 @@ class RewardPool:
         If a worker is lost that had done earlier work, which may be to blame, the job gets a second and last attempt.
         """
         try:
-            (result,) = await self._results(self._slow, [job])
+            (result,) = await self._submit(self._slow, [job])
         except WorkerLost as lost:
             if lost.again and not last:
                 return await self._judge_alone(job, last=True)
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-        return await self._settle(result)
+        return result if isinstance(result, Verdict) else await self._compare(result)
 
-    async def _results(self, queue: asyncio.Queue[_Work], jobs: Sequence[Job], characters: int = 0) -> Sequence[Result]:
-        """Queues jobs and waits for their results. Raises WorkerLost."""
-        work = _Work(jobs, characters, self._loop.create_future())
-        queue.put_nowait(work)
-        return await work.results
-
-    async def _settle(self, result: Result) -> Verdict:
-        """A verdict as it is; for a comparison the verdict of algebra.
+    async def _compare(self, deferred: Deferred) -> Verdict:
+        """The verdict of algebra.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
-        if isinstance(result, Verdict):
-            return result
-        key = (result.answer, result.truth)
+        key = (deferred.answer, deferred.truth)
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
+            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(deferred))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
         verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
         if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
             self._comparisons.pop(key, None)
-        seconds = result.seconds + (0.0 if known else verdict.seconds)
-        return replace(verdict, extracted=result.extracted, seconds=seconds)
+        seconds = deferred.seconds + (0.0 if known else verdict.seconds)
+        return replace(verdict, extracted=deferred.extracted, seconds=seconds)
+
+    def _submit(
+        self, queue: asyncio.Queue[_Work], jobs: Sequence[Job], characters: int = 0
+    ) -> asyncio.Future[Sequence[Result]]:
+        """Queues jobs; their results, or WorkerLost."""
+        work = _Work(jobs, characters, self._loop.create_future())
+        queue.put_nowait(work)
+        return work.results
 
 
 def _queue(verifier: str) -> str:

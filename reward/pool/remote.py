@@ -44,8 +44,6 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
     """One verdict for each request, in order; whatever the service answers."""
     if config.url is None:
         return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
-    if not requests:
-        return []
     import aiohttp  # only this verifier needs it
 
     batches = [requests[at : at + config.batch] for at in range(0, len(requests), config.batch)]

@@ -33,6 +33,7 @@ _ONE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 }
 _LOG_TAIL = 2000
+_PART_BYTES = 1 << 20
 
 
 def worker_environment() -> dict[str, str]:
@@ -62,7 +63,7 @@ class WorkerProcess:
         It dies with the thread that calls this.
         """
         self._socket, theirs = socket.socketpair()
-        self._close = self._socket.close
+        self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._used = False
         self.low_priority = False
@@ -84,8 +85,6 @@ class WorkerProcess:
         """Waits until the worker serves. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-                self._close = self._writer.close
                 await self._receive()
         except (EOFError, OSError) as error:
             why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else await self._death()
@@ -124,16 +123,26 @@ class WorkerProcess:
         return results
 
     async def _ask(self, order: Order) -> Reply:
-        self._writer.write(encode_order(order))
-        await self._writer.drain()
+        content = encode_order(order)
+        for part in (LENGTH.pack(len(content)), content):  # joined they would be copied
+            await asyncio.get_running_loop().sock_sendall(self._socket, part)
         return await self._receive()
 
     async def _receive(self) -> Reply:
         """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
         if length > FRAME_LIMIT:
             raise EOFError(f"frame of {length} bytes; the limit is {FRAME_LIMIT}")
-        return decode_reply(await self._reader.readexactly(length))
+        return decode_reply(await self._read(length))
+
+    async def _read(self, size: int) -> bytes:
+        received = b""
+        while len(received) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(received), _PART_BYTES))
+            if not part:
+                raise EOFError("the other end is closed")
+            received += part
+        return received
 
     async def _answer(self) -> Reply:
         """The reply to one order; the worker continues at the lowest priority if it computes for long."""
@@ -144,7 +153,7 @@ class WorkerProcess:
             watch.cancel()
 
     async def _watch(self) -> None:
-        with suppress(psutil.NoSuchProcess):  # the reader sees that too
+        with suppress(psutil.NoSuchProcess):  # who reads its answer sees that too
             process = psutil.Process(self.pid)
             before_s = sum(process.cpu_times()[:2])
             while sum(process.cpu_times()[:2]) - before_s <= LOW_PRIORITY_AFTER_S:
@@ -163,5 +172,5 @@ class WorkerProcess:
     async def end(self) -> None:
         """Kills the process, whatever it is doing, and waits up to 10 s for it to be gone."""
         self._process.kill()
-        self._close()
+        self._socket.close()
         await asyncio.to_thread(self._process.wait, 10.0)
