@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +23,7 @@ EXIT_OK = 0
 EXIT_NO_VERDICTS = 1
 EXIT_USAGE = 2
 
-_BATCH_LINES = 4096
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 16 << 20
 
 
 class LineError(ValueError):
@@ -114,7 +112,7 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
     count = right = errors = 0
     pool = RewardPool(config)
     try:
-        for batch in _batches(lines):
+        while batch := lines.readlines(_BATCH_BYTES):
             for verdict in await _verdicts(batch, pool, config.verifier):
                 count += 1
                 right += verdict.accuracy
@@ -125,19 +123,6 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
     seconds = time.monotonic() - start
     share = f"{right / count:.4f}" if count else "none"
     print(f"{count} lines, accuracy {share}, {errors} with errors, {seconds:.1f} s", file=sys.stderr)
-
-
-def _batches(lines: BinaryIO) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line)
-        if len(batch) >= _BATCH_LINES or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list[Verdict]:

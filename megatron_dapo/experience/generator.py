@@ -14,7 +14,7 @@ from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from megatron_dapo.experience.responder import Responder, gather_or_cancel, response_seed
-from reward.disagreement import other_accuracy
+from reward.registry import other_accuracy
 from rollout.generation import Generation, GenerationRequest, SamplingParams
 
 
