@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from reward.answer.prose import CONNECTIVE, DENIED_AFTER, DENIED_BEFORE, DOUBT
 from reward.answer.text import ascii_lower, closing
 from reward.answer.visibility import code_blocks, is_hidden, is_retracted
 
@@ -29,16 +30,6 @@ _SKIPPED = re.compile(
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
-_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
-# Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer.
-_OFFERS = "or|maybe|perhaps|possibly|alternatively|otherwise|else"
-_CONNECTIVE = re.compile(
-    rf"[\W_]*(?:(?:{_OFFERS}|and|either|if not|even)[\W_]*){{1,4}}|(?=.*\b(?:{_OFFERS}|could|might|may)\b)[\W_]*"
-    rf"(?:(?:{_OFFERS}|it|that|the|final|answer|is|could|might|may|be|also|equally|even)(?:[\W_]+|$)){{1,9}}",
-    re.IGNORECASE | re.DOTALL,
-)
-_DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
-_DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
 # Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
@@ -50,23 +41,6 @@ _PART_BEFORE = re.compile(
 _PART_AFTER = re.compile(
     r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
     r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
-)
-_DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|than|wrong|incorrect)|n['\u2019]t)"
-    r"(?: (?:be|equal|possibly|really|the answer))*[\s:$*_(\\]*$"
-    r"|\b(?:if|suppose|assum\w{1,3}|imagine|unless|whether)(?: that)?(?: the| my| our)? (?:final )?answer "
-    r"(?:is|was|were|be|equals)[\s:$*_(\\]*$",
-    re.IGNORECASE,
-)
-_DENIED_AFTER = re.compile(
-    r"[\s$*_}).,\\\]]*(?:is|was|would be|seems|looks)\s+(?:clearly |obviously )?"
-    r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect|(?:is|was)n['\u2019]t)\b"
-    r"|[\s$*_)\]\\]*\?",
-    re.IGNORECASE,
-)
-_DENIED_MARKER = re.compile(
-    r"\b(?:wrong|incorrect|not(?: the| an| my| a)?|(?:if|suppose|assum\w{1,3}|whether)(?: that)?(?: the| my)?)"
-    r"(?: final)?[\s*_]*$"
 )
 
 
@@ -118,7 +92,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         gap = response[found.end : following.start]
         one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
         bare = not _CONTENT.search(gap[:200])
-        joined = len(gap) <= 60 and _CONNECTIVE.fullmatch(gap)
+        joined = len(gap) <= 60 and CONNECTIVE.fullmatch(gap)
         boxes = not found.is_line and not following.is_line
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
@@ -159,7 +133,7 @@ def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
     while at >= 0:
-        if _MARKER_TAIL.match(lower, at + 6, end) and not _DENIED_MARKER.search(lower[max(at - 24, 0) : at]):
+        if _MARKER_TAIL.match(lower, at + 6, end) and not DENIED_BEFORE.search(lower[max(at - 24, 0) : at]):
             return at
         at = lower.rfind("answer", 0, at)
     return at
@@ -181,7 +155,7 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
     content, after = opened
     before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
     operand = _PART_AFTER.match(behind) or _PART_BEFORE.search(before)
-    if not operand and not _DENIED_AFTER.match(behind) and not _DENIED_BEFORE.search(before):
+    if not operand and not DENIED_AFTER.match(behind) and not DENIED_BEFORE.search(before):
         return _Found(at, after, content, False)
     begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
     stop = _line_end(response, after, end)
@@ -212,15 +186,12 @@ def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found 
 
 
 def _block_end(response: str, start: int, end: int) -> int:
-    """Where the display, code block or environment that begins at `start` closes; `start` if none begins there."""
+    """Where the display or code block that begins at `start` closes; `start` if none begins there."""
     limit = min(end, start + LINE_LIMIT)
     for opener, closer in _BLOCKS.items():
         if response.startswith(opener, start):
             close = response.find(closer, start + len(opener), limit)
             return max(close, start)
-    environment = _ENVIRONMENT.match(response, start, limit)
-    if environment:
-        return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
 
 
@@ -251,10 +222,9 @@ def _open_boxes(line: str) -> str:
 
 def _commits(before: str, after: str) -> bool:
     """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
-    if "boxed" in after or "fbox" in after or _DOUBT.search(before) or _DOUBT.search(after):
+    if "boxed" in after or "fbox" in after or DOUBT.search(before) or DOUBT.search(after):
         return False
-    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
-    return not _FORMULA_BEFORE.search(before) and not _FORMULA_AFTER.match(after)
+    return not _FORMULA_BEFORE.search(before[-100:]) and not _FORMULA_AFTER.match(after)
 
 
 def _copied(response: str, at: int, prompt: str) -> bool:

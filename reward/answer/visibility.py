@@ -3,6 +3,8 @@
 import re
 from bisect import bisect_right
 
+from reward.answer.prose import CONDITION, RETRACTION
+
 _NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
 _AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
 
@@ -17,20 +19,6 @@ STRUCK = re.compile(
     re.DOTALL,
 )
 """A passage of one line that is struck out, or a comment of HTML."""
-
-_ANSWER = r"(?:the|my|this|that) (?:last |final |previous |above |boxed )?(?:answer|result|value)"
-_WRONG = r"(?:clearly |obviously |probably |actually )?(?:wrong|incorrect|not (?:right|correct|the answer)|a mistake)\b"
-_IS = r"(?:'s|\u2019s| is| was| must be| seems| looks| can't be| cannot be)"
-_INTERJECTION = r"(?:wait|hold on|no|hmm+|actually|oops|sorry|oh|but)\b[^.?\n]{0,30}?"
-_RETRACTION = re.compile(
-    rf"(?:\b{_ANSWER}|\b{_INTERJECTION}\b(?:that|this|it)){_IS}\s+{_WRONG}(?!\s*\?|\s+(?:to|that|for)\b)"
-    rf"|\bI (?:retract|withdraw|take (?:that|this|it) back|made an? (?:\w+ )?(?:mistake|error))\b"
-    rf"|\b(?:scratch|ignore|disregard|forget) (?:that|this|it|{_ANSWER})\b",
-    re.IGNORECASE,
-)
-_CONDITION = re.compile(
-    r"\b(?:if|whether|would|were|had|not|never|common|check|verify|unless)\b[^.!?\n]*$", re.IGNORECASE
-)
 
 
 def code_blocks(text: str) -> list[tuple[int, int]]:
@@ -60,4 +48,4 @@ def is_retracted(text: str, after: int) -> bool:
     tail = text[after : after + _AFTERWARDS]
     if not tail or tail.isspace():
         return False
-    return any(not _CONDITION.search(tail, 0, found.start()) for found in _RETRACTION.finditer(tail))
+    return any(not CONDITION.search(tail, 0, found.start()) for found in RETRACTION.finditer(tail))
