@@ -41,19 +41,14 @@ def _decimal(text: str) -> Decimal:
 # (tag, type, its JSON, the value of that JSON)
 _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("f", float, float.hex, float.fromhex),
-    (
-        "c",
-        complex,
-        lambda value: [value.real.hex(), value.imag.hex()],
-        lambda parts: complex(*map(float.fromhex, parts)),
-    ),
+    ("c", complex, str, complex),
     ("b", bytes, lambda value: bytes(value).hex(), bytes.fromhex),
     ("B", bytearray, lambda value: bytes(value).hex(), bytearray.fromhex),
     (
         "q",
         Fraction,
-        lambda value: [hex(value.numerator), hex(value.denominator)],
-        lambda parts: Fraction(*(int(part, 16) for part in parts)),
+        lambda q: f"{q.numerator:x}/{q.denominator:x}",
+        lambda q: Fraction(*(int(n, 16) for n in q.split("/"))),
     ),
     ("D", Decimal, str, _decimal),
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
