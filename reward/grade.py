@@ -17,17 +17,13 @@ from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
 from reward.pool.pool import RewardPool
 from reward.registry import VERIFIERS, find, find_named_by_data
-from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
+from reward.verdict import PoolError, Verdict, VerificationRequest
 
 EXIT_OK = 0
 EXIT_NO_VERDICTS = 1
 EXIT_USAGE = 2
 
 _BATCH_BYTES = 16 << 20
-
-
-class LineError(ValueError):
-    """A line that holds no request; the message says what is wrong with it."""
 
 
 class _Numeral(str):
@@ -132,7 +128,7 @@ async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list
         try:
             requests.append(parse_line(line, verifier))
             verdicts.append(None)
-        except (LineError, VerifierError) as error:
+        except ValueError as error:
             verdicts.append(Verdict(accuracy=False, extracted=None, rule="", seconds=0.0, error=str(error)))
     judged = iter(await pool.verify(requests))
     return [next(judged) if verdict is None else verdict for verdict in verdicts]
@@ -142,18 +138,18 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     """The request that a line holds. Bytes that are no UTF-8 become U+FFFD.
 
     Raises:
-        LineError: no JSON object, or a field of the wrong type.
+        ValueError: no JSON object, or a field of the wrong type.
         VerifierError: the line names a verifier that is not known, or code other than `verifier`.
     """
     text = line.decode("utf-8", "replace").removeprefix("\ufeff")
     if not text.strip():
-        raise LineError("empty line")
+        raise ValueError("empty line")
     try:
         fields = json.loads(text, parse_int=_Numeral, parse_float=_Numeral)
     except (ValueError, RecursionError) as error:
-        raise LineError(f"not JSON: {error}"[:200]) from error
+        raise ValueError(f"not JSON: {error}"[:200]) from error
     if not isinstance(fields, dict):
-        raise LineError('not a JSON object with "response" and "ground_truth"')
+        raise ValueError('not a JSON object with "response" and "ground_truth"')
     name = _string(fields, "verifier") if fields.get("verifier") is not None else verifier
     structured = not find_named_by_data(name, {verifier}).fast and isinstance(fields.get("ground_truth"), dict | list)
     return VerificationRequest(
@@ -169,18 +165,18 @@ def _structure(text: str) -> str:
     try:
         return json.dumps(json.loads(text)["ground_truth"])
     except ValueError as error:  # an integer of more digits than Python reads
-        raise LineError(f'"ground_truth": {error}'[:200]) from None
+        raise ValueError(f'"ground_truth": {error}'[:200]) from None
 
 
 def _string(fields: dict[str, Any], key: str, *, numerals: bool = False) -> str:
     if key not in fields:
-        raise LineError(f'no "{key}"')
+        raise ValueError(f'no "{key}"')
     value = fields[key]
     if isinstance(value, _Numeral) and numerals:
         return str(value)
     if type(value) is not str:
         kind = "null" if value is None else "a number" if isinstance(value, _Numeral) else f"a {type(value).__name__}"
-        raise LineError(f'"{key}" is {kind}; it must be a string')
+        raise ValueError(f'"{key}" is {kind}; it must be a string')
     return value
 
 

@@ -100,36 +100,32 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
         return _described(getattr(target, request["attribute"]))
     arguments, keywords = decode(request["arguments"], resolve)
     result = target(*arguments, **keywords)
-    if result is not None:
-        return _result(result, objects)
-    return {"value": None, "left": [_left(argument) for argument in (*arguments, *keywords.values())]}
+    if result is None:
+        return {"value": None, "left": [_left(argument) for argument in (*arguments, *keywords.values())]}
+    reply = _plain(result)
+    if reply is None:
+        objects.append(result)
+        reply = {"object": len(objects) - 1, "type": type(result).__name__}
+    return reply
+
+
+def _plain(value: Any) -> Any:
+    """A value as the tests get it; None if it cannot pass."""
+    try:
+        return {"value": encode(value)}
+    except NotPlain:
+        return None
+
+
+def _described(value: Any) -> Any:
+    return _plain(value) or {"callable": True}
 
 
 def _left(argument: Any) -> Any:
     """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
-    if not isinstance(argument, CHANGEABLE):
-        return None
-    try:
-        return {"value": encode(argument)}
-    except NotPlain:
-        return None
+    return _plain(argument) if isinstance(argument, CHANGEABLE) else None
 
 
 def _kind(error: BaseException) -> str:
     """The nearest class of Python's own: a test that expects a ValueError takes what is derived from it."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-
-
-def _described(value: Any) -> Any:
-    try:
-        return {"value": encode(value)}
-    except NotPlain:
-        return {"callable": True}
-
-
-def _result(value: Any, objects: list[Any]) -> Any:
-    try:
-        return {"value": encode(value)}
-    except NotPlain:
-        objects.append(value)
-        return {"object": len(objects) - 1, "type": type(value).__name__}

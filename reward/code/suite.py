@@ -12,9 +12,11 @@ import io
 import os
 import symtable
 import sys
+import types
 import unittest
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from reward.code.sandbox import Sandbox
@@ -83,7 +85,9 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
         try:
             die_with_parent()
             hide_memory()
-            _keep_open(verdict, sandbox.requests, sandbox.replies)
+            kept = sorted((verdict, sandbox.requests, sandbox.replies))  # not the worker's line to the pool
+            for low, high in pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
+                os.closerange(low + 1, high)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
             lock(READING)
             caller = _Caller(sandbox, deadline)
@@ -106,33 +110,22 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
     return bool(outcome["passed"])
 
 
-def _keep_open(*kept: int) -> None:
-    """Closes every other descriptor but the standard ones, such as the worker's line to the pool."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            with suppress(OSError):  # the one that listed them
-                os.close(int(name))
-
-
 def _run(suite: Suite, caller: "_Caller") -> bool:
     try:
-        namespace = {"__name__": "tests"} | caller.stand_ins(suite.names)
+        module = types.ModuleType("tests")
+        namespace = vars(module)
+        namespace.update(caller.stand_ins(suite.names))
         exec(compile(suite.source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
         if suite.entry is not None:
             namespace["check"](eval(compile(suite.entry.strip(), "<entry>", "eval"), namespace))
         for name, value in list(namespace.items()):
             if name.startswith("test") and callable(value) and not isinstance(value, type):
                 value()
-        cases = [value for value in namespace.values() if isinstance(value, type) and _is_test_case(value)]
-        loaded = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in cases)
-        outcome = unittest.TextTestRunner(stream=io.StringIO()).run(loaded)
+        cases = unittest.defaultTestLoader.loadTestsFromModule(module)
+        outcome = unittest.TextTestRunner(stream=io.StringIO()).run(cases)
         return outcome.wasSuccessful() and caller.answered and not caller.misused
     except BaseException:  # a failed assertion, an error, sys.exit: not passed
         return False
-
-
-def _is_test_case(value: type) -> bool:
-    return issubclass(value, unittest.TestCase) and value.__module__ == "tests"
 
 
 class _Caller:
@@ -265,8 +258,6 @@ def _exception(name: str, message: str) -> Exception:
     """The exception of that name, if it is one of Python's that a test may expect."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _LOOPS):
-        try:
+        with suppress(TypeError):  # UnicodeDecodeError and its like want more
             return kind(message)
-        except TypeError:  # UnicodeDecodeError and its like want more
-            return TestedCodeError(f"{name}: {message}")
     return TestedCodeError(f"{name}: {message}")

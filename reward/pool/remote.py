@@ -97,8 +97,9 @@ async def _attempt(
             asyncio.timeout(config.attempt_s),
             session.post(str(config.url), data=body, headers=header, allow_redirects=False) as answer,
         ):
-            content = await _content(answer)
-            status = answer.status
+            if (answer.content_length or 0) > ANSWER_BYTES:
+                raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
+            content, status = await answer.read(), answer.status
     except TimeoutError:
         raise _Refused(f"no answer within {config.attempt_s:g} s") from None
     except aiohttp.InvalidURL as error:
@@ -113,16 +114,6 @@ async def _attempt(
 
 def _unjudged(reason: str, seconds: float) -> Verdict:
     return Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED.value, seconds=seconds, error=reason)
-
-
-async def _content(answer: "aiohttp.ClientResponse") -> bytes:
-    parts, size = [], 0
-    async for part in answer.content.iter_chunked(1 << 16):
-        size += len(part)
-        if size > ANSWER_BYTES:
-            raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:
