@@ -1,7 +1,5 @@
 """What can be known of verifiers and ground truths before the first response is written."""
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,10 +26,8 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
             raise VerifierError(f"{place}: {error}") from None
         if entry.remote and config.remote.url is None:
             raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
-    local = [name for name in names if not find(name).remote and not find(name).fast]
-    reasons = _try(local) if local else {}
-    for name, reason in reasons.items():
-        raise VerifierError(f"{names[name]} = {name}: {reason}")
+        if not entry.remote and not entry.fast and (reason := _why_not(name)):
+            raise VerifierError(f"{place} = {name}: {reason}")
 
 
 def check_ground_truth(name: str, ground_truth: str) -> None:
@@ -47,33 +43,26 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
         load(name)(VerificationRequest(response="", ground_truth=ground_truth, verifier=name))
 
 
-def _try(names: list[str]) -> dict[str, str]:
-    """Names that cannot be loaded, with the reason."""
-    command = [sys.executable, "-m", "reward.check", *names]
+def _why_not(name: str) -> str:
+    """Why a verifier cannot be loaded here; empty if it can."""
     try:
         tried = subprocess.run(
-            command, capture_output=True, timeout=START_LIMIT_S, env=worker_environment(), stdin=subprocess.DEVNULL
-        )
+            [sys.executable, "-m", "reward.check", name],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            timeout=START_LIMIT_S, env=worker_environment(),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {names[0]: f"import of {', '.join(names)} has not ended after {START_LIMIT_S:g} s"}
-    found = tried.stdout.rpartition(b"\n")[2]
-    if tried.returncode != 0 or not found:
-        log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
-        return {names[0]: f"import of {', '.join(names)} ended with exit code {tried.returncode}: {log or '(nothing)'}"}
-    return json.loads(found)
+        return f"its import has not ended after {START_LIMIT_S:g} s"
+    log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
+    return f"its import ended with exit code {tried.returncode}: {log or '(nothing)'}" if tried.returncode else ""
 
 
 def main() -> None:
-    """Tries the verifiers that the arguments name; the last line of the output says which failed."""
-    reasons = {}
-    answer = os.dup(1)
-    os.dup2(2, 1)  # an imported module may print; only the last line is the answer
-    for name in sys.argv[1:]:
-        try:
-            probe(name)
-        except VerifierError as error:
-            reasons[name] = str(error)
-    os.write(answer, b"\n" + json.dumps(reasons).encode("ascii"))
+    """Tries the verifier that the argument names. Exit code: 0 if it can be run here."""
+    try:
+        probe(sys.argv[1])
+    except VerifierError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

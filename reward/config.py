@@ -1,12 +1,9 @@
 """Section `reward`: which rule judges a response and how long it may take."""
 
-import ipaddress
-import re
 from dataclasses import field
 from typing import Annotated
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from reward.registry import find
@@ -14,30 +11,18 @@ from reward.registry import find
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_HTTP_URL = TypeAdapter(AnyHttpUrl)
 
 
 def check_url(url: str) -> str:
     """The address of a service itself. Raises ValueError: no request could ever be sent there."""
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError("holds a space or a character that must be written as %XX")
-    parts = urlsplit(url)  # a ValueError of its own for brackets that are not closed
-    if parts.scheme not in ("http", "https"):
-        raise ValueError("must begin with http:// or https://")
-    _check_host(parts.hostname or "")
-    port = parts.netloc.rpartition("@")[2].rpartition("]")[2].partition(":")[2]
-    if port and not (port.isdigit() and 1 <= int(port[:6]) <= 65535):
-        raise ValueError(f"port {port[:20]} must be a number from 1 to 65535")
+    try:
+        _HTTP_URL.validate_python(url)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
     return url
-
-
-def _check_host(host: str) -> None:
-    if ":" in host or host.replace(".", "").isdigit():
-        ipaddress.ip_address(host.partition("%")[0])  # its ValueError says what is wrong
-        return
-    labels = host.removesuffix(".").split(".")
-    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError(f"host {host[:80]!r} is not a host name")
 
 
 def _known_verifier(name: str) -> str:

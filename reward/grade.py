@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,18 +17,13 @@ from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
 from reward.pool.pool import RewardPool
 from reward.registry import VERIFIERS, find, find_named_by_data
-from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
+from reward.verdict import PoolError, Verdict, VerificationRequest
 
 EXIT_OK = 0
 EXIT_NO_VERDICTS = 1
 EXIT_USAGE = 2
 
-_BATCH_LINES = 4096
-_BATCH_BYTES = 64 << 20
-
-
-class LineError(ValueError):
-    """A line that holds no request; the message says what is wrong with it."""
+_BATCH_BYTES = 16 << 20
 
 
 class _Numeral(str):
@@ -114,7 +108,7 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
     count = right = errors = 0
     pool = RewardPool(config)
     try:
-        for batch in _batches(lines):
+        while batch := lines.readlines(_BATCH_BYTES):
             for verdict in await _verdicts(batch, pool, config.verifier):
                 count += 1
                 right += verdict.accuracy
@@ -127,19 +121,6 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
     print(f"{count} lines, accuracy {share}, {errors} with errors, {seconds:.1f} s", file=sys.stderr)
 
 
-def _batches(lines: BinaryIO) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line)
-        if len(batch) >= _BATCH_LINES or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list[Verdict]:
     verdicts: list[Verdict | None] = []
     requests: list[VerificationRequest] = []
@@ -147,7 +128,7 @@ async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list
         try:
             requests.append(parse_line(line, verifier))
             verdicts.append(None)
-        except (LineError, VerifierError) as error:
+        except ValueError as error:
             verdicts.append(Verdict(accuracy=False, extracted=None, rule="", seconds=0.0, error=str(error)))
     judged = iter(await pool.verify(requests))
     return [next(judged) if verdict is None else verdict for verdict in verdicts]
@@ -157,18 +138,18 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     """The request that a line holds. Bytes that are no UTF-8 become U+FFFD.
 
     Raises:
-        LineError: no JSON object, or a field of the wrong type.
+        ValueError: no JSON object, or a field of the wrong type.
         VerifierError: the line names a verifier that is not known, or code other than `verifier`.
     """
     text = line.decode("utf-8", "replace").removeprefix("\ufeff")
     if not text.strip():
-        raise LineError("empty line")
+        raise ValueError("empty line")
     try:
         fields = json.loads(text, parse_int=_Numeral, parse_float=_Numeral)
     except (ValueError, RecursionError) as error:
-        raise LineError(f"not JSON: {error}"[:200]) from error
+        raise ValueError(f"not JSON: {error}"[:200]) from error
     if not isinstance(fields, dict):
-        raise LineError('not a JSON object with "response" and "ground_truth"')
+        raise ValueError('not a JSON object with "response" and "ground_truth"')
     name = _string(fields, "verifier") if fields.get("verifier") is not None else verifier
     structured = not find_named_by_data(name, {verifier}).fast and isinstance(fields.get("ground_truth"), dict | list)
     return VerificationRequest(
@@ -184,18 +165,18 @@ def _structure(text: str) -> str:
     try:
         return json.dumps(json.loads(text)["ground_truth"])
     except ValueError as error:  # an integer of more digits than Python reads
-        raise LineError(f'"ground_truth": {error}'[:200]) from None
+        raise ValueError(f'"ground_truth": {error}'[:200]) from None
 
 
 def _string(fields: dict[str, Any], key: str, *, numerals: bool = False) -> str:
     if key not in fields:
-        raise LineError(f'no "{key}"')
+        raise ValueError(f'no "{key}"')
     value = fields[key]
     if isinstance(value, _Numeral) and numerals:
         return str(value)
     if type(value) is not str:
         kind = "null" if value is None else "a number" if isinstance(value, _Numeral) else f"a {type(value).__name__}"
-        raise LineError(f'"{key}" is {kind}; it must be a string')
+        raise ValueError(f'"{key}" is {kind}; it must be a string')
     return value
 
 

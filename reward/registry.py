@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from reward.verdict import Verifier, VerifierError
+from reward.verdict import Judgement, VerificationRequest, Verifier, VerifierError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +16,8 @@ class Entry:
     path: str
     fast: bool = False
     """It takes linear time on any text and may share a batch with others."""
-    math: bool = False
-    """Its ground truth is an answer that `exact` and `robust` can both compare."""
+    second: str = ""
+    """The other verifier that can judge the same responses, whose verdict is reported beside this one's."""
     probe: str = ""
     """What raises VerifierError where the system lacks what the verifier needs."""
     remote: bool = False
@@ -25,8 +25,8 @@ class Entry:
 
 
 VERIFIERS: dict[str, Entry] = {
-    "robust": Entry(path="reward.verifiers.robust:judge", fast=True, math=True),
-    "exact": Entry(path="reward.verifiers.exact:judge", fast=True, math=True),
+    "robust": Entry(path="reward.verifiers.robust:judge", fast=True, second="exact"),
+    "exact": Entry(path="reward.verifiers.exact:judge", fast=True, second="robust"),
     "choice": Entry(path="reward.verifiers.choice:judge", fast=True),
     "json": Entry(path="reward.verifiers.json_answer:judge"),
     "code": Entry(path="reward.verifiers.code:judge", probe="reward.verifiers.code:check_system"),
@@ -83,6 +83,22 @@ def probe(name: str) -> None:
     load(name)
     if path := find(name).probe:
         _function(name, path)()
+
+
+def other_accuracy(request: VerificationRequest) -> bool | None:
+    """The accuracy of a response by `exact` where its verifier is `robust`, and the reverse. Takes linear time.
+
+    None where there is no second verifier, where the ground truth is unusable, or where only algebra could tell.
+    Example: True for `Answer: 42` under `robust`, False for `Answer: 42.`, which `exact` refuses.
+    """
+    entry = VERIFIERS.get(request.verifier)
+    if entry is None or not entry.second:
+        return None
+    try:
+        judged = load(entry.second)(request)
+    except VerifierError:
+        return None
+    return judged.accuracy if isinstance(judged, Judgement) else None
 
 
 def _function(name: str, path: str) -> Callable[..., Any]:

@@ -138,10 +138,10 @@ async def audit(
     for at, (place, line) in enumerate(lines):
         own = line.get("verifier") or config.verifier
         try:
-            math = find_named_by_data(own, allowed).math
+            both = find_named_by_data(own, allowed).second
         except VerifierError as error:
             raise AuditError(f"{place}: {error}") from None
-        for name in RULES if math else (own,):
+        for name in RULES if both else (own,):
             request = VerificationRequest(
                 response=line["response"],
                 ground_truth=line["ground_truth"],

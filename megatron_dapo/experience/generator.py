@@ -18,7 +18,7 @@ from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from reward.disagreement import other_accuracy
+from reward.registry import other_accuracy
 from reward.pool.pool import RewardPool
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet

@@ -4,15 +4,25 @@ Linear in the length of the response: every search runs on native string functio
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from reward.answer.prose import CONDITION, CONNECTIVE, DENIED_AFTER, DENIED_BEFORE, DOUBT, RETRACTION
 from reward.answer.text import ascii_lower, closing
-from reward.answer.visibility import code_blocks, is_hidden, is_retracted
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""
 
+_NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
+_AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
+
+_BLOCK = re.compile(r"^[ \t]*(```|~~~)[`~]*[^`~\n]*$.*?(?:^[ \t]*\1[`~]*[^\S\n]*$|\Z)", re.MULTILINE | re.DOTALL)
+# A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement.
+_COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
+# `50 %`, `$50$ %`, `n % 5`: no comment.
+_PERCENTAGE = re.compile(r"(?:\d|[)}\]]|(?<![A-Za-z\\])[A-Za-z])[\s$*_]*(?:\\[)\]])?\s*%[^%]*$")
+_STROKE = re.compile(r"(?<![\w~])~~(?=[^\s~])|(?<=[^\s~])~~(?![\w~])")
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
@@ -29,16 +39,6 @@ _SKIPPED = re.compile(
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
-_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
-# Between statements on a par: words that offer another one. A plain "and the answer is" goes on to the answer.
-_OFFERS = "or|maybe|perhaps|possibly|alternatively|otherwise|else"
-_CONNECTIVE = re.compile(
-    rf"[\W_]*(?:(?:{_OFFERS}|and|either|if not|even)[\W_]*){{1,4}}|(?=.*\b(?:{_OFFERS}|could|might|may)\b)[\W_]*"
-    rf"(?:(?:{_OFFERS}|it|that|the|final|answer|is|could|might|may|be|also|equally|even)(?:[\W_]+|$)){{1,9}}",
-    re.IGNORECASE | re.DOTALL,
-)
-_DOUBT = re.compile(r"\b(?:or|and|either|neither|nor|not|no|maybe|perhaps|possibly|unless|if)\b", re.IGNORECASE)
-_DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
 # Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
@@ -50,23 +50,6 @@ _PART_BEFORE = re.compile(
 _PART_AFTER = re.compile(
     r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
     r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
-)
-_DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|than|wrong|incorrect)|n['\u2019]t)"
-    r"(?: (?:be|equal|possibly|really|the answer))*[\s:$*_(\\]*$"
-    r"|\b(?:if|suppose|assum\w{1,3}|imagine|unless|whether)(?: that)?(?: the| my| our)? (?:final )?answer "
-    r"(?:is|was|were|be|equals)[\s:$*_(\\]*$",
-    re.IGNORECASE,
-)
-_DENIED_AFTER = re.compile(
-    r"[\s$*_}).,\\\]]*(?:is|was|would be|seems|looks)\s+(?:clearly |obviously )?"
-    r"(?:wrong|incorrect|not|false|impossible)\b|[\s$*_}]*\(?(?:wrong|incorrect|(?:is|was)n['\u2019]t)\b"
-    r"|[\s$*_)\]\\]*\?",
-    re.IGNORECASE,
-)
-_DENIED_MARKER = re.compile(
-    r"\b(?:wrong|incorrect|not(?: the| an| my| a)?|(?:if|suppose|assum\w{1,3}|whether)(?: that)?(?: the| my)?)"
-    r"(?: final)?[\s*_]*$"
 )
 
 
@@ -118,7 +101,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         gap = response[found.end : following.start]
         one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
         bare = not _CONTENT.search(gap[:200])
-        joined = len(gap) <= 60 and _CONNECTIVE.fullmatch(gap)
+        joined = len(gap) <= 60 and CONNECTIVE.fullmatch(gap)
         boxes = not found.is_line and not following.is_line
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
@@ -159,7 +142,7 @@ def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
     while at >= 0:
-        if _MARKER_TAIL.match(lower, at + 6, end) and not _DENIED_MARKER.search(lower[max(at - 24, 0) : at]):
+        if _MARKER_TAIL.match(lower, at + 6, end) and not DENIED_BEFORE.search(lower[max(at - 24, 0) : at]):
             return at
         at = lower.rfind("answer", 0, at)
     return at
@@ -181,7 +164,7 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
     content, after = opened
     before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
     operand = _PART_AFTER.match(behind) or _PART_BEFORE.search(before)
-    if not operand and not _DENIED_AFTER.match(behind) and not _DENIED_BEFORE.search(before):
+    if not operand and not DENIED_AFTER.match(behind) and not DENIED_BEFORE.search(before):
         return _Found(at, after, content, False)
     begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
     stop = _line_end(response, after, end)
@@ -212,15 +195,12 @@ def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found 
 
 
 def _block_end(response: str, start: int, end: int) -> int:
-    """Where the display, code block or environment that begins at `start` closes; `start` if none begins there."""
+    """Where the display or code block that begins at `start` closes; `start` if none begins there."""
     limit = min(end, start + LINE_LIMIT)
     for opener, closer in _BLOCKS.items():
         if response.startswith(opener, start):
             close = response.find(closer, start + len(opener), limit)
             return max(close, start)
-    environment = _ENVIRONMENT.match(response, start, limit)
-    if environment:
-        return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
 
 
@@ -251,10 +231,9 @@ def _open_boxes(line: str) -> str:
 
 def _commits(before: str, after: str) -> bool:
     """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
-    if "boxed" in after or "fbox" in after or _DOUBT.search(before) or _DOUBT.search(after):
+    if "boxed" in after or "fbox" in after or DOUBT.search(before) or DOUBT.search(after):
         return False
-    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
-    return not _FORMULA_BEFORE.search(before) and not _FORMULA_AFTER.match(after)
+    return not _FORMULA_BEFORE.search(before[-100:]) and not _FORMULA_AFTER.match(after)
 
 
 def _copied(response: str, at: int, prompt: str) -> bool:
@@ -264,3 +243,33 @@ def _copied(response: str, at: int, prompt: str) -> bool:
     begin = max(response.rfind("\n", 0, at), response.rfind("\r", 0, at)) + 1
     line = response[begin : min(_line_end(response, at, len(response)), begin + LINE_LIMIT)].strip(" \t\"'*`>#-")
     return len(line) >= 20 and line in prompt
+
+
+def code_blocks(text: str) -> list[tuple[int, int]]:
+    """Beginning and end of each block between fences, in order; one that is never closed goes on to the end."""
+    if "`" not in text and "~" not in text:  # single characters are found ten times faster than fences
+        return []
+    return [block.span() for block in _BLOCK.finditer(text)]
+
+
+def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
+    """Whether what stands at `at` is in one of the code `blocks`, in a comment of LaTeX or HTML, or struck out."""
+    if blocks and (before := bisect_right(blocks, (at, at))) and blocks[before - 1][1] > at:
+        return True
+    begin = max(text.rfind("\n", max(at - _NEAR, 0), at) + 1, at - _NEAR, 0)
+    line = text[begin:at]
+    if "%" in line and _COMMENT.match(line) and not _PERCENTAGE.search(line):
+        return True
+    if "~~" in line and len(_STROKE.findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
+        return True
+    if any(line.lower().rfind(f"<{tag}>") > line.lower().rfind(f"</{tag}>") for tag in ("del", "strike")):
+        return True
+    return "<" in text and text.rfind("<!--", 0, at) > text.rfind("-->", 0, at)
+
+
+def is_retracted(text: str, after: int) -> bool:
+    """Whether the text behind the last statement takes it back: `Wait, that is wrong.`"""
+    tail = text[after : after + _AFTERWARDS]
+    if not tail or tail.isspace():
+        return False
+    return any(not CONDITION.search(tail, 0, found.start()) for found in RETRACTION.finditer(tail))

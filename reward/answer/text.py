@@ -3,8 +3,6 @@
 import re
 import unicodedata
 
-from reward.answer.visibility import STRUCK
-
 # Minus, hyphens and the en dash. An em dash is punctuation, so `— 42` does not become -42.
 _MINUS_SIGNS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
 
@@ -74,6 +72,11 @@ def plain_characters(text: str) -> str:
     return text.translate(table)
 
 
+STRUCK = re.compile(
+    r"(?<![\w~])~~(?=[^\s~])[^~\n]{1,300}(?<=[^\s~])~~(?![\w~])|<(del|s|strike)>[^<>\n]{0,300}</\1>|<!--.{0,2000}?-->",
+    re.DOTALL,
+)
+"""A passage of one line that is struck out, or a comment of HTML."""
 # `\$` before a number is money; `\\[2pt]` in a matrix is no display bracket.
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 _SPECIAL_TOKENS = re.compile(

@@ -20,7 +20,11 @@ _GRACE_S = 1.0
 _KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
 """What an interpreter may need to start; anything else may be a secret."""
 
-_PROGRAM = Path(__file__).with_name("sandbox_main.py")
+_PROGRAM = f"""import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from reward.code.sandbox_main import main
+del sys.path[0]
+main()"""
 
 
 class Sandbox:
@@ -41,7 +45,7 @@ class Sandbox:
         self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_PROGRAM), mode, str(requests), str(replies)],
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _PROGRAM, mode, str(requests), str(replies)],
                 stdin=stdin or subprocess.DEVNULL,
                 stdout=stdout or subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

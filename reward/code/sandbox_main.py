@@ -1,4 +1,4 @@
-"""The sandboxed process: `python -I -S sandbox_main.py MODE REQUESTS REPLIES`, started by `reward.code.sandbox`.
+"""The sandboxed process, started by `reward.code.sandbox` with MODE REQUESTS REPLIES as its last arguments.
 
 It gets the program as text and imports what that names of the standard library, behind a first lock, under which
 nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: runs it
@@ -8,9 +8,11 @@ with the standard input and output it was given. MODE `functions`: runs it and a
 import ast
 import builtins
 import importlib
-import os
 import sys
 from typing import Any
+
+from reward.code import seccomp
+from reward.code.values import CHANGEABLE, NotPlain, decode, encode, receive, send
 
 _NOT_IMPORTED = {"antigravity", "idlelib", "test", "this", "tkinter", "turtle", "turtledemo"}
 _ALWAYS = ("_strptime", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "linecache", "traceback")
@@ -19,15 +21,10 @@ _ALWAYS = ("_strptime", "encodings.ascii", "encodings.latin_1", "encodings.utf_1
 
 def main() -> None:
     """Runs the program that the first frame holds."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    sys.path.insert(0, root)
-    from reward.code import seccomp, values
-
-    sys.path.remove(root)
-    mode, requests, replies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    mode, requests, replies = sys.argv[-3], int(sys.argv[-2]), int(sys.argv[-1])
     seccomp.die_with_parent()
-    values.send(replies, "started")
-    order = values.receive(requests)
+    send(replies, "started")
+    order = receive(requests)
     seccomp.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
     code = None
     failure = ""
@@ -41,9 +38,9 @@ def main() -> None:
             failure = type(error).__name__
         seccomp.lock()
     except seccomp.LockError as error:
-        values.send(replies, {"open": str(error)})
+        send(replies, {"open": str(error)})
         return
-    values.send(replies, {"locked": failure})
+    send(replies, {"locked": failure})
     if code is None:
         return
     sys.argv = ["response.py"]
@@ -53,7 +50,7 @@ def main() -> None:
         return
     namespace: dict[str, Any] = {"__name__": "response", "__builtins__": builtins}
     exec(code, namespace)
-    _serve(requests, replies, namespace, values)
+    _serve(requests, replies, namespace)
 
 
 def _import_named(tree: ast.AST) -> None:
@@ -74,25 +71,25 @@ def _import_named(tree: ast.AST) -> None:
                 continue  # `from math import sin`: no module; what is really missing fails when the program asks for it
 
 
-def _serve(requests: int, replies: int, namespace: dict[str, Any], values: Any) -> None:
+def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
     """Answers until the tests end. Answers are not trusted: the tests compare plain values."""
     objects: list[Any] = []
     while True:
         try:
-            request = values.receive(requests)
+            request = receive(requests)
         except EOFError:
             return
         try:
             if "names" in request:
-                reply = {name: _described(namespace[name], values) for name in request["names"] if name in namespace}
+                reply = {name: _described(namespace[name]) for name in request["names"] if name in namespace}
             else:
-                reply = _answer(request, namespace, objects, values)
+                reply = _answer(request, namespace, objects)
         except BaseException as error:  # the tests are told, whatever it is
             reply = {"raised": _kind(error), "message": str(error)[:1000]}
-        values.send(replies, reply)
+        send(replies, reply)
 
 
-def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any], values: Any) -> Any:
+def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]) -> Any:
     def resolve(target: dict[str, Any]) -> Any:
         """What a stand-in of the tests stands for."""
         found = namespace[target["name"]] if "name" in target else objects[target["object"]]
@@ -100,43 +97,35 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
 
     target = resolve(request)
     if "attribute" in request:
-        return _described(getattr(target, request["attribute"]), values)
-    arguments, keywords = values.decode(request["arguments"], resolve)
+        return _described(getattr(target, request["attribute"]))
+    arguments, keywords = decode(request["arguments"], resolve)
     result = target(*arguments, **keywords)
-    if result is not None:
-        return _result(result, objects, values)
-    return {"value": None, "left": [_left(argument, values) for argument in (*arguments, *keywords.values())]}
+    if result is None:
+        return {"value": None, "left": [_left(argument) for argument in (*arguments, *keywords.values())]}
+    reply = _plain(result)
+    if reply is None:
+        objects.append(result)
+        reply = {"object": len(objects) - 1, "type": type(result).__name__}
+    return reply
 
 
-def _left(argument: Any, values: Any) -> Any:
-    """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
-    if not isinstance(argument, values.CHANGEABLE):
-        return None
+def _plain(value: Any) -> Any:
+    """A value as the tests get it; None if it cannot pass."""
     try:
-        return {"value": values.encode(argument)}
-    except values.NotPlain:
+        return {"value": encode(value)}
+    except NotPlain:
         return None
+
+
+def _described(value: Any) -> Any:
+    return _plain(value) or {"callable": True}
+
+
+def _left(argument: Any) -> Any:
+    """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
+    return _plain(argument) if isinstance(argument, CHANGEABLE) else None
 
 
 def _kind(error: BaseException) -> str:
     """The nearest class of Python's own: a test that expects a ValueError takes what is derived from it."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-
-
-def _described(value: Any, values: Any) -> Any:
-    try:
-        return {"value": values.encode(value)}
-    except values.NotPlain:
-        return {"callable": True}
-
-
-def _result(value: Any, objects: list[Any], values: Any) -> Any:
-    try:
-        return {"value": values.encode(value)}
-    except values.NotPlain:
-        objects.append(value)
-        return {"object": len(objects) - 1, "type": type(value).__name__}
-
-
-if __name__ == "__main__":
-    main()

@@ -7,14 +7,16 @@ overwrite. The most it can do is to give an answer, which the tests compare: a p
 too: they may read files, to import what they need, and write none.
 """
 
-import ast
 import builtins
 import io
 import os
+import symtable
 import sys
+import types
 import unittest
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from reward.code.sandbox import Sandbox
@@ -47,38 +49,28 @@ class Suite:
 
 def make_suite(source: str, entry: str | None) -> Suite:
     """Raises ValueError: the tests are no Python, or name nothing that a response could define."""
-    try:
-        tree = ast.parse(source, "<tests>")
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the tests are no Python: {error}") from None
-    loaded: set[str] = set()
-    own = set(vars(builtins)) | {"__name__"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (loaded if isinstance(node.ctx, ast.Load) else own).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
-    if entry is not None and "check" not in own:
-        raise ValueError("there is an entry, but the tests define no check(candidate)")
-    names = {*(loaded - own), *(_names_in(entry) if entry is not None else ())}
+    own, names = _globals(source, "exec", "the tests are no Python")
+    if entry is not None:
+        if "check" not in own:
+            raise ValueError("there is an entry, but the tests define no check(candidate)")
+        names |= _globals(entry.strip(), "eval", "the entry is no name or expression of Python")[1]
     if not names:
         raise ValueError("the tests call nothing that a response could define")
     return Suite(source=source, entry=entry, names=tuple(sorted(names)))
 
 
-def _names_in(entry: str) -> set[str]:
-    """`{"Solution"}` of `Solution().add`."""
+def _globals(source: str, mode: str, refused: str) -> tuple[set[str], set[str]]:
+    """Global names that the source defines, and those that it uses and neither defines nor finds among the builtins."""
     try:
-        tree = ast.parse(entry.strip(), "<entry>", "eval")
+        tables = [symtable.symtable(source, "<tests>", mode)]
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the entry is no name or expression of Python: {error}") from None
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        raise ValueError(f"{refused}: {error}") from None
+    for table in tables:
+        tables += table.get_children()
+    found = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global()]
+    own = {symbol.get_name() for symbol in found if symbol.is_assigned() or symbol.is_imported()}
+    used = {symbol.get_name() for symbol in found if symbol.is_referenced()}
+    return own, used - own - vars(builtins).keys() - {"__name__"}
 
 
 def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
@@ -93,7 +85,9 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
         try:
             die_with_parent()
             hide_memory()
-            _keep_open(verdict, sandbox.requests, sandbox.replies)
+            kept = sorted((verdict, sandbox.requests, sandbox.replies))  # not the worker's line to the pool
+            for low, high in pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
+                os.closerange(low + 1, high)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
             lock(READING)
             caller = _Caller(sandbox, deadline)
@@ -116,33 +110,22 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
     return bool(outcome["passed"])
 
 
-def _keep_open(*kept: int) -> None:
-    """Closes every other descriptor but the standard ones, such as the worker's line to the pool."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            with suppress(OSError):  # the one that listed them
-                os.close(int(name))
-
-
 def _run(suite: Suite, caller: "_Caller") -> bool:
     try:
-        namespace = {"__name__": "tests"} | caller.stand_ins(suite.names)
+        module = types.ModuleType("tests")
+        namespace = vars(module)
+        namespace.update(caller.stand_ins(suite.names))
         exec(compile(suite.source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
         if suite.entry is not None:
             namespace["check"](eval(compile(suite.entry.strip(), "<entry>", "eval"), namespace))
         for name, value in list(namespace.items()):
             if name.startswith("test") and callable(value) and not isinstance(value, type):
                 value()
-        cases = [value for value in namespace.values() if isinstance(value, type) and _is_test_case(value)]
-        loaded = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(case) for case in cases)
-        outcome = unittest.TextTestRunner(stream=io.StringIO()).run(loaded)
+        cases = unittest.defaultTestLoader.loadTestsFromModule(module)
+        outcome = unittest.TextTestRunner(stream=io.StringIO()).run(cases)
         return outcome.wasSuccessful() and caller.answered and not caller.misused
     except BaseException:  # a failed assertion, an error, sys.exit: not passed
         return False
-
-
-def _is_test_case(value: type) -> bool:
-    return issubclass(value, unittest.TestCase) and value.__module__ == "tests"
 
 
 class _Caller:
@@ -275,8 +258,6 @@ def _exception(name: str, message: str) -> Exception:
     """The exception of that name, if it is one of Python's that a test may expect."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _LOOPS):
-        try:
+        with suppress(TypeError):  # UnicodeDecodeError and its like want more
             return kind(message)
-        except TypeError:  # UnicodeDecodeError and its like want more
-            return TestedCodeError(f"{name}: {message}")
     return TestedCodeError(f"{name}: {message}")

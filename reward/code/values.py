@@ -4,7 +4,6 @@ A frame is its length (8 bytes, big endian) and JSON. Numbers, texts, None and b
 else is {"tag": content}. Example: (1, {2}) is {"t": [1, {"s": [2]}]}.
 """
 
-import itertools
 import json
 import os
 import select
@@ -23,18 +22,6 @@ ITEMS_LIMIT = 200_000
 _LENGTH = struct.Struct(">Q")
 _EXACT = 1 << 53
 _EXPONENT_LIMIT = 10_000
-_ITERATORS: tuple[type, ...] = (
-    map,
-    filter,
-    zip,
-    enumerate,
-    reversed,
-    type(_ for _ in ()),
-    type(iter([])),
-    type(iter(())),
-    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
-)
-
 CHANGEABLE = (list, dict, set, bytearray, deque)
 """What a function may change in place."""
 
@@ -54,19 +41,14 @@ def _decimal(text: str) -> Decimal:
 # (tag, type, its JSON, the value of that JSON)
 _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("f", float, float.hex, float.fromhex),
-    (
-        "c",
-        complex,
-        lambda value: [value.real.hex(), value.imag.hex()],
-        lambda parts: complex(*map(float.fromhex, parts)),
-    ),
+    ("c", complex, str, complex),
     ("b", bytes, lambda value: bytes(value).hex(), bytes.fromhex),
     ("B", bytearray, lambda value: bytes(value).hex(), bytearray.fromhex),
     (
         "q",
         Fraction,
-        lambda value: [hex(value.numerator), hex(value.denominator)],
-        lambda parts: Fraction(*(int(part, 16) for part in parts)),
+        lambda q: f"{q.numerator:x}/{q.denominator:x}",
+        lambda q: Fraction(*(int(n, 16) for n in q.split("/"))),
     ),
     ("D", Decimal, str, _decimal),
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
@@ -110,7 +92,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     for tag, kind, _ in _CONTAINERS:
         if isinstance(value, kind):
             return {tag: [encode(item, refer) for item in value]}
-    if isinstance(value, _ITERATORS):
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
         return {"i": [encode(item, refer) for item in _some(value)]}
     if refer is not None:
         return {"o": refer(value)}

@@ -1,8 +1,8 @@
 """RewardPool: verdicts from processes that may be killed, behind one asyncio call.
 
-Two queues with workers of their own. Verifiers registered as fast (linear time) are served in batches. Algebra and all
-other verifiers are served one at a time under the wall-clock limit: whatever a response makes sympy do, fast verdicts
-keep flowing. A worker past the limit is killed and replaced.
+Two queues with workers of their own, served by one event loop in a thread. Verifiers registered as fast (linear time)
+are served in batches. Algebra and all other verifiers are served one at a time under the wall-clock limit: whatever a
+response makes sympy do, fast verdicts keep flowing. A worker past the limit is killed and replaced.
 
     pool = RewardPool(RewardConfig(workers=4))
     verdicts = await pool.verify([VerificationRequest(response="Answer: 42", ground_truth="42")])
@@ -13,23 +13,36 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from reward.config import RewardConfig
-from reward.pool.messages import Result, Signal, Single
-from reward.pool.remote import RemoteVerifier
-from reward.pool.scheduler import Job, PoolCounters, Queue, Scheduler, Work
-from reward.pool.worker_process import START_LIMIT_S, WorkerProcess, WorkerStartError
+from reward.pool import remote
+from reward.pool.messages import Job, Order, Result
+from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find
-from reward.verdict import PoolError, Verdict, VerificationRequest
+from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
 
-LOW_PRIORITY_AFTER_S = 0.5
-"""A slow verdict that takes more CPU time continues at the lowest priority; most take hundredths of a second.
-Measured in CPU time, because on a busy machine a harmless one may wait long."""
+_CHUNK = 16
+"""Responses that stay together in the fast queue: a group of a prompt, as a rule."""
+_BATCH_CHUNKS = 16
+_BATCH_CHARACTERS = 4_000_000
+"""A batch takes no more chunks once it has so many characters."""
 
 _SLOW_NICENESS = 5
-_CHECK_EVERY_S = 0.25
+_LOOK_EVERY_S = 10.0
 _START_ATTEMPTS = 3
 _CLOSE_LIMIT_S = 15.0
+_COMPARISONS_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Jobs that wait for a worker, and who waits for their results."""
+
+    jobs: Sequence[Job]
+    characters: int
+    results: asyncio.Future[Sequence[Result]]
 
 
 class RewardPool:
@@ -38,17 +51,16 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         """Starts the fast workers in the background; the first verdicts wait for them (about 0.1 s)."""
         self._config = config
-        self._scheduler = Scheduler(config.workers)
-        self._closed = threading.Event()
-        queues = [Queue.FAST] * config.workers + [Queue.SLOW] * config.algebra_workers
-        self._processes: list[WorkerProcess | None] = [None] * len(queues)
-        self._processes_lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._serve, args=(slot, queue), name=f"reward-{queue}-{slot}", daemon=True)
-            for slot, queue in enumerate(queues)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._failure: PoolError | None = None
+        self._last_progress = 0.0
+        self._fast: asyncio.Queue[_Work] = asyncio.Queue()
+        self._slow: asyncio.Queue[_Work] = asyncio.Queue()
+        self._processes: set[WorkerProcess] = set()
+        self._comparisons: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread.start()
 
     async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
         """One verdict for each request, in order. One that could not be given has `error` set and is not correct.
@@ -57,157 +69,196 @@ class RewardPool:
             VerifierError: a request names a verifier that is not known.
             PoolError: the pool is closed, its workers do not start, or nothing has moved for much too long.
         """
-        remote = {name: find(name).remote for name in {request.verifier for request in requests}}
-        local = [request for request in requests if not remote[request.verifier]]
-        if len(local) == len(requests):
-            return await self._verify_locally(requests)
-        distant = [request for request in requests if remote[request.verifier]]
-        service = asyncio.ensure_future(RemoteVerifier(self._config.remote).verify(distant))
+        queues = {name: _queue(name) for name in {request.verifier for request in requests}}
+        parts: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
+        for request in requests:
+            parts[queues[request.verifier]].append(request)
+        service = (
+            asyncio.ensure_future(remote.verify(self._config.remote, parts["remote"])) if parts["remote"] else None
+        )
         try:
-            here = iter(await self._verify_locally(local))
-            there = iter(await service)
+            fast, slow = await self._verify_here(parts["fast"], parts["slow"])
+            verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service if service else ())}
         finally:
-            service.cancel()
-        return [next(there if remote[request.verifier] else here) for request in requests]
+            if service:
+                service.cancel()
+        return [next(verdicts[queues[request.verifier]]) for request in requests]
 
-    async def _verify_locally(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
-        """`verify` by the pool's own processes."""
-        if not requests:
-            return []
-        fast = {name: find(name).fast for name in {request.verifier for request in requests}}
-        job = self._scheduler.submit(requests, [fast[request.verifier] for request in requests])
-        try:
-            await self._wait(job)
-        finally:
-            self._scheduler.forget(job)
-        return [verdict for verdict in job.verdicts if verdict is not None]
-
-    async def _wait(self, job: Job) -> None:
-        """Waits for the job; gives up if the whole pool has delivered nothing for longer than any one task may take."""
+    async def _verify_here(
+        self, fast: list[VerificationRequest], slow: list[VerificationRequest]
+    ) -> tuple[list[Verdict], list[Verdict]]:
+        """Has the pool's loop judge; gives up if no worker has delivered for longer than any job may take."""
+        if self._failure is not None:
+            raise self._failure
         stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
-        done = asyncio.wrap_future(job.done)
-        while not done.done():
-            await asyncio.wait([done], timeout=10.0)
-            if not done.done() and self._scheduler.silent_s() > stuck_after_s:
-                raise PoolError(
-                    f"reward pool: no verdict for {self._scheduler.silent_s():.0f} s, {job.missing} missing; "
-                    f"workers {self.worker_pids()}"
-                )
-        done.result()
-
-    def counters(self) -> PoolCounters:
-        """Totals since the pool was made."""
-        return self._scheduler.counters()
+        began = time.monotonic()
+        judged = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._judge(fast, slow), self._loop))
+        try:
+            while not judged.done():
+                await asyncio.wait([judged], timeout=_LOOK_EVERY_S)
+                silent_s = time.monotonic() - max(began, self._last_progress)
+                if not judged.done() and (self._failure or silent_s > stuck_after_s):
+                    workers = self.worker_pids()
+                    raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        finally:
+            judged.cancel()
+        if judged.cancelled() and self._failure is not None:
+            raise self._failure
+        return judged.result()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that run now, for reports of who waits for whom."""
-        with self._processes_lock:
-            return [process.pid for process in self._processes if process is not None]
+        return [process.pid for process in self._processes.copy()]
 
     def close(self) -> None:
-        """Kills the workers and ends their threads; calls of `verify` that still wait raise PoolError. Repeatable."""
-        self._closed.set()
-        self._scheduler.fail("it is closed")
-        with self._processes_lock:
-            for process in self._processes:
-                if process is not None:
-                    process.end()
-        deadline = time.monotonic() + _CLOSE_LIMIT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        """Kills the workers and ends their thread; calls of `verify` that still wait raise PoolError. Repeatable."""
+        self._failure = self._failure or PoolError("reward pool: it is closed")
+        with suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_LIMIT_S)
 
-    def _serve(self, slot: int, queue: Queue) -> None:
-        """A worker's thread. What it cannot handle ends the pool, so that no caller waits for a thread that is gone."""
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve_until_closed())
+
+    async def _serve_until_closed(self) -> None:
+        """Runs the workers. An error of one ends the pool, so that no caller waits for a worker that is gone."""
+        queues = [self._fast] * self._config.workers + [self._slow] * self._config.algebra_workers
+        tasks = [asyncio.create_task(each) for each in (self._closing.wait(), *map(self._serve, queues))]
         try:
-            self._serve_until_closed(slot, queue)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        except PoolError as error:
+            self._failure = self._failure or error
         except Exception as error:
-            self._scheduler.fail(f"{queue} worker {slot}: {type(error).__name__}: {error}")
+            self._failure = PoolError(f"reward pool: {type(error).__name__}: {error}")
+        finally:
+            for task in tasks:
+                task.cancel()  # before it sees its process gone, and gives verdicts that say so
+            for process in self._processes.copy():
+                await self._end(process)
 
-    def _serve_until_closed(self, slot: int, queue: Queue) -> None:
-        """Starts the process, feeds it, replaces it when it is lost. A slow one starts when there is work for it."""
-        process = self._start(slot, queue) if queue is Queue.FAST else None
-        while (work := self._scheduler.take(queue)) is not None:
-            process = process or self._start(slot, queue)
-            if process is None:
-                return
-            if not self._do(process, work):
-                self._end(slot, process)
-                self._scheduler.count_restart()
-                process = self._start(slot, queue) if queue is Queue.FAST else None
-        if process is not None:
-            self._end(slot, process)
+    async def _serve(self, queue: asyncio.Queue[_Work]) -> None:
+        """Starts a process, feeds it, replaces it when it is lost. A slow one starts when there is work for it."""
+        fast = queue is self._fast
+        process = await self._start(0) if fast else None
+        while True:
+            works = await self._take(queue)
+            if works:
+                process = process or await self._start(_SLOW_NICENESS)
+                if not await self._do(process, works, alone=not fast):
+                    await self._end(process)
+                    process = await self._start(0) if fast else None
 
-    def _end(self, slot: int, process: WorkerProcess) -> None:
-        with self._processes_lock:
-            self._processes[slot] = None
-        process.kill()
-
-    def _start(self, slot: int, queue: Queue) -> WorkerProcess | None:
-        """A worker that is ready; None if the pool was closed, or if none comes up, which ends the pool."""
-        niceness = _SLOW_NICENESS if queue is Queue.SLOW else 0
-        for attempt in range(1, _START_ATTEMPTS + 1):
-            with self._processes_lock:
-                if self._closed.is_set():
-                    return None
-                process = self._processes[slot] = WorkerProcess(self._config.memory_mb, niceness)
+    async def _start(self, niceness: int) -> WorkerProcess:
+        """A worker that is ready. Raises PoolError: none comes up."""
+        attempts = 0
+        while True:
+            attempts += 1
+            process = WorkerProcess(self._config.memory_mb, niceness)
+            self._processes.add(process)
             try:
-                process.wait_ready()
+                await process.wait_ready()
                 return process
             except WorkerStartError as error:
-                if attempt == _START_ATTEMPTS:
-                    self._scheduler.fail(f"{error} ({attempt} attempts)")
-        return None
+                await self._end(process)
+                if attempts == _START_ATTEMPTS:
+                    raise PoolError(f"reward pool: {error} ({attempts} attempts)") from None
 
-    def _do(self, process: WorkerProcess, work: Work) -> bool:
-        """Has the process do the work and passes the results on; False if the process must be replaced.
+    async def _end(self, process: WorkerProcess) -> None:
+        self._processes.discard(process)
+        await process.end()
 
-        A task of a batch that was lost gets another attempt by itself. A single one gets another if its worker had done
-        earlier work, which may be to blame.
-        """
-        again = len(work.tasks) > 1 or (process.used and not work.tasks[0].retried)
-        process.used = True
-        start = time.monotonic()
+    async def _take(self, queue: asyncio.Queue[_Work]) -> list[_Work]:
+        """The next work: one slow job, or a worker's share of the fast ones that wait, without what was given up."""
+        works = [await queue.get()]
+        if queue is self._fast:
+            share = min(_BATCH_CHUNKS, 1 + queue.qsize() // self._config.workers)
+            characters = works[0].characters
+            while not queue.empty() and len(works) < share and characters < _BATCH_CHARACTERS:
+                works.append(queue.get_nowait())
+                characters += works[-1].characters
+        return [work for work in works if not work.results.done()]
+
+    async def _do(self, process: WorkerProcess, works: list[_Work], *, alone: bool) -> bool:
+        """Has the process do the work and passes the results on; False if the process must be replaced."""
+        order = Order([job for work in works for job in work.jobs], alone)
         try:
-            results = self._results(process, work)
-            memory = isinstance(work.order, Single) and isinstance(results[0], Verdict) and results[0].error == "memory"
-            if not memory:
-                self._scheduler.deliver(work, results)
-                return not process.low_priority
-            reason = "memory"
-        except TimeoutError:
-            reason, again = "timeout", len(work.tasks) > 1
-        except ValueError as error:  # the worker still runs: there is no exit code to report
-            reason = f"worker: {error}"[:200]
-        except (EOFError, OSError):
-            reason = process.how_it_died()
-        if again:
-            self._scheduler.isolate(work)
-        else:
-            seconds = time.monotonic() - start
-            lost = Verdict(accuracy=False, extracted=None, rule="", seconds=seconds, error=reason)
-            self._scheduler.deliver(work, [lost] * len(work.tasks))
-        return False
+            results = await process.judge(order, self._config.timeout_s)
+        except WorkerLost as lost:
+            for work in works:
+                if not work.results.done():
+                    work.results.set_exception(lost)
+            return False
+        self._last_progress = time.monotonic()
+        at = 0
+        for work in works:
+            if not work.results.done():
+                work.results.set_result(results[at : at + len(work.jobs)])
+            at += len(work.jobs)
+        return not process.low_priority
 
-    def _results(self, process: WorkerProcess, work: Work) -> list[Result]:
-        """The worker's results. Raises TimeoutError, EOFError, OSError, ValueError (what it sent is no result)."""
-        limit_s = self._config.timeout_s
-        if isinstance(work.order, Single):
-            process.send(work.order, START_LIMIT_S)
-            if process.receive(START_LIMIT_S) != Signal.STARTED:
-                raise ValueError("an unexpected reply: the next one would belong to another request")
-            self._await_answer(process, time.monotonic() + limit_s)
-        else:
-            process.send(work.order, limit_s)
-        results = process.receive(limit_s)
-        if isinstance(results, Signal) or len(results) != len(work.tasks):
-            raise ValueError("a reply that is no result")
-        return results
+    async def _judge(
+        self, fast: list[VerificationRequest], slow: list[VerificationRequest]
+    ) -> tuple[list[Verdict], list[Verdict]]:
+        chunks = [fast[at : at + _CHUNK] for at in range(0, len(fast), _CHUNK)]
+        waiting = [self._submit(self._fast, chunk, sum(len(each.response) for each in chunk)) for chunk in chunks]
+        alone = asyncio.gather(*map(self._judge_alone, slow))
+        results: list[Result] = []
+        try:
+            for chunk, judged in zip(chunks, waiting, strict=True):
+                try:
+                    results += await judged
+                except WorkerLost:  # each request gets another attempt by itself
+                    results += await asyncio.gather(*(self._judge_alone(request, last=True) for request in chunk))
+            deferred = iter(
+                await asyncio.gather(*(self._compare(each) for each in results if isinstance(each, Deferred)))
+            )
+            return [each if isinstance(each, Verdict) else next(deferred) for each in results], await alone
+        finally:
+            for future in (*waiting, alone):
+                future.cancel()
 
-    def _await_answer(self, process: WorkerProcess, deadline: float) -> None:
-        """Waits for the answer to begin, and lowers the worker's priority if it computes for long."""
-        cpu_before_s = process.cpu_seconds()
-        while not process.has_answered(min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0))):
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            if not process.low_priority and process.cpu_seconds() - cpu_before_s > LOW_PRIORITY_AFTER_S:
-                process.lower_priority()
+    async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:
+        """The verdict of a worker that has nothing else to do meanwhile.
+
+        If a worker is lost that had done earlier work, which may be to blame, the job gets a second and last attempt.
+        """
+        try:
+            (result,) = await self._submit(self._slow, [job])
+        except WorkerLost as lost:
+            if lost.again and not last:
+                return await self._judge_alone(job, last=True)
+            return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
+        return result if isinstance(result, Verdict) else await self._compare(result)
+
+    async def _compare(self, deferred: Deferred) -> Verdict:
+        """The verdict of algebra.
+
+        A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
+        """
+        key = (deferred.answer, deferred.truth)
+        comparison = self._comparisons.get(key)
+        known = comparison is not None and comparison.done()
+        if comparison is None:
+            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(deferred))
+            if len(self._comparisons) > _COMPARISONS_KEPT:
+                del self._comparisons[next(iter(self._comparisons))]
+        verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
+        if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
+            self._comparisons.pop(key, None)
+        seconds = deferred.seconds + (0.0 if known else verdict.seconds)
+        return replace(verdict, extracted=deferred.extracted, seconds=seconds)
+
+    def _submit(
+        self, queue: asyncio.Queue[_Work], jobs: Sequence[Job], characters: int = 0
+    ) -> asyncio.Future[Sequence[Result]]:
+        """Queues jobs; their results, or WorkerLost."""
+        work = _Work(jobs, characters, self._loop.create_future())
+        queue.put_nowait(work)
+        return work.results
+
+
+def _queue(verifier: str) -> str:
+    entry = find(verifier)
+    return "remote" if entry.remote else "fast" if entry.fast else "slow"

@@ -33,101 +33,87 @@ _RETRIED = frozenset({408, 425, 429})
 
 
 class _Refused(Exception):
-    """A failed attempt that is worth repeating; the message says what happened."""
+    """A failed attempt; the message says what happened."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
-class _Final(Exception):
-    """A failed attempt that is not worth repeating."""
+async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) -> list[Verdict]:
+    """One verdict for each request, in order; whatever the service answers."""
+    if config.url is None:
+        return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
+    import aiohttp  # only this verifier needs it
 
+    batches = [requests[at : at + config.batch] for at in range(0, len(requests), config.batch)]
+    free = asyncio.Semaphore(config.connections)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session:
 
-class RemoteVerifier:
-    """Judges by a service. Keeps nothing between calls, so it may be used from several event loops."""
+        async def judge(batch: Sequence[VerificationRequest]) -> list[Verdict]:
+            async with free:
+                return await _judge(config, session, batch)
 
-    def __init__(self, config: RemoteConfig) -> None:
-        self._config = config
-
-    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]:
-        """One verdict for each request, in order; whatever the service answers."""
-        if self._config.url is None:
-            return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
-        import aiohttp  # only this verifier needs it
-
-        size = self._config.batch
-        batches = [requests[at : at + size] for at in range(0, len(requests), size)]
-        free = asyncio.Semaphore(self._config.connections)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session:
-
-            async def one(batch: Sequence[VerificationRequest]) -> list[Verdict]:
-                async with free:
-                    return await self._judge(session, batch)
-
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(batch)) for batch in batches]
-        return [verdict for task in tasks for verdict in task.result()]
-
-    async def _judge(self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]) -> list[Verdict]:
-        began = time.monotonic()
-        pause, attempts = FIRST_PAUSE_S, 0
-        while True:
-            attempts += 1
-            try:
-                answers = await self._attempt(session, requests)
-            except (_Refused, _Final) as error:
-                spent = time.monotonic() - began
-                if isinstance(error, _Final) or spent + pause > self._config.deadline_s:
-                    reason = f"{self._config.url}: {error} ({attempts} attempts in {spent:.0f} s)"
-                    return [_unjudged(reason, spent / len(requests))] * len(requests)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            seconds = (time.monotonic() - began) / len(requests)
-            return [
-                Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds)
-                for accuracy, extracted, rule in answers
-            ]
-
-    async def _attempt(
-        self, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
-    ) -> list[tuple[bool, str | None, str]]:
-        import aiohttp
-
-        asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
-        assert self._config.url is not None, "verify has looked"
-        body = json.dumps({"requests": asked}).encode("ascii")  # lone surrogates of a response pass as JSON escapes
         try:
-            # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
-            async with (
-                asyncio.timeout(self._config.attempt_s),
-                session.post(
-                    self._config.url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
-                ) as answer,
-            ):
-                content = await _content(answer)
-                status = answer.status
-        except TimeoutError:
-            raise _Refused(f"no answer within {self._config.attempt_s:g} s") from None
-        except aiohttp.InvalidURL as error:
-            raise _Final(f"no address of a service: {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Refused(f"{type(error).__name__}: {error}") from None
-        if status != 200:
-            kind = _Refused if status in _RETRIED or status >= 500 else _Final
-            raise kind(f"status {status}: {content[:200].decode('utf-8', 'replace')}")
-        return _verdicts(content, len(requests))
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(judge(batch)) for batch in batches]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    return [verdict for task in tasks for verdict in task.result()]
+
+
+async def _judge(
+    config: RemoteConfig, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
+) -> list[Verdict]:
+    began = time.monotonic()
+    pause, attempts = FIRST_PAUSE_S, 0
+    while True:
+        attempts += 1
+        try:
+            answers = await _attempt(config, session, requests)
+        except _Refused as refused:
+            spent = time.monotonic() - began
+            if refused.final or spent + pause > config.deadline_s:
+                reason = f"{config.url}: {refused} ({attempts} attempts in {spent:.0f} s)"
+                return [_unjudged(reason, spent / len(requests))] * len(requests)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            continue
+        seconds = (time.monotonic() - began) / len(requests)
+        return [Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds) for right, text, rule in answers]
+
+
+async def _attempt(
+    config: RemoteConfig, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
+) -> list[tuple[bool, str | None, str]]:
+    import aiohttp
+
+    asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
+    body = json.dumps({"requests": asked}).encode("ascii")  # lone surrogates of a response pass as JSON escapes
+    header = {"Content-Type": "application/json"}
+    try:
+        # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
+        async with (
+            asyncio.timeout(config.attempt_s),
+            session.post(str(config.url), data=body, headers=header, allow_redirects=False) as answer,
+        ):
+            if (answer.content_length or 0) > ANSWER_BYTES:
+                raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
+            content, status = await answer.read(), answer.status
+    except TimeoutError:
+        raise _Refused(f"no answer within {config.attempt_s:g} s") from None
+    except aiohttp.InvalidURL as error:
+        raise _Refused(f"no address of a service: {error}", final=True) from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _Refused(f"{type(error).__name__}: {error}") from None
+    if status != 200:
+        final = status not in _RETRIED and status < 500
+        raise _Refused(f"status {status}: {content[:200].decode('utf-8', 'replace')}", final=final)
+    return _verdicts(content, len(requests))
 
 
 def _unjudged(reason: str, seconds: float) -> Verdict:
     return Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED.value, seconds=seconds, error=reason)
-
-
-async def _content(answer: "aiohttp.ClientResponse") -> bytes:
-    parts, size = [], 0
-    async for part in answer.content.iter_chunked(1 << 16):
-        size += len(part)
-        if size > ANSWER_BYTES:
-            raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:

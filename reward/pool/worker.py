@@ -6,12 +6,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
+from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
-from reward.pool.messages import Batch, Channel, Result, Signal
-from reward.registry import load
-from reward.verdict import Deferred, Judgement, Rule, Verdict, VerificationRequest, Verifier, VerifierError
+from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
+from reward.registry import VERIFIERS, load
+from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
+from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
 
@@ -23,23 +26,23 @@ def main() -> None:
     if os.getppid() != parent:
         sys.exit("the parent died before this worker was ready")
     os.nice(niceness)
-    channel = Channel(socket.socket(fileno=descriptor))
+    verifiers = {name: load(name) for name, entry in VERIFIERS.items() if entry.fast}
     _limit_memory(memory_mb)
-    verifiers: dict[str, Verifier] = {name: load(name) for name in ("robust", "exact")}
-    channel.send_reply(Signal.READY)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # the parent keeps what was written so far, to explain a failed start
-    while True:
-        try:
-            order = channel.receive_order()
-        except EOFError:
-            return
-        if isinstance(order, Batch):
-            channel.send_reply([_judge(request, verifiers) for request in order.requests])
-        else:
-            judge = _prepare(order.job, verifiers, memory_mb)
-            channel.send_reply(Signal.STARTED)
-            channel.send_reply([judge()])
+    with socket.socket(fileno=descriptor).makefile("rwb") as connection:
+
+        def send(reply: Reply) -> None:
+            connection.write(encode_reply(reply))
+            connection.flush()
+
+        send(READY)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent keeps what was written to explain a failed start
+        while header := connection.read(LENGTH.size):
+            order = decode_order(connection.read(*LENGTH.unpack(header)))
+            if order.alone:
+                if _imports(order.jobs[0], verifiers):
+                    _limit_memory(memory_mb)
+                send(READY)
+            send([_judge(job, verifiers) for job in order.jobs])
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -51,32 +54,21 @@ def _limit_memory(memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _prepare(
-    job: VerificationRequest | Deferred, verifiers: dict[str, Verifier], memory_mb: int
-) -> Callable[[], Result]:
-    """What gives the result, with everything imported that it needs. Imports do not count against the memory limit."""
+def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
+    """Imports what the job needs; whether that was anything. It does not count against the memory limit."""
     if isinstance(job, Deferred):
-        from reward.answer import symbolic
-        from reward.verifiers.robust import finish
-
-        if symbolic.prepare():
-            _limit_memory(memory_mb)
-        return lambda: _timed(lambda: finish(job), "robust")
-    if job.verifier not in verifiers:
-        try:
-            verifiers[job.verifier] = load(job.verifier)
-        except VerifierError as error:
-            failure = _failure(str(error), 0.0, Rule.UNJUDGED)
-            return lambda: failure
-        _limit_memory(memory_mb)
-    return lambda: _judge(job, verifiers)
+        return symbolic.prepare()
+    if job.verifier in verifiers:
+        return False
+    with suppress(VerifierError):  # `_judge` tries again, and says why not
+        verifiers[job.verifier] = load(job.verifier)
+    return True
 
 
-def _judge(request: VerificationRequest, verifiers: dict[str, Verifier]) -> Result:
-    verifier = verifiers.get(request.verifier)
-    if verifier is None:
-        verifier = verifiers[request.verifier] = load(request.verifier)
-    return _timed(lambda: verifier(request), request.verifier)
+def _judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
+    if isinstance(job, Deferred):
+        return _timed(lambda: robust.finish(job), "robust")
+    return _timed(lambda: (verifiers.get(job.verifier) or load(job.verifier))(job), job.verifier)
 
 
 def _timed(judge: Callable[[], Judgement | Deferred | bool], name: str) -> Result:

@@ -4,23 +4,36 @@ A fork would copy the locks of a parent that runs Ray and threads; `multiprocess
 main module. This starts in about 0.1 s and imports nothing but the verifiers.
 """
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from reward.pool.messages import Channel, Order, Reply
+import psutil
+
+from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Order, Reply, Result, decode_reply, encode_order
+from reward.verdict import Verdict
 
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
 
+LOW_PRIORITY_AFTER_S = 0.5
+"""A slow verdict that takes more CPU time continues at the lowest priority; most take hundredths of a second.
+Measured in CPU time, because on a busy machine a harmless one may wait long."""
+
+_CHECK_EVERY_S = 0.25
 _ONE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 }
 _LOG_TAIL = 2000
+_PART_BYTES = 1 << 20
 
 
 def worker_environment() -> dict[str, str]:
@@ -33,20 +46,28 @@ class WorkerStartError(RuntimeError):
     """A worker did not come up; the message holds what it wrote to its standard error."""
 
 
+class WorkerLost(Exception):
+    """A worker gave no results and must be replaced. `again`: earlier work of that worker may be to blame."""
+
+    def __init__(self, reason: str, seconds: float, again: bool) -> None:
+        super().__init__(reason)
+        self.seconds, self.again = seconds, again
+
+
 class WorkerProcess:
-    """A running worker. Used by one thread; `end` alone may be called from another."""
+    """A running worker, for one task of one event loop."""
 
     def __init__(self, memory_mb: int, niceness: int) -> None:
         """Starts the process, `niceness` below this one's priority; `wait_ready` must follow.
 
         It dies with the thread that calls this.
         """
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
-        self._channel = Channel(ours)
-        self.used = False
-        """Whether it has been given work."""
+        self._used = False
         self.low_priority = False
+        """Whether it computes at the lowest priority, which cannot be raised again."""
         with theirs:
             settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
             self._process = subprocess.Popen(
@@ -58,63 +79,98 @@ class WorkerProcess:
                 env=worker_environment(),
                 start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
             )
+        self.pid = self._process.pid
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    def wait_ready(self) -> None:
-        """Waits until the worker serves. Raises WorkerStartError; the process is gone then."""
+    async def wait_ready(self) -> None:
+        """Waits until the worker serves. Raises WorkerStartError."""
         try:
-            self._channel.receive_reply(START_LIMIT_S)
-            self._log.close()  # a worker that is ready writes to /dev/null
-        except (TimeoutError, EOFError, OSError) as error:
-            why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else self.how_it_died()
-            self.kill()
+            async with asyncio.timeout(START_LIMIT_S):
+                await self._receive()
+        except (EOFError, OSError) as error:
+            why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else await self._death()
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
             log = self._log.read().decode("utf-8", "replace").strip()
-            self._log.close()
             raise WorkerStartError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
+        finally:
+            self._log.close()  # a worker that is ready writes to /dev/null
 
-    def send(self, order: Order, timeout_s: float) -> None:
-        """Sends an order. Raises TimeoutError, OSError."""
-        self._channel.send_order(order, timeout_s)
+    async def judge(self, order: Order, limit_s: float) -> Sequence[Result]:
+        """The results of an order, in at most `limit_s` of wall-clock time, imports not counted. Raises WorkerLost."""
+        again, self._used, start = self._used, True, time.monotonic()
+        try:
+            return await self._results(order, limit_s)
+        except TimeoutError:
+            reason, again = "timeout", False
+        except MemoryError:
+            reason = "memory"
+        except ValueError as error:  # the worker still runs: there is no exit code to report
+            reason = f"worker: {error}"[:200]
+        except (EOFError, OSError):
+            reason = await self._death()
+        raise WorkerLost(reason, time.monotonic() - start, again)
 
-    def receive(self, timeout_s: float) -> Reply:
-        """Waits for a reply. Raises TimeoutError, EOFError, OSError, ValueError (it is no reply)."""
-        return self._channel.receive_reply(timeout_s)
+    async def _results(self, order: Order, limit_s: float) -> Sequence[Result]:
+        if order.alone:
+            async with asyncio.timeout(START_LIMIT_S):
+                if await self._ask(order) is not READY:
+                    raise ValueError("an unexpected reply: the next one would belong to another request")
+        async with asyncio.timeout(limit_s):
+            results = await (self._answer() if order.alone else self._ask(order))
+        if results is READY or len(results) != len(order.jobs):
+            raise ValueError("a reply that is no result")
+        if order.alone and isinstance(results[0], Verdict) and results[0].error == "memory":
+            raise MemoryError
+        return results
 
-    def cpu_seconds(self) -> float:
-        """CPU time that the process has used so far."""
-        with open(f"/proc/{self._process.pid}/stat", encoding="utf-8", errors="replace") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    async def _ask(self, order: Order) -> Reply:
+        content = encode_order(order)
+        for part in (LENGTH.pack(len(content)), content):  # joined they would be copied
+            await asyncio.get_running_loop().sock_sendall(self._socket, part)
+        return await self._receive()
 
-    def has_answered(self, timeout_s: float) -> bool:
-        """Waits until a reply has begun to arrive, or the connection broke; False if neither happened in time."""
-        return self._channel.wait(timeout_s)
+    async def _receive(self) -> Reply:
+        """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""
+        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+        if length > FRAME_LIMIT:
+            raise EOFError(f"frame of {length} bytes; the limit is {FRAME_LIMIT}")
+        return decode_reply(await self._read(length))
 
-    def lower_priority(self) -> None:
-        """Gives the process the lowest priority. It cannot be raised again: the pool replaces the process."""
-        self.low_priority = True
-        if self._process.poll() is None:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+    async def _read(self, size: int) -> bytes:
+        received = b""
+        while len(received) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(received), _PART_BYTES))
+            if not part:
+                raise EOFError("the other end is closed")
+            received += part
+        return received
 
-    def end(self) -> None:
-        """Ends the process, whatever it is doing. From any thread: the one that waits for a reply sees it gone."""
-        self._process.kill()
+    async def _answer(self) -> Reply:
+        """The reply to one order; the worker continues at the lowest priority if it computes for long."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            return await self._receive()
+        finally:
+            watch.cancel()
 
-    def kill(self) -> None:
-        """Ends the process, waits up to 10 s for it to be gone, and closes the connection."""
-        self.end()
-        self._process.wait(10.0)
-        self._channel.close()
+    async def _watch(self) -> None:
+        with suppress(psutil.NoSuchProcess):  # who reads its answer sees that too
+            process = psutil.Process(self.pid)
+            before_s = sum(process.cpu_times()[:2])
+            while sum(process.cpu_times()[:2]) - before_s <= LOW_PRIORITY_AFTER_S:
+                await asyncio.sleep(_CHECK_EVERY_S)
+            self.low_priority = True
+            process.nice(19)
 
-    def how_it_died(self) -> str:
+    async def _death(self) -> str:
         """`worker died (signal 11)`, for a process whose connection broke."""
         try:
-            code = self._process.wait(5.0)
+            code = await asyncio.to_thread(self._process.wait, 5.0)
         except subprocess.TimeoutExpired:
             return "worker closed its connection"
         return f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"
+
+    async def end(self) -> None:
+        """Kills the process, whatever it is doing, and waits up to 10 s for it to be gone."""
+        self._process.kill()
+        self._socket.close()
+        await asyncio.to_thread(self._process.wait, 10.0)

@@ -16,6 +16,7 @@ import re
 import signal
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +83,11 @@ def last_program(response: str) -> str | None:
 
 
 def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:
-    sandbox = Sandbox(source, mode="functions", cpu_s=cpu_s)
-    try:
+    with closing(Sandbox(source, mode="functions", cpu_s=cpu_s)) as sandbox:
         if not sandbox.ready():
             return False
         passed = passes(suite, sandbox, time.monotonic() + WALL_FACTOR * cpu_s)
         return None if passed is False and sandbox.ended_by() == signal.SIGKILL else passed
-    finally:
-        sandbox.close()
 
 
 def _passes_cases(source: str, truth: _Truth) -> bool | None:
@@ -98,15 +96,12 @@ def _passes_cases(source: str, truth: _Truth) -> bool | None:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
             stdin.write(given.encode("utf-8", "surrogatepass"))
             stdin.seek(0)
-            sandbox = Sandbox(source, mode="program", cpu_s=truth.cpu_s, stdin=stdin, stdout=stdout)
-            try:
+            with closing(Sandbox(source, mode="program", cpu_s=truth.cpu_s, stdin=stdin, stdout=stdout)) as sandbox:
                 if not sandbox.ready(file_bytes=4 * len(expected) + _SLACK_BYTES):
                     return False
                 began = time.monotonic()
                 code = sandbox.exit_code(began + left_s)
                 left_s -= time.monotonic() - began
-            finally:
-                sandbox.close()
             if code is None or code == -signal.SIGKILL:
                 return None
             stdout.seek(0)

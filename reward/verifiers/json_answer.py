@@ -2,9 +2,13 @@
 
 The ground truth is a JSON object with `equals`, `schema` (a JSON Schema), or both, as
 {"equals": {"x": 1}, "schema": {...}}.
+The response is read strictly: what is broken is no value, and nothing inside it is one.
 Not fast: a schema may hold regular expressions, so each verdict has the wall-clock limit of the pool.
 """
 
+import json
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +18,6 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
-from reward.verifiers.json_text import ABSENT, last, load
 
 RULE_EQUALS = "json-equals"
 RULE_SCHEMA = "json-schema"
@@ -65,8 +68,6 @@ def same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
-_IN_PLACE = ("not", "if", "then", "else")
-_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SHALLOW = 20
 """Levels of a value that no schema needs Python's whole stack for."""
@@ -76,14 +77,15 @@ class Schema:
     """A schema, ready to be applied. Schema({"type": "integer"}).holds(3) is true."""
 
     def __init__(self, schema: Any) -> None:
-        """Raises VerifierError: not a schema, one that refers outside itself, or one that leads back to itself."""
+        """Raises VerifierError: not a schema, or one that refers to what it does not hold. Nothing is fetched."""
         try:
             kind = jsonschema.validators.validator_for(schema)
             kind.check_schema(schema)
-            _check_references(schema)
             root = Resource.from_contents(schema, default_specification=DRAFT202012)
             resolver = Registry().with_resource("", root).resolver()
-            _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
+            for reference in (each[key] for each in _objects(schema) for key in _REFERENCES if key in each):
+                if isinstance(reference, str):
+                    resolver.lookup(reference)
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
             raise VerifierError(f"the schema is not valid: {str(error)[:120]}") from error
         except Unresolvable as error:
@@ -100,77 +102,155 @@ class Schema:
         """
         try:
             return bool(self._validator.is_valid(value))
-        except Unresolvable as error:
-            raise VerifierError(f"the schema refers to what it does not hold: {str(error)[:120]}") from error
         except RecursionError:
             if _depth(value) <= _SHALLOW:
                 raise VerifierError("the schema leads back to itself and its checking never ends") from None
             return False
 
 
-def _check_references(schema: Any) -> None:
-    for holder in _objects(schema):
-        for key in _REFERENCES:
-            reference = holder.get(key)
-            if isinstance(reference, str) and not reference.startswith("#"):
-                raise VerifierError(
-                    f"the schema refers to {reference[:80]!r}, outside itself, and nothing is fetched; "
-                    "put it below $defs"
-                )
+def _children(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
 
 
-def _check_ends(schema: Any, lookup: Any) -> None:
-    """A schema that applies itself to the very same value, as {"$ref": "#"}, is never done with it.
-
-    Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
-    """
-    done: set[int] = set()
-    for start in _objects(schema):
-        path: list[int] = []
-        todo: list[tuple[Any, bool]] = [(start, False)]
-        while todo:
-            subschema, leaving = todo.pop()
-            if leaving:
-                done.add(path.pop())
-            elif id(subschema) in path:
-                raise VerifierError("the schema leads back to itself on the same value: its checking never ends")
-            elif isinstance(subschema, dict) and id(subschema) not in done:
-                path.append(id(subschema))
-                todo.append((subschema, True))
-                todo.extend((each, False) for each in _in_place(subschema, lookup))
-
-
-def _in_place(schema: dict[str, Any], lookup: Any) -> Iterator[Any]:
-    """The subschemas that are applied to the value itself, not to a part of it."""
-    for key in _REFERENCES:
-        if isinstance(schema.get(key), str):
-            yield lookup(schema[key])
-    yield from (schema[key] for key in _IN_PLACE if key in schema)
-    for key in _IN_PLACE_LISTS:
-        yield from schema.get(key, ())
-    dependent = schema.get("dependentSchemas")
-    yield from dependent.values() if isinstance(dependent, dict) else ()
-
-
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def _objects(schema: Any) -> list[dict[str, Any]]:
     """Every object of the schema, itself included."""
-    todo = [schema]
-    while todo:
-        at = todo.pop()
-        if isinstance(at, dict):
-            yield at
-            todo.extend(at.values())
-        elif isinstance(at, list):
-            todo.extend(at)
+    found = [schema]
+    for each in found:
+        found += _children(each)
+    return [each for each in found if isinstance(each, dict)]
 
 
 def _depth(value: Any) -> int:
     """How deep lists and objects are nested."""
     levels, at = 0, [value]
-    while at := [item for each in at if isinstance(each, dict | list) for item in _items(each)]:
+    while at := [child for each in at for child in _children(each)]:
         levels += 1
     return levels
 
 
-def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
+ABSENT = object()
+"""In place of a value, where there is none."""
+
+_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[^\n`{\[]*$", re.MULTILINE)
+_START = re.compile(r"[{\[]")
+_EVIDENT = re.compile(r"\{\s*\"|\[\s*[\[{\"]")
+"""Begins like JSON and hardly like prose."""
+_KEYED = re.compile(r"\{\s*'?\w+'?\s*:")
+"""Begins like an object of another language."""
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+\s*)?$")
+"""What stands before a bracket of LaTeX: `\\boxed{`, `\\[`."""
+_BRACKETS = re.compile(r'"(?:[^"\\\n]|\\.)*"?|[{}\[\]]')
+_STRAY = re.compile(r"\s*[}\]]")
+_NONZERO = re.compile(r"[^eE]*[1-9]")
+_FAILURES = 1000
+_PAIRS = {"}": "{", "]": "["}
+
+
+def load(text: str) -> Any:
+    """The JSON value that the whole text is, or ABSENT.
+
+    Beyond Python's reader it refuses what readers disagree on: a key given twice, NaN, Infinity, and numbers beyond a
+    double (1e999).
+    """
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return ABSENT
+
+
+def last(text: str) -> tuple[Any, str]:
+    """The last JSON value of the text, and how it is written; ABSENT and "" if it states none.
+
+    A value is an object or array anywhere, or the whole of a fenced block, or the whole text. Whichever begins last
+    counts. An object or array that is broken or cut off counts as a statement that is no value; what lies inside it is
+    no statement of its own.
+    """
+    if (value := load(text)) is not ABSENT:
+        return value, text.strip()
+    found: tuple[Any, str] = (ABSENT, "")
+    for part, fenced in _parts(text):
+        if fenced and (value := load(part)) is not ABSENT:
+            found = value, part.strip()
+            continue
+        stated = _last_of(part)
+        if stated is not None:
+            found = stated
+    return found
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """The text cut at its fences: (part, whether it is inside one). No JSON value reaches over a fence."""
+    at, fenced = 0, False
+    for fence in _FENCE.finditer(text):
+        yield text[at : fence.start()], fenced
+        at, fenced = fence.end(), not fenced
+    yield text[at:], fenced
+
+
+def _last_of(text: str) -> tuple[Any, str] | None:
+    """The last statement of a part; None if there is none in it."""
+    stated: tuple[Any, str] | None = None
+    unclosed: set[int] = set()
+    at = failures = opened = 0
+    while (start := _START.search(text, at)) is not None:
+        begin = start.start()
+        try:
+            value, at = _DECODER.raw_decode(text, begin)
+            stray = opened == 0 and _STRAY.match(text, at) is not None  # closes what was never opened
+            stated = (ABSENT, "") if stray else (value, text[begin:at])
+            continue
+        except json.JSONDecodeError as error:
+            stopped = error.pos
+        except (ValueError, RecursionError):
+            stopped = begin
+        failures += 1
+        if failures > _FAILURES:
+            return ABSENT, ""
+        if _COMMAND.search(text, max(0, begin - 40), begin):
+            opened, at = opened + 1, begin + 1
+            continue
+        evident = _EVIDENT.match(text, begin) is not None
+        paragraph = -1 if evident or text[begin] == "{" else text.find("\n\n", begin)
+        closed = (
+            None if begin in unclosed else _closed(text, begin, len(text) if paragraph < 0 else paragraph, unclosed)
+        )
+        stated = (ABSENT, "") if evident else stated
+        broken_to = len(text) if evident or _KEYED.match(text, begin) else max(stopped, begin + 1)
+        at = broken_to if closed is None else closed
+    return stated
+
+
+def _closed(text: str, begin: int, end: int, unclosed: set[int]) -> int | None:
+    """Where what opens at `begin` is closed, texts in quotes left aside; None if that is not before `end`, and then
+    `unclosed` gets whatever else is open there."""
+    open_: list[int] = []
+    counts = {"{": 0, "[": 0}
+    for found in _BRACKETS.finditer(text, begin, end):
+        bracket = found[0]
+        if bracket in counts:
+            open_.append(found.start())
+            counts[bracket] += 1
+        elif bracket in _PAIRS and counts[_PAIRS[bracket]]:
+            while (ended := text[open_.pop()]) != _PAIRS[bracket]:
+                counts[ended] -= 1  # never closed itself, it ends with what holds it
+            counts[ended] -= 1
+            if not open_:
+                return found.end()
+    unclosed.update(open_)
+    return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return dict(pairs)
+
+
+def _double(numeral: str) -> float:
+    number = float(numeral)
+    if not math.isfinite(number) or (number == 0 and _NONZERO.match(numeral)):
+        raise ValueError(f"{numeral[:40]} is no JSON or beyond a double")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_double, parse_constant=_double)

@@ -26,7 +26,6 @@ from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
 from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool
-from reward.pool.scheduler import Job, Scheduler
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
 from rollout.fleet.member import Timing
@@ -256,12 +255,10 @@ def test_a_publish_as_a_whole() -> None:
 
 def test_verdicts(monkeypatch) -> None:
     async def test(pool: RewardPool) -> None:
-        # Its look every ten seconds, and the longest silence, shortened.
-        monkeypatch.setattr(pool_module, "_START_ATTEMPTS", 0)
-        wait = asyncio.wait
-        monkeypatch.setattr(asyncio, "wait", lambda waited, timeout=None, **_: wait(waited, timeout=0.05))
-        monkeypatch.setattr(Scheduler, "submit", lambda *_: Job(1))  # no worker ever sees the request
-        with pytest.raises(PoolError, match=r"reward pool: no verdict for \d+ s, 1 missing; workers"):
+        monkeypatch.setattr(pool_module, "START_LIMIT_S", 0.0)
+        monkeypatch.setattr(pool_module, "_LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr(pool, "_judge", never)
+        with pytest.raises(PoolError, match=r"reward pool: no verdict for \d+ s; workers \["):
             await pool.verify([VerificationRequest(response="Answer: 1", ground_truth="1")])
 
     pool = RewardPool(RewardConfig(workers=1, timeout_s=0.1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reward.disagreement import other_accuracy
+from reward.registry import other_accuracy
 from reward.verdict import Deferred, VerificationRequest
 from reward.verifiers import exact, robust
 from tests.reward.conftest import load_cases

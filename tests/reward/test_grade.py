@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reward.grade import LineError, parse_line
+from reward.grade import parse_line
 from reward.verdict import VerifierError
 from tests.reward.conftest import load_cases
 
@@ -165,7 +165,7 @@ def test_a_request_keeps_what_the_line_says():
     request = parse_line(b'{"response": "r", "ground_truth": 1.50, "prompt": "p", "verifier": "choice"}', "robust")
     assert (request.response, request.ground_truth, request.prompt, request.verifier) == ("r", "1.50", "p", "choice")
     assert parse_line(b'{"response": "r", "ground_truth": "x"}', "exact").verifier == "exact"
-    with pytest.raises(LineError, match="is a bool"):
+    with pytest.raises(ValueError, match="is a bool"):
         parse_line(b'{"response": "r", "ground_truth": true}', "robust")
     with pytest.raises(VerifierError):
         parse_line(b'{"response": "r", "ground_truth": "x", "verifier": "nope"}', "robust")

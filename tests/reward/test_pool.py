@@ -70,7 +70,6 @@ def test_a_hostile_verdict_is_an_error_and_harms_no_other(make_pool, name, error
     assert second.error == error
     assert third.error is None
     assert verify(pool, ask("Answer: 42"))[0].accuracy
-    assert pool.counters().errors == 1
 
 
 def test_what_a_verifier_prints_is_not_taken_for_its_verdict(make_pool):
@@ -92,9 +91,10 @@ def test_what_a_verifier_sends_itself_harms_no_other(make_pool, frame):
 def test_a_worker_that_dies_once_costs_no_verdict(make_pool, tmp_path):
     """Earlier work may be to blame: what dies in a worker that is not new gets a second attempt in a new one."""
     pool = make_pool(workers=1)
-    verdicts = verify(pool, hostile("judge"), hostile("die_once", str(tmp_path / "mark")))
+    mark = tmp_path / "mark"
+    verdicts = verify(pool, hostile("judge"), hostile("die_once", str(mark)))
     assert verdicts[1].accuracy
-    assert pool.counters().restarts == 1
+    assert mark.exists()
 
 
 def test_the_limit_is_kept(make_pool):
@@ -155,13 +155,13 @@ def test_an_unusable_ground_truth_is_an_error_of_its_verdict_alone(make_pool, tr
 
 def test_a_group_that_agrees_pays_for_algebra_once(make_pool):
     pool = make_pool(workers=2)
-    verify(pool, ask("Answer: \\sqrt{4}", "2"))
+    verify(pool, ask("Answer: 42"))
+    fast = pool.worker_pids()
     verdicts = verify(pool, *[ask(f"{i} words\nAnswer: $\\sqrt{{1764}}$") for i in range(200)])
     assert all(verdict.accuracy and verdict.rule == "symbolic" for verdict in verdicts)
-    assert pool.counters().algebra == 201
-    start = time.monotonic()
+    (algebra,) = set(pool.worker_pids()) - set(fast)
+    os.kill(algebra, signal.SIGSTOP)  # so whoever asks it gets no verdict
     assert verify(pool, ask("Answer: \\sqrt{1764}"))[0].accuracy
-    assert time.monotonic() - start < 5.0
 
 
 def test_an_unknown_verifier_is_named_with_the_nearest(make_pool):

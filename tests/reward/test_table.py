@@ -72,7 +72,6 @@ def test_the_whole_table_through_the_pool_in_order(make_pool):
     assert [verdict.accuracy for verdict in by_robust] == [case.robust for case in CASES]
     assert [verdict.accuracy for verdict in by_exact] == [case.exact for case in CASES]
     assert not [verdict for verdict in by_robust + by_exact if verdict.error]
-    assert pool.counters().timeouts == 0
 
 
 def _request(case: Case, verifier: str) -> VerificationRequest:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward.answer.extract import last_statement
+from reward.answer.extract import code_blocks, is_retracted, last_statement
 from reward.answer.option import labelled, option
-from reward.answer.visibility import code_blocks, is_retracted
 
 
 @pytest.mark.parametrize(
