@@ -70,10 +70,9 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
     """
     check_layout(case.hf, case.config.actor.layout)
     workload, heads = case.workload, case.hf.num_attention_heads
-    if heads % case.servers.tensor_parallel:
+    if heads % case.tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {case.servers.tensor_parallel}: must divide the model's num_attention_heads = "
-            f"{heads}"
+            f"rollout.tensor_parallel = {case.tensor_parallel}: must divide the model's num_attention_heads = {heads}"
         )
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None
@@ -189,7 +188,7 @@ def other_splits(plan: Plan) -> list[Plan]:
     found: list[Plan] = []
     for layout in _layouts_like(own):
         rows = sum(split.case.config.actor.layout.world_size == layout.world_size for split in found)
-        servers = (case.gpus - layout.world_size) // case.servers.tensor_parallel
+        servers = (case.gpus - layout.world_size) // case.tensor_parallel
         if servers < 1 or rows == _SPLITS_OF_A_SIZE or len(found) == _SPLITS:
             continue
         actor = dataclasses.replace(case.config.actor, layout=layout)

@@ -154,24 +154,24 @@ def _trained(case: Scenario, filled: Filled, state: StateBytes) -> _Trained:
 
 def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     """The servers as one: what limits a decode step and how many responses run."""
-    hf, constants, workload, servers = case.hf, case.constants, case.workload, case.servers
+    hf, constants, workload, count = case.hf, case.constants, case.workload, case.servers
     sample = groups(workload, seed=1)
     lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
     context = mean_running_context(lengths, workload.mean_prompt)
     each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
-    reductions = 2 * hf.num_layers if servers.tensor_parallel > 1 else 0
+    reductions = 2 * hf.num_layers if case.tensor_parallel > 1 else 0
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
-    speed = constants.peak_flops * constants.prefill_efficiency * servers.tensor_parallel
+    speed = constants.peak_flops * constants.prefill_efficiency * case.tensor_parallel
     return Fleet(
-        slots=servers.count * each,
+        slots=count * each,
         mean_prompt=workload.mean_prompt,
-        prefill_s=prefill / speed / servers.count,
+        prefill_s=prefill / speed / count,
         fixed_s=overhead + memory.weights / bandwidth,
-        cache_s=memory.kv_bytes_per_token / bandwidth / servers.count,
+        cache_s=memory.kv_bytes_per_token / bandwidth / count,
         overhead_s=overhead,
-        response_s=2 * matrix_parameters(hf) / speed / servers.count,
+        response_s=2 * matrix_parameters(hf) / speed / count,
     )
 
 

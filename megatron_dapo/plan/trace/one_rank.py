@@ -1,4 +1,4 @@
-"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB.json`, under `stub_environment`.
+"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB`, under `stub_environment`.
 
 What is replaced here is replaced in this process alone, which does nothing else.
 """
@@ -9,8 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.findings import RankTrace, Shard
+from megatron_dapo.plan.trace.findings import RankTrace, Wait
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
 from rollout.server.parent_death import end_with
@@ -54,24 +53,21 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     # torch.tensor(..., device="cuda") shall make a CPU tensor and then copy it, which the meter sees.
     torch._C._set_only_lift_cpu_tensors(True)
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        actor, shards = _run(config, rank, meter)
-    packages = ["torch", "megatron-core", *(["transformer-engine"] if transformer_engine else [])]
+        actor = _run(config, rank, meter)
     return RankTrace(
         rank=rank,
-        world_size=layout.world_size,
         place=actor.place(),
         kernels=str(choice),
         calls=recorder.calls,
-        waits=[(*wait, count) for wait, count in sorted(meter.waits.items())],
-        peaks=dict(meter.peaks),
-        shards=shards,
-        versions={name: version(name) for name in packages},
+        waits=[Wait(*wait, count) for wait, count in sorted(meter.waits.items())],
+        peaks=meter.peaks,
         seconds=time.monotonic() - start,
     )
 
 
-def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
+def _run(config: Config, rank: int, meter: Meter) -> Any:
     from megatron_dapo.actor.actor import MegatronActor
+    from megatron_dapo.actor.checkpoint import checkpoint
     from megatron_dapo.coordinator.batch import objective_of
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,11 +102,11 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
                 actor.reference_log_probs(batch.responses, batch.plan, temperature)
     with meter.measured("rollout"):
         pass  # at rest
-    with meter.measured("checkpoint"):
-        shards = _shards(actor)
+    with meter.measured("checkpoint"), actor.memory.resident("parameters", "optimizer"):
+        checkpoint._sharded_state(actor.optimizer, loading=False)
     with meter.measured("weight sync"):
         actor.stream_weights(_Sink(actor.device.device) if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
-    return actor, shards
+    return actor
 
 
 def _mini_batch(config: Config, *, reference: bool) -> Any:
@@ -139,39 +135,6 @@ def _mini_batch(config: Config, *, reference: bool) -> Any:
         old_log_probs=column,
         reference_log_probs=column if reference else None,
     )
-
-
-def _shards(actor: Any) -> list[Shard]:
-    """What this rank writes of a checkpoint."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-
-    from megatron_dapo.actor.checkpoint import checkpoint
-
-    with actor.memory.resident("parameters", "optimizer"):
-        state = checkpoint._sharded_state(actor.optimizer, loading=False)
-        found, _ = extract_sharded_tensors_and_factories(state)
-        own = []
-        for one in _leaves(found):
-            for part in _leaves(one.build()) if isinstance(one, ShardedTensorFactory) else [one]:
-                number = part.replica_id if isinstance(part.replica_id, int) else sum(part.replica_id)
-                if number == 0:
-                    size = (
-                        *[1] * part.prepend_axis_num,
-                        *part.local_shape[-(len(part.global_shape) - part.prepend_axis_num) :],
-                    )
-                    own.append(
-                        Shard(part.key, str(part.dtype)[6:], tuple(part.global_shape), tuple(part.global_offset), size)
-                    )
-    return own
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    for value in tree.values() if isinstance(tree, Mapping) else tree:
-        if isinstance(value, Mapping | list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 class _Sink:
@@ -305,13 +268,12 @@ def _names_by_stage(names: Mapping[str, Any], hf: HFModelConfig, stages: int, vi
 
 
 def main() -> None:
-    """Read the job, write the trace to the file that it names."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+    """Do the job (JSON), write the trace to the file that it names."""
+    job = json.loads(sys.argv[1])
     end_with(job["parent"])
     config = load_config(Path(job["config"]), job["overrides"])
     trace = trace_rank(config, job["rank"], transformer_engine=job["layers"] == "te")
     Path(job["out"]).write_text(json.dumps(dataclasses.asdict(trace)))
-    sys.stdout.flush()
     os._exit(0)  # torch's own end would wait for a device
 
 
