@@ -116,6 +116,8 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
     if not case.config.algorithm.dynamic_sampling.enabled:
         sampling = "every group is trained: dynamic sampling is off"
+    elif work.pass_rate < (case.assumed.pass_rate or 0):
+        sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
     console.print(
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
         f"{work.sigma:g} (of those trained: mean {step.mean_length:.0f}, longest {step.longest}, {step.cut_off:.1%} "

@@ -1,12 +1,10 @@
 """What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own."""
 
 import json
-import os
 import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,8 +23,6 @@ _OPTIMIZER_BYTES = 12
 _CPU_PROCESS_BYTES = 1.6e9
 """On CPUs a trainer rank takes 0.4 to 0.6 GB, a server's three processes 1.4 to 2.0 GB."""
 
-_PROBE_BYTES = 64 * 2**20
-_SLOW_SYNC_S = 300.0
 _DRY_RUN_TOKENS = 32
 _LAST_LINES = 6
 
@@ -82,22 +78,22 @@ def check_inputs(facts: Facts) -> Iterator[Finding]:
     yield passed(f"prompts: {prompts.summary()}; held out: {heldout.summary()}")
 
 
-def bytes_on_disk(config: Config, hf: HFModelConfig) -> tuple[float, float]:
-    """(all that the run keeps at once, one weight version): versions, one more being written, checkpoints, export."""
+def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:
+    """All that the run keeps at once: weight versions, one more being written, checkpoints, export."""
     parameters, size = model_parameters(hf), DTYPE_BYTES[config.model.dtype]
-    weights = float(parameters * size)
-    checkpoints = (config.run.keep_checkpoints + 1) * parameters * (size + _OPTIMIZER_BYTES)
-    return 2 * weights + checkpoints + (weights if config.run.export_at_end else 0), weights
+    versions = 3 if config.run.export_at_end else 2
+    checkpoints = config.run.keep_checkpoints + 1
+    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES))
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:
-    """Room and speed where the run will write.
+    """Room where the run will write.
 
     Raises:
         OSError: it cannot be written to.
     """
     config = facts.given
-    needed, weights = bytes_on_disk(config, HFModelConfig.load(Path(config.model.path)))
+    needed = bytes_on_disk(config, HFModelConfig.load(Path(config.model.path)))
     path = Path(config.run.dir).resolve()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = shutil.disk_usage(folder).free
@@ -105,16 +101,8 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
     if free < needed:
         yield failed(room, "set run.dir to a larger disk, or lower run.keep_checkpoints")
         return
-    began = time.perf_counter()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-        file.write(os.urandom(_PROBE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = weights * (time.perf_counter() - began) / _PROBE_BYTES
-    shown = f"{room}; a weight version of {weights / 1e9:.2f} GB is written in {seconds:.0f} s"
-    if config.rollout.weight_sync == "disk" and seconds > _SLOW_SYNC_S:
-        yield warning(shown, "set run.dir to a faster file system: weights pass it at every rollout step")
-    yield passed(shown)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
+        yield passed(room)
 
 
 def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_gpu: bool) -> float:

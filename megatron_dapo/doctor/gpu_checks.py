@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from megatron_dapo.doctor.probing import (
     IMPORT_DEADLINE_S,
     Facts,
     Finding,
-    Gpu,
     failed,
     needed_gpus,
     passed,
@@ -29,16 +28,6 @@ _BUSY_SHARE = 0.1
 _NO_DRIVER = (
     "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
 )
-_GPU_FAULTS: dict[str, tuple[Callable[[Gpu], bool], str]] = {
-    "memory is in use": (
-        lambda gpu: gpu.used > _BUSY_SHARE * gpu.memory,
-        "end what uses it: nvidia-smi lists the processes",
-    ),
-    "MIG is on, and NCCL joins no two of its instances": (
-        lambda gpu: gpu.mig,
-        "nvidia-smi -mig 0 (as root), or ask for whole GPUs",
-    ),
-}
 _TRAINER = ("megatron.core", "transformer_engine.pytorch")
 _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.entrypoints.http_server")
 _LOST = {
@@ -80,9 +69,8 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         make = failed if two_a_gpu or "Prohibited" in modes else warning
         fix = "nvidia-smi -c 0 (as root); Exclusive_Process has one process a GPU, and run.mode: colocated needs two"
         yield make(f"compute mode {', '.join(modes)}", fix)
-    for what, (wrong, fix) in _GPU_FAULTS.items():
-        if numbers := ", ".join(str(number) for number, gpu in enumerate(gpus) if wrong(gpu)):
-            yield warning(f"GPU {numbers}: {what}", fix)
+    if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:
+        yield warning(f"memory of GPU {', '.join(busy)} is in use", "end what uses it: nvidia-smi lists the processes")
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ IMPORT_DEADLINE_S = 180.0
 """Libraries of gigabytes, perhaps from a network file system."""
 
 _REAP_S = 2.0
-_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_mode,mig.mode.current"
+_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_mode"
 _TORCH = """
 import json, torch
 error, cuda = "", torch.version.cuda
@@ -126,7 +126,6 @@ class Gpu(NamedTuple):
     driver: str
     compute_mode: str
     """Default, Exclusive_Process or Prohibited."""
-    mig: bool
 
 
 def gpus_of(text: str) -> list[Gpu]:
@@ -136,11 +135,7 @@ def gpus_of(text: str) -> list[Gpu]:
         return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0  # "[N/A]"
 
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [
-        Gpu(row[0], number(row[1]), number(row[2]), row[3], row[4], row[5] == "Enabled")
-        for row in rows
-        if len(row) == len(Gpu._fields)
-    ]
+    return [Gpu(row[0], number(row[1]), number(row[2]), row[3], row[4]) for row in rows if len(row) == len(Gpu._fields)]
 
 
 def needed_gpus(config: Config) -> int:

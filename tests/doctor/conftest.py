@@ -13,7 +13,7 @@ import pytest
 from megatron_dapo.doctor.examine import examine
 from megatron_dapo.doctor.probing import Facts, Finding, Status
 
-GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default, Disabled"
+GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default"
 GCC = """#!/bin/sh
 while [ $# -gt 0 ]; do
     if [ "$1" = -I ]; then

@@ -73,8 +73,7 @@ def test_servers_that_someone_else_runs_need_no_gpu_and_no_kernels_here(machine,
     [
         (("Default", "Prohibited"), FAIL, "compute mode Prohibited"),
         (("Default", "Exclusive_Process"), WARNING, "compute mode Exclusive_Process"),
-        (("Disabled", "Enabled"), WARNING, "GPU 0, 1, 2, 3, 4, 5, 6, 7: MIG is on"),
-        ((" 4,", " 60000,"), WARNING, "memory is in use"),
+        ((" 4,", " 60000,"), WARNING, "memory of GPU 0, 1, 2, 3, 4, 5, 6, 7 is in use"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_as_it_is(change, status, said, machine):
@@ -94,8 +93,8 @@ def test_two_processes_a_gpu_need_a_gpu_that_takes_two(machine, config):
 
 @pytest.mark.parametrize("memory", ["[N/A]", "1.2.3", "."])
 def test_a_cell_that_is_no_number_counts_as_none(memory):
-    [gpu] = gpus_of(f"NVIDIA GB10, {memory}, {memory}, 580.95.05, Default, [N/A]\n")
-    assert (gpu.memory, gpu.used, gpu.mig) == (0.0, 0.0, False)
+    [gpu] = gpus_of(f"NVIDIA GB10, {memory}, {memory}, 580.95.05, Default\n")
+    assert (gpu.memory, gpu.used) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
