@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.doctor.config_checks import dry_run
 from megatron_dapo.doctor.examine import examine, findings_of
-from megatron_dapo.doctor.probing import Facts, Status, failed
+from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 
 _STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
 _WIDEST = 200
@@ -27,23 +26,24 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
         print("doctor --dry-run: give the config that is to be run", file=sys.stderr)
         return ExitCode.CONFIG
     counts: Counter[Status] = Counter()
-    config, unread = None, []
-    try:
-        config = None if path is None else load_config(path, overrides)
-    except ConfigError as error:
-        unread = [("config", failed(str(error), "correct the config as the message says"))]
 
-    def dry_findings():
-        if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
-            console.print("dry run: starting trainer and servers")
-            for finding in findings_of(dry_run(path, overrides, config)):
-                yield "dry run", finding
-
-    for name, finding in chain(unread, examine(Facts(config)), dry_findings()):
+    def show(name: str, finding: Finding) -> None:
         counts[finding.status] += 1
         label = (f"{finding.status:<8}", _STYLES[finding.status])
         console.print(Text.assemble(label, (f"{name}: ", "bold"), finding.found))
         if finding.fix:
             console.print(Text(f"        fix: {finding.fix}"))
+
+    config = None
+    try:
+        config = None if path is None else load_config(path, overrides)
+    except ConfigError as error:
+        show("config", failed(str(error), "correct the config as the message says"))
+    for name, finding in examine(Facts(config)):
+        show(name, finding)
+    if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
+        console.print("dry run: starting trainer and servers")
+        for finding in findings_of(dry_run(path, overrides, config)):
+            show("dry run", finding)
     console.print(", ".join(f"{counts[status]} {status}" for status in Status))
     return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED

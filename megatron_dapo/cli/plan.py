@@ -23,11 +23,6 @@ from megatron_dapo.plan.step_plan import StepPlan
 
 WIDTH = 120
 GB = 1e9
-_SYNC_WAYS = {
-    "disk": "disk: gather, write, read, checksums",
-    "tensor": "tensor: gather, to the host's memory, to the servers' GPUs",
-    "distributed": "distributed: gather, broadcast",
-}
 
 
 def plan_command(
@@ -102,12 +97,11 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
             console.print("  but for the other of trainer and server, for which no change is known")
         return
     console.print(f"\nEverything fits {_gb(case.gpu_memory)} a GPU. A rollout step, modelled:")
-    console.print(_time_table(step, case.config.rollout.weight_sync))
-    steps = case.config.run.rollout_steps
+    console.print(_time_table(step))
+    steps, generated = case.config.run.rollout_steps, step.generated_tokens / step.seconds / step.gpus
     console.print(
-        f"{step.tokens_per_s_per_gpu:.0f} trained and {step.generated_tokens / step.seconds / step.gpus:.0f} generated "
-        f"tokens/s a GPU. {steps} rollout steps: {step.seconds * steps / 3600:.0f} hours on {step.gpus} GPUs, "
-        f"{plan.gpu_hours:.0f} GPU-hours."
+        f"{step.tokens_per_s_per_gpu:.0f} trained and {generated:.0f} generated tokens/s a GPU. {steps} rollout steps: "
+        f"{step.seconds * steps / 3600:.0f} hours on {step.gpus} GPUs, {plan.gpu_hours:.0f} GPU-hours."
     )
     if len(splits) > 1:
         console.print("\nThe same GPUs, split otherwise (* as configured):")
@@ -122,8 +116,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
         f"{work.sigma:g} (of those trained: mean {step.mean_length:.0f}, longest {step.longest}, {step.cut_off:.1%} "
         f"cut off); prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not counted: evaluation, checkpoints, the "
-        "start, failures. docs/before_a_run.md holds the formulas and the options that set these, "
-        "docs/measurements/plan.md how far the model is from published steps."
+        "start, failures. docs/before_a_run.md: formulas, and how to set these."
     )
 
 
@@ -138,30 +131,23 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _time_table(step: StepPlan, weight_sync: str) -> Table:
-    one = step.update
+def _time_table(step: StepPlan) -> Table:
+    one, during = step.update, step.log_prob_total_s - step.log_prob_s
+    tokens = f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups"
+    parts = f"arithmetic {one.compute_s:.1f} + bubble {one.bubble_s:.1f} + tensor parallel {one.tensor_s:.1f}"
     table = _table("phase", "seconds", "what it is made of")
     for phase, seconds, text in (
-        (
-            "rollout",
-            step.rollout_s,
-            f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
-            f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many",
-        ),
-        ("log-probs", step.log_prob_s, f"{step.log_prob_total_s - step.log_prob_s:.0f} s more during the rollout"),
-        (
-            "update",
-            step.update_s,
-            f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
-            f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s",
-        ),
-        ("weight sync", step.sync_s, _SYNC_WAYS[weight_sync]),
+        ("rollout", step.rollout_s, f"{tokens}, {step.slots} responses at once"),
+        ("its tail", step.tail_s, "part of the rollout with fewer than half as many responses"),
+        ("log-probs", step.log_prob_s, f"{during:.0f} s more during the rollout"),
+        ("update", step.update_s, f"{step.optimizer_steps:.0f} x ({parts} + gradients and Adam {one.data_s:.1f} s)"),
+        ("weight sync", step.sync_s, "rollout.weight_sync"),
         ("handover", step.handover_s, "colocated: weights and optimizer state to host memory and back"),
         ("all", step.seconds, f"trainer's MFU in log-probs and updates {step.mfu:.0%}"),
     ):
         table.add_row(phase, f"{seconds:.0f}", text, style="bold" if phase == "all" else None)
     if step.overlaps:
-        table.caption = "rollout (without its end) and log-probs with update at the same time: the longer counts"
+        table.caption = "rollout (without its tail) and log-probs with update at the same time: the longer counts"
     return table
 
 
@@ -169,13 +155,13 @@ def _split_table(plan: Plan, splits: Sequence[Plan]) -> Table:
     table = _table("trainer", "layout", "servers", "rollout s", "update s", "step s", "tokens/s/GPU", "GPU-hours")
     for split in splits:
         layout, step = split.case.config.actor.layout, split.step
-        figures = ["does not fit", *[""] * 4]
-        if step is not None:
-            values = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
-            figures = [f"{value:.0f}" for value in values]
-        sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
         gpus = f"{layout.world_size} GPUs{' *' if split is plan else ''}"
-        table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *figures)
+        sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
+        figures: tuple[float, ...] = ()
+        if step is not None:
+            figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
+        cells = [f"{value:.0f}" for value in figures] or ["does not fit"]
+        table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *cells)
     return table
 
 

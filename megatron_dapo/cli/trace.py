@@ -17,8 +17,6 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
     try:
         config = load_config(path, overrides)
         layout = config.actor.layout
-        if layers not in ("te", "local"):
-            raise ConfigError(f"--layers {layers}: te or local")
         if config.actor.fp8 != "none":
             raise ConfigError(f"actor.fp8 = {config.actor.fp8}: FP8 cannot be traced; give actor.fp8=none")
         if layout.context > 1:
@@ -29,8 +27,7 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
         asked = asked or telling_ranks(layout)
         constants, hf = load_calibration(), model_dimensions(config.model.path).hf
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
-        kind = "te" if layers == "te" else "local"
-        traces = trace_ranks(path, overrides, config, asked, layers=kind, jobs=jobs, told=_tell)
+        traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=jobs, told=_tell)
     except (ConfigError, TraceError) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG

@@ -11,7 +11,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.rank_processes import Layers, telling_ranks, trace_ranks
+from megatron_dapo.plan.trace.rank_processes import telling_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
@@ -19,7 +19,7 @@ RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO
 pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
 
 
-def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: Layers = "te") -> Findings:
+def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: str = "te") -> Findings:
     config = load_config(path, overrides)
     asked = telling_ranks(config.actor.layout) if ranks is None else ranks
     traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)

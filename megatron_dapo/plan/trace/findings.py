@@ -62,7 +62,7 @@ class Wait(NamedTuple):
     loop: str
     """Megatron's schedule, inside whose loop over micro-batches it is, or ""."""
 
-    count: int
+    times: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, 
         file, _, rest = wait.place.partition(":")
         reason = KNOWN_WAITS.get((file, rest.partition(" ")[2]))
         most = found.get((wait.what, wait.place), (0, None))[0]
-        found[wait.what, wait.place] = (max(wait.count, most), reason)
+        found[wait.what, wait.place] = (max(wait.times, most), reason)
     return dict(sorted(found.items()))
 
 

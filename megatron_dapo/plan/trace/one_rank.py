@@ -154,9 +154,10 @@ def _replace_torch(meter: Meter, recorder: Recorder, hf: HFModelConfig, layout: 
 
     torch.tensor = lambda data, **options: tensor(numbers(data), **options)
 
-    for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+    owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+    for owner in owners:
         what = f"{owner.__name__}.synchronize"
-        owner.synchronize = lambda *args, what=what: meter.wait(what)  # type: ignore[attr-defined]
+        owner.synchronize = lambda *args, what=what: meter.wait(what)
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

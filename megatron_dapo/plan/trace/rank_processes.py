@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -19,9 +19,6 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.trace.findings import RankTrace
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
-
-Layers = Literal["te", "local"]
-"""Whose transformer layers: TransformerEngine's, which a GPU node has, or those of Megatron and this project."""
 
 RANK_SECONDS = 1800
 """Longest that one rank may take; measured: about a minute on one core."""
@@ -76,11 +73,15 @@ def trace_ranks(
     config: Config,
     ranks: Sequence[int],
     *,
-    layers: Layers,
+    layers: str,
     jobs: int,
     told: Callable[[RankTrace], None] = lambda trace: None,
 ) -> list[RankTrace]:
     """The traces of `ranks`, in that order; `told` hears of each when it is there.
+
+    Args:
+        layers: whose transformer layers: TransformerEngine's ("te"), which a GPU node has, or those of Megatron and
+            this project ("local").
 
     Raises:
         TraceError: something is missing here, a rank does not exist, or one failed: then with what it printed last.
@@ -88,6 +89,8 @@ def trace_ranks(
     world = config.actor.layout.world_size
     if wrong := [rank for rank in ranks if not 0 <= rank < world]:
         raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
+    if layers not in ("te", "local"):
+        raise TraceError(f"--layers {layers}: te or local")
     started: list[subprocess.Popen[str]] = []
     try:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
