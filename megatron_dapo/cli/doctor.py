@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.doctor.config_checks import dry_run
-from megatron_dapo.doctor.examine import examine
-from megatron_dapo.doctor.probing import Finding, Node, Status, failed
+from megatron_dapo.doctor.examine import examine, findings_of
+from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 
 _STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
 _WIDEST = 200
@@ -26,25 +26,24 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
         print("doctor --dry-run: give the config that is to be run", file=sys.stderr)
         return ExitCode.CONFIG
     counts: Counter[Status] = Counter()
-    config: Config | None = None
-    if path is not None:
-        try:
-            config = load_config(path, overrides)
-        except ConfigError as error:
-            _print(console, counts, failed("config", str(error), "correct the config as the message says"))
-    node = Node()
-    for finding in examine(config, node):
-        _print(console, counts, finding)
+
+    def show(name: str, finding: Finding) -> None:
+        counts[finding.status] += 1
+        label = (f"{finding.status:<8}", _STYLES[finding.status])
+        console.print(Text.assemble(label, (f"{name}: ", "bold"), finding.found))
+        if finding.fix:
+            console.print(Text(f"        fix: {finding.fix}"))
+
+    config = None
+    try:
+        config = None if path is None else load_config(path, overrides)
+    except ConfigError as error:
+        show("config", failed(str(error), "correct the config as the message says"))
+    for name, finding in examine(Facts(config)):
+        show(name, finding)
     if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
         console.print("dry run: starting trainer and servers")
-        _print(console, counts, dry_run(path, overrides, config, node))
+        for finding in findings_of(dry_run(path, overrides, config)):
+            show("dry run", finding)
     console.print(", ".join(f"{counts[status]} {status}" for status in Status))
     return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED
-
-
-def _print(console: Console, counts: Counter[Status], finding: Finding) -> None:
-    counts[finding.status] += 1
-    label = (f"{finding.status:<8}", _STYLES[finding.status])
-    console.print(Text.assemble(label, (f"{finding.check}: ", "bold"), finding.found))
-    if finding.fix:
-        console.print(Text(f"        fix: {finding.fix}"))

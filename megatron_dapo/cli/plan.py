@@ -1,16 +1,15 @@
 """`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
@@ -24,11 +23,6 @@ from megatron_dapo.plan.step_plan import StepPlan
 
 WIDTH = 120
 GB = 1e9
-_SYNC_WAYS = {
-    "disk": "disk: gather, write, read, checksums",
-    "tensor": "tensor: gather, to the host's memory, to the servers' GPUs",
-    "distributed": "distributed: gather, broadcast",
-}
 
 
 def plan_command(
@@ -44,36 +38,33 @@ def plan_command(
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
     if as_json:
-        print(json.dumps(plan_tree(model.source, plan, splits, ways), indent=2))
+        print(json.dumps(_tree(model.source, plan, splits, ways), indent=2))
     else:
         _print(model.source, plan, splits, ways)
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
-def plan_tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> dict[str, Any]:
+def _tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
-    step = None
-    if plan.step is not None:
-        derived = {name: getattr(plan.step, name) for name in ("seconds", "tokens_per_s_per_gpu")}
-        step = dataclasses.asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours}
+    derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
         "model": {"source": source, "parameters": model_parameters(plan.case.hf)},
         "fits": plan.fits,
         "gpu_memory": plan.case.gpu_memory,
-        "trainer": [dataclasses.asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
-        "server": None if plan.server is None else dataclasses.asdict(plan.server),
+        "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
+        "server": plan.server and asdict(plan.server),
         "host": plan.host,
-        "misfits": [dataclasses.asdict(misfit) for misfit in plan.misfits],
+        "misfits": [asdict(misfit) for misfit in plan.misfits],
         "remedies": [dict(way) for way in ways],
-        "workload": dataclasses.asdict(plan.case.workload),
-        "step": step,
+        "workload": asdict(plan.case.workload),
+        "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
         "splits": [
             {
-                "layout": dataclasses.asdict(split.case.config.actor.layout),
+                "layout": asdict(split.case.config.actor.layout),
                 "servers": split.case.config.rollout.servers,
                 "chosen": split is plan,
                 "fits": split.fits,
-                "seconds": split.step.seconds if split.step else None,
+                "seconds": split.step and split.step.seconds,
             }
             for split in splits
         ],
@@ -81,42 +72,52 @@ def plan_tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Ch
 
 
 def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-
-    def say(text: str) -> None:
-        console.print(Text(text))
-
-    say(f"Model: {model_parameters(plan.case.hf) / 1e9:.2f} billion parameters, {source}")
-    say(_gpus(plan))
+    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
+    case, server, step, layout = plan.case, plan.server, plan.step, plan.case.config.actor.layout
+    console.print(f"Model: {model_parameters(case.hf) / 1e9:.2f} billion parameters, {source}")
+    generate = f"{case.server_gpus} generate ({case.servers} servers of {case.tensor_parallel})"
+    if case.shares_gpus:
+        generate = f"which the servers share ({case.config.rollout.memory_fraction:g} of each)"
+    sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
+    console.print(f"{layout.world_size} GPUs train ({sizes}), {generate}")
     console.print(_memory_table(plan))
-    if plan.server is not None:
-        server = plan.server
-        say(
+    if server is not None:
+        console.print(
             f"Server, each GPU: weights {_gb(server.weights)}, KV cache {_gb(server.kv_cache)} = {server.kv_tokens} "
             f"tokens a server, outside memory_fraction {_gb(server.rest)}"
         )
-    say("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items()))
-    if plan.step is None:
-        _print_misfits(console, plan, ways)
+    console.print("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items()))
+    if step is None:
+        console.print(f"\nDoes not fit {_gb(case.gpu_memory)} a GPU:", style="bold")
+        for one in plan.misfits:
+            console.print(f"  {one.part}, {one.what}: needs {_gb(one.needed)}, there are {_gb(one.there)}")
+        keys = " ".join(f"{key}={json.dumps(value)}" for way in ways for key, value in way.items())
+        console.print(f"  would fit with: {keys or 'no change that is known'}", soft_wrap=True)
+        if 0 < len(ways) < len({misfit.part for misfit in plan.misfits}):
+            console.print("  but for the other of trainer and server, for which no change is known")
         return
-    say(f"\nEverything fits {_gb(plan.case.gpu_memory)} a GPU. A rollout step, modelled:")
-    console.print(_time_table(plan.step, plan.case.config.rollout.weight_sync))
-    say(_summary(plan, plan.step))
+    console.print(f"\nEverything fits {_gb(case.gpu_memory)} a GPU. A rollout step, modelled:")
+    console.print(_time_table(step))
+    steps, generated = case.config.run.rollout_steps, step.generated_tokens / step.seconds / step.gpus
+    console.print(
+        f"{step.tokens_per_s_per_gpu:.0f} trained and {generated:.0f} generated tokens/s a GPU. {steps} rollout steps: "
+        f"{step.seconds * steps / 3600:.0f} hours on {step.gpus} GPUs, {plan.gpu_hours:.0f} GPU-hours."
+    )
     if len(splits) > 1:
-        say("\nThe same GPUs, split otherwise (* as configured):")
+        console.print("\nThe same GPUs, split otherwise (* as configured):")
         console.print(_split_table(plan, splits))
-    say(_assumptions(plan))
-
-
-def _gpus(plan: Plan) -> str:
-    config, layout, servers = plan.case.config, plan.case.config.actor.layout, plan.case.servers
-    sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
-    if plan.case.shares_gpus:
-        whose = "the servers' while they write" if config.run.mode == "colocated" else "the server's"
-        these = f"{layout.world_size} GPUs" if layout.world_size > 1 else "1 GPU"
-        return f"{these} that trainer ({sizes}) and servers share ({config.rollout.memory_fraction:g} of each {whose})"
-    each = f"{servers.count} servers of {servers.tensor_parallel}"
-    return f"{layout.world_size} GPUs train ({sizes}), {servers.gpus} generate ({each})"
+    work = case.workload
+    sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
+    if not case.config.algorithm.dynamic_sampling.enabled:
+        sampling = "every group is trained: dynamic sampling is off"
+    elif work.pass_rate < (case.assumed.pass_rate or 0):
+        sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
+    console.print(
+        f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
+        f"{work.sigma:g} (of those trained: mean {step.mean_length:.0f}, longest {step.longest}, {step.cut_off:.1%} "
+        f"cut off); prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not counted: evaluation, checkpoints, the "
+        "start, failures. docs/before_a_run.md: formulas, and how to set these."
+    )
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -130,88 +131,38 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _print_misfits(console: Console, plan: Plan, ways: Sequence[Changes]) -> None:
-    console.print(Text(f"\nDoes not fit {_gb(plan.case.gpu_memory)} a GPU:", style="bold"))
-    for one in plan.misfits:
-        console.print(Text(f"  {one.part}, {one.what}: needs {_gb(one.needed)}, there are {_gb(one.there)}"))
-    if ways:
-        keys = " ".join(f"{key}={json.dumps(value)}" for way in ways for key, value in way.items())
-        console.print(Text(f"  would fit with: {keys}"), soft_wrap=True)
-    parts = {misfit.part for misfit in plan.misfits}
-    if len(ways) < len(parts):
-        rest = "the other of trainer and server" if ways else " and ".join(sorted(parts, reverse=True))
-        console.print(Text(f"  no change of recompute, micro-batch, layout or server size is known to help {rest}"))
-
-
-def _time_table(step: StepPlan, weight_sync: str) -> Table:
-    one = step.update
-    generated = (
-        f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups, {step.slots} "
-        f"responses at once; {step.tail_s:.0f} s of it with fewer than half as many"
-    )
-    updates = (
-        f"{step.optimizer_steps:.0f} optimizer steps, each: arithmetic {one.compute_s:.1f} s, bubble "
-        f"{one.bubble_s:.1f} s, tensor parallel {one.tensor_s:.1f} s, gradients and Adam {one.data_s:.1f} s"
-    )
-    rows = {
-        "rollout": (step.rollout_s, generated),
-        "log-probs": (step.log_prob_s, f"{step.log_prob_total_s - step.log_prob_s:.0f} s more during the rollout"),
-        "update": (step.update_s, updates),
-        "weight sync": (step.sync_s, _SYNC_WAYS[weight_sync]),
-    }
-    if step.handover_s:
-        rows["handover"] = (step.handover_s, "weights and optimizer state to host memory and back")
+def _time_table(step: StepPlan) -> Table:
+    one, during = step.update, step.log_prob_total_s - step.log_prob_s
+    tokens = f"{step.generated_tokens / 1e6:.1f} million tokens in {step.generated_groups:.0f} groups"
+    parts = f"arithmetic {one.compute_s:.1f} + bubble {one.bubble_s:.1f} + tensor parallel {one.tensor_s:.1f}"
     table = _table("phase", "seconds", "what it is made of")
-    for phase, (seconds, text) in rows.items():
-        table.add_row(phase, f"{seconds:.0f}", text)
+    for phase, seconds, text in (
+        ("rollout", step.rollout_s, f"{tokens}, {step.slots} responses at once"),
+        ("its tail", step.tail_s, "part of the rollout with fewer than half as many responses"),
+        ("log-probs", step.log_prob_s, f"{during:.0f} s more during the rollout"),
+        ("update", step.update_s, f"{step.optimizer_steps:.0f} x ({parts} + gradients and Adam {one.data_s:.1f} s)"),
+        ("weight sync", step.sync_s, "rollout.weight_sync"),
+        ("handover", step.handover_s, "colocated: weights and optimizer state to host memory and back"),
+        ("all", step.seconds, f"trainer's MFU in log-probs and updates {step.mfu:.0%}"),
+    ):
+        table.add_row(phase, f"{seconds:.0f}", text, style="bold" if phase == "all" else None)
     if step.overlaps:
-        table.add_row("", "", "rollout (without its end) and log-probs with update at the same time: the longer counts")
-    table.add_row("all", f"{step.seconds:.0f}", f"trainer's MFU in log-probs and updates {step.mfu:.0%}", style="bold")
+        table.caption = "rollout (without its tail) and log-probs with update at the same time: the longer counts"
     return table
-
-
-def _summary(plan: Plan, step: StepPlan) -> str:
-    steps = plan.case.config.run.rollout_steps
-    return (
-        f"{step.tokens_per_s_per_gpu:.0f} trained and {step.generated_tokens / step.seconds / step.gpus:.0f} generated "
-        f"tokens/s a GPU. {steps} rollout steps: {step.seconds * steps / 3600:.0f} hours on {step.gpus} GPUs, "
-        f"{plan.gpu_hours:.0f} GPU-hours."
-    )
 
 
 def _split_table(plan: Plan, splits: Sequence[Plan]) -> Table:
     table = _table("trainer", "layout", "servers", "rollout s", "update s", "step s", "tokens/s/GPU", "GPU-hours")
     for split in splits:
         layout, step = split.case.config.actor.layout, split.step
-        sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
-        figures = ["does not fit", *[""] * 4]
-        if step is not None:
-            values = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
-            figures = [f"{value:.0f}" for value in values]
         gpus = f"{layout.world_size} GPUs{' *' if split is plan else ''}"
-        table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *figures)
+        sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
+        figures: tuple[float, ...] = ()
+        if step is not None:
+            figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
+        cells = [f"{value:.0f}" for value in figures] or ["does not fit"]
+        table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *cells)
     return table
-
-
-def _assumptions(plan: Plan) -> str:
-    work, asked = plan.case.workload, plan.case.assumed.pass_rate
-    sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
-    if not plan.case.config.algorithm.dynamic_sampling.enabled:
-        sampling = "every group is trained: dynamic sampling is off"
-    elif asked is not None and work.pass_rate < asked:
-        sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
-    step, lengths = plan.step, ""
-    if step is not None:
-        lengths = (
-            f" (of those trained: mean {step.mean_length:.0f}, longest {step.longest}, {step.cut_off:.1%} cut off)"
-        )
-    return (
-        f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
-        f"{work.sigma:g}{lengths}; prompts of {work.mean_prompt:.0f} tokens; {sampling}. Not "
-        "counted: evaluation, checkpoints, the start, failures. Set your own with --mean-length, --sigma, --pass-rate, "
-        "--gpu-memory; constants of the hardware with --calibration FILE. docs/before_a_run.md holds the formulas, "
-        "docs/measurements/plan.md how far the model is from published steps."
-    )
 
 
 def _gb(value: float) -> str:
@@ -221,5 +172,5 @@ def _gb(value: float) -> str:
 def _table(*heads: str) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for at, head in enumerate(heads):
-        table.add_column(Text(head), overflow="fold", justify="left" if at == 0 or "what" in head else "right")
+        table.add_column(head, overflow="fold", justify="left" if at == 0 or "what" in head else "right")
     return table

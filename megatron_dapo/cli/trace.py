@@ -8,7 +8,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.findings import Findings, RankTrace, covered
+from megatron_dapo.plan.trace.findings import Findings, RankTrace
 from megatron_dapo.plan.trace.rank_processes import TraceError, telling_ranks, trace_ranks
 
 
@@ -17,33 +17,23 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
     try:
         config = load_config(path, overrides)
         layout = config.actor.layout
-        if layers not in ("te", "local"):
-            raise ConfigError(f"--layers {layers}: te or local")
-        if (fp8 := config.actor.fp8) != "none":
-            raise ConfigError(f"actor.fp8 = {fp8}: FP8 cannot be traced; give actor.fp8=none for the trace")
-        if layers == "te" and layout.context > 1:
-            raise ConfigError("actor.layout.context above 1 cannot be traced with --layers te; give --layers local")
-        asked = telling_ranks(layout)
-        if ranks == "all":
-            asked = list(range(layout.world_size))
-        elif ranks:
-            if not all(one.strip().isdecimal() for one in ranks.split(",")):
-                raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
-            asked = sorted({int(one) for one in ranks.split(",")})
+        if config.actor.fp8 != "none":
+            raise ConfigError(f"actor.fp8 = {config.actor.fp8}: FP8 cannot be traced; give actor.fp8=none")
+        if layout.context > 1:
+            raise ConfigError("actor.layout.context above 1 cannot be traced")
+        if ranks not in ("", "all") and not all(one.strip().isdecimal() for one in ranks.split(",")):
+            raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
+        asked = range(layout.world_size) if ranks == "all" else sorted(set(map(int, filter(None, ranks.split(",")))))
+        asked = asked or telling_ranks(layout)
         constants, hf = load_calibration(), model_dimensions(config.model.path).hf
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
-        traces = trace_ranks(
-            path, overrides, config, asked, layers="te" if layers == "te" else "local", jobs=jobs, told=_tell
-        )
+        traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=jobs, told=_tell)
     except (ConfigError, TraceError) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
     findings = Findings.of(traces, config, hf, constants)
     print(f"\n{traces[0].kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
     print(findings.tables())
-    print(
-        f"\nCheckpoint: these ranks write {covered(traces):.1%} of its numbers, none of them twice unless told below."
-    )
     print("\n".join(["", "Faults:", *findings.faults] if findings.faults else ["", "No fault was found."]))
     return ExitCode.FAILED if findings.faults else ExitCode.FINISHED
 

@@ -1,22 +1,44 @@
-"""Where the checks look (files, commands, names and limits of this machine, or of one that a test makes up) and what
-they report."""
+"""What a check reports, and what the checks know of this machine, each thing asked once."""
 
+import importlib.metadata
+import json
 import os
-import resource
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.utils import canonicalize_name
+
+from megatron_dapo.config import Config
+from megatron_dapo.plan.scenario import share_gpus
 
 ASK_DEADLINE_S = 30.0
+IMPORT_DEADLINE_S = 180.0
+"""Libraries of gigabytes, perhaps from a network file system."""
+
 _REAP_S = 2.0
+_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_mode"
+_TORCH = """
+import json, torch
+error, cuda = "", torch.version.cuda
+try:
+    cuda and torch.cuda.init()
+except Exception as raised:
+    error = str(raised)
+devices = torch.cuda.device_count() if cuda and not error else 0
+nccl = torch.cuda.nccl.version()[:3] if cuda else ()
+print()
+print(json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, nccl=nccl, error=error)))
+"""
 
 
 class Status(StrEnum):
@@ -25,99 +47,167 @@ class Status(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: Finding(Status.FAIL, "ports", "30000 is taken", "set rollout.port=0")."""
+class Finding(NamedTuple):
+    """One line of a check: Finding(Status.FAIL, "cannot listen on 127.0.0.1:30000", "set rollout.port=0")."""
 
     status: Status
-    check: str
     found: str
     fix: str = ""
     """What to do; empty where nothing is wrong."""
 
 
-def passed(check: str, found: str) -> Finding:
-    return Finding(Status.PASS, check, found)
+def passed(found: str) -> Finding:
+    return Finding(Status.PASS, found)
 
 
-def warning(check: str, found: str, fix: str) -> Finding:
-    return Finding(Status.WARNING, check, found, fix)
+def warning(found: str, fix: str) -> Finding:
+    return Finding(Status.WARNING, found, fix)
 
 
-def failed(check: str, found: str, fix: str) -> Finding:
-    return Finding(Status.FAIL, check, found, fix)
+def failed(found: str, fix: str) -> Finding:
+    return Finding(Status.FAIL, found, fix)
 
 
-def warning_if(wrong: bool, check: str, found: str, fix: str) -> Finding:
-    return warning(check, found, fix) if wrong else passed(check, found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What became of a command: Answer(code=1, output="", error="nvcc fatal: ...")"""
+class Answer(NamedTuple):
+    """What became of a command: Answer(1, "", "nvcc fatal: ...")"""
 
     code: int | None
     """None: it could not be started, or did not end in time; `error` says which."""
-    output: str = ""
+    output: str
     error: str
 
+    @property
+    def cause(self) -> str:
+        """Why it failed, in one line: of a Python traceback its last error.
 
-def _outgoing_address() -> str:
-    """That of the interface with the default route, as Ray takes it for this node; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("8.8.8.8", 53))
-        return str(probe.getsockname()[0])
+        sgl_kernel's error lists its own causes in lines that begin with a dash: the first of them counts.
+        """
+        if self.code is not None and self.code < 0:
+            return f"ended by signal {-self.code}"
+        causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", self.error, re.MULTILINE)
+        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+", self.error, re.MULTILINE)
+        lines = self.error.strip().splitlines()
+        return (causes[:1] or errors[-1:] or lines[-1:] or [f"exit code {self.code}"])[0][:300]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """This machine by default."""
+def run(command: Sequence[str], deadline_s: float = ASK_DEADLINE_S) -> Answer:
+    """Returns at the deadline also where a hung driver keeps the command from being killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(None, "", f"{command[0]}: {error.strerror}")
+    try:
+        output, said = process.communicate(timeout=deadline_s)
+        return Answer(process.returncode, output, said)
+    except subprocess.TimeoutExpired:
+        return Answer(None, "", f"no end within {deadline_s:g} s")
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_REAP_S)
 
+
+class Gpu(NamedTuple):
+    """One that nvidia-smi lists; memory in MiB, 0 where the GPU does not report it."""
+
+    name: str
+    memory: float
+    used: float
+    driver: str
+    compute_mode: str
+    """Default, Exclusive_Process or Prohibited."""
+
+
+def gpus_of(text: str) -> list[Gpu]:
+    """Those of nvidia-smi's rows that are whole."""
+
+    def number(cell: str) -> float:
+        return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0  # "[N/A]"
+
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [Gpu(row[0], number(row[1]), number(row[2]), row[3], row[4]) for row in rows if len(row) == len(Gpu._fields)]
+
+
+def needed_gpus(config: Config) -> int:
+    """Of trainer and own servers together."""
+    servers = 0 if config.rollout.urls else config.rollout.servers * config.rollout.tensor_parallel
+    return config.actor.layout.world_size + (0 if share_gpus(config) else servers)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """This machine, and the config that is to be run on it."""
+
+    config: Config | None = None
     root: Path = Path("/")
     """Of /sys, /proc, /dev and /usr/local."""
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Also of the commands: PATH says which are there."""
     python: tuple[str, ...] = (sys.executable,)
-    headers: Path = Path(sysconfig.get_paths()["include"])
-    """Python's, where Python.h belongs."""
-    site: Path = Path(sysconfig.get_paths()["purelib"])
-    """Where pip installs packages."""
     packages: Sequence[str] = field(default_factory=lambda: list(sys.path))
-    """Folders of all installed packages."""
-    host: str = field(default_factory=socket.gethostname)
-    resolve: Callable[[str], str] = lambda name: str(socket.getaddrinfo(name, None)[0][4][0])
-    """Name -> address; OSError without one."""
-    outgoing: Callable[[], str] = _outgoing_address
-    """This node's address towards others; OSError without a route."""
-    locked_memory: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    """Bytes; RLIM_INFINITY: no limit."""
+    """Folders of installed packages."""
 
-    def run(self, command: Sequence[str], deadline_s: float = ASK_DEADLINE_S) -> Answer:
-        """Returns at the deadline also where a hung driver keeps the command from being killed."""
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                env=dict(self.environment),
-                start_new_session=True,
-            )
-        except OSError as error:
-            return Answer(code=None, error=f"{command[0]}: {error.strerror}")
-        try:
-            output, said = process.communicate(timeout=deadline_s)
-            return Answer(code=process.returncode, output=output, error=said)
-        except subprocess.TimeoutExpired:
-            return Answer(code=None, error=f"no end within {deadline_s:g} s")
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                with suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=_REAP_S)
+    @property
+    def given(self) -> Config:
+        """The config, in checks that are made only where there is one."""
+        assert self.config is not None
+        return self.config
+
+    @cached_property
+    def nvidia_smi(self) -> Answer | None:
+        """None without nvidia-smi, or where the config is to run on the CPU."""
+        if shutil.which("nvidia-smi") is None or (self.config is not None and self.config.actor.device == "cpu"):
+            return None
+        return run(("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"), ASK_DEADLINE_S)
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        answer = self.nvidia_smi
+        return gpus_of(answer.output) if answer is not None and answer.code == 0 else []
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the checks of a GPU node apply: there are GPUs, or the config asks for them."""
+        return bool(self.gpus) or (self.config is not None and self.config.actor.device == "cuda")
+
+    @property
+    def own_servers(self) -> bool:
+        return self.config is None or not self.config.rollout.urls
+
+    @property
+    def several_nodes(self) -> bool:
+        """The run is on more nodes than this one."""
+        if "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1"):
+            return True
+        return self.config is not None and 0 < len(self.gpus) < needed_gpus(self.config)
+
+    @cached_property
+    def installed(self) -> dict[str, str]:
+        """Version of every installed package, by normalised name."""
+        found = importlib.metadata.distributions(path=list(self.packages))
+        return {canonicalize_name(name): one.version for one in found if (name := one.metadata["Name"]) is not None}
+
+    @cached_property
+    def torch(self) -> dict[str, Any]:
+        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices, nccl, error (why CUDA
+        could not be started). Where torch cannot be imported only `cause`."""
+        answer = run([*self.python, "-c", _TORCH], IMPORT_DEADLINE_S)
+        if answer.code != 0:
+            return {"cause": answer.cause}
+        return dict(json.loads(answer.output.splitlines()[-1]))
+
+    @property
+    def cuda_major(self) -> str:
+        """That torch is built for: "13"; empty without CUDA."""
+        return str(self.torch.get("cuda") or "").partition(".")[0]
 
     def text(self, path: str) -> str:
         """Of a file below `root`; empty without one."""
@@ -129,6 +219,3 @@ class Node:
     def names(self, folder: str) -> list[str]:
         """What a folder below `root` holds."""
         return sorted(path.name for path in (self.root / folder).glob("*"))
-
-    def which(self, program: str) -> str | None:
-        return shutil.which(program, path=self.environment.get("PATH", ""))

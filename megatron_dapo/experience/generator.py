@@ -18,8 +18,8 @@ from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from reward.registry import other_accuracy
 from reward.pool.pool import RewardPool
+from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams

@@ -70,10 +70,9 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
     """
     check_layout(case.hf, case.config.actor.layout)
     workload, heads = case.workload, case.hf.num_attention_heads
-    if heads % case.servers.tensor_parallel:
+    if heads % case.tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {case.servers.tensor_parallel}: must divide the model's num_attention_heads = "
-            f"{heads}"
+            f"rollout.tensor_parallel = {case.tensor_parallel}: must divide the model's num_attention_heads = {heads}"
         )
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None
@@ -153,14 +152,13 @@ def _trainer_ways(case: Scenario) -> Iterator[Changes]:
 def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
     """Larger tensor- and pipeline-parallel sizes that divide the model, few GPUs first, tensor parallel first."""
     now = case.config.actor.layout
-    tensors = [size for size in (1, 2, 4, 8) if now.tensor <= size <= _LARGEST_TENSOR]
+    tensors = [size for size in (1, 2, 4, 8) if size >= now.tensor]
     pipelines = range(now.pipeline, _LARGEST_PIPELINE + 1)
     for tensor, pipeline in sorted(itertools.product(tensors, pipelines), key=lambda one: (one[0] * one[1], -one[0])):
         sizes = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1}
-        if (tensor, pipeline) != (now.tensor, now.pipeline) and _possible(
-            case.changed({f"actor.layout.{name}": size for name, size in sizes.items()})
-        ):
-            yield {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}
+        changes = {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}
+        if (tensor, pipeline) != (now.tensor, now.pipeline) and _possible(case.changed(changes)):
+            yield changes
 
 
 def _server_ways(case: Scenario) -> list[Changes]:
@@ -186,21 +184,17 @@ def other_splits(plan: Plan) -> list[Plan]:
     if case.shares_gpus or case.config.rollout.urls:
         return []
     own = case.config.actor.layout
-    found: list[Plan] = []
+    found: dict[LayoutConfig, Plan] = {}
     for layout in _layouts_like(own):
-        rows = sum(split.case.config.actor.layout.world_size == layout.world_size for split in found)
-        servers = (case.gpus - layout.world_size) // case.servers.tensor_parallel
+        rows = sum(other.world_size == layout.world_size for other in found)
+        servers = (case.gpus - layout.world_size) // case.tensor_parallel
         if servers < 1 or rows == _SPLITS_OF_A_SIZE or len(found) == _SPLITS:
             continue
         actor = dataclasses.replace(case.config.actor, layout=layout)
         other = case.changed({"actor": actor, "rollout.servers": servers})
         if layout == own or _possible(other):
-            found.append(plan if layout == own else make_plan(other))
-    return sorted(found, key=lambda split: _sizes(split.case.config.actor.layout))
-
-
-def _sizes(layout: LayoutConfig) -> tuple[int, int, int]:
-    return layout.world_size, layout.tensor, layout.pipeline
+            found[layout] = plan if layout == own else make_plan(other)
+    return [found[one] for one in sorted(found, key=lambda one: (one.world_size, one.tensor, one.pipeline))]
 
 
 def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:

@@ -48,19 +48,6 @@ class Assumptions:
     pass_rate: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Servers:
-    """How many, and how many GPUs each."""
-
-    count: int
-    tensor_parallel: int
-
-    @property
-    def gpus(self) -> int:
-        """Of all of them."""
-        return self.count * self.tensor_parallel
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """All that a plan depends on."""
@@ -90,9 +77,19 @@ class Scenario:
         return float(model_parameters(self.hf) * self.dtype_bytes)
 
     @property
-    def servers(self) -> Servers:
-        rollout = self.config.rollout
-        return Servers(count=len(rollout.urls) or rollout.servers, tensor_parallel=rollout.tensor_parallel)
+    def tensor_parallel(self) -> int:
+        """GPUs of one server."""
+        return self.config.rollout.tensor_parallel
+
+    @property
+    def servers(self) -> int:
+        """How many, whoever runs them."""
+        return len(self.config.rollout.urls) or self.config.rollout.servers
+
+    @property
+    def server_gpus(self) -> int:
+        """Of all servers."""
+        return self.servers * self.tensor_parallel
 
     @property
     def shares_gpus(self) -> bool:
@@ -102,7 +99,7 @@ class Scenario:
     @property
     def gpus(self) -> int:
         """Of trainer and servers together, those that both use counted once."""
-        return self.config.actor.layout.world_size + (0 if self.shares_gpus else self.servers.gpus)
+        return self.config.actor.layout.world_size + (0 if self.shares_gpus else self.server_gpus)
 
     @property
     def workload(self) -> Workload:

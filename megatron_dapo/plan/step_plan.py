@@ -9,15 +9,15 @@ sides move between GPU and host memory. In `async` the servers never wait for th
 of a batch: the step takes as long as the slower side, and the sync, which stops both.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dapo.plan.lengths import groups
 from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rank_state import StateBytes
-from megatron_dapo.plan.rollout import Filled, Fleet, fill_batches, mean_running_context
+from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
@@ -96,82 +96,73 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
     """
     config, workload, fleet = case.config, case.workload, fleet_of(case, memory)
     filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
-    trained = [_trained(case, one, state) for one in filled]
-    lengths = np.concatenate([np.array(one.lengths) for one in filled])
-    busy = sum(one.log_prob_total_s + one.update_s for one in trained)
-    flops = sum(one.flops for one in trained)
-    updates = [update for one in trained for update in one.updates]
-    seconds = [field.name for field in fields(PassTime) if field.name != "flops"]
+    passes = [_passes(case, one.lengths, state) for one in filled]
+    whole = [sum(part.seconds for part in parts) for parts, _ in passes]
+    # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
+    # and so does one whose batch was written while it trained on the one before.
+    left = [
+        max(parts[-1].seconds, total - one.seconds)
+        for one, total, (parts, _) in zip(filled, whole, passes, strict=True)
+    ]
+    after = case.shares_gpus or config.run.mode == "async"
+    updates = [update for _, own in passes for update in own]
+    update_s = sum(update.seconds for update in updates)
+    flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
+    lengths = np.concatenate([one.lengths for one in filled])
+    names = ("compute_s", "bubble_s", "tensor_s", "data_s")
     return StepPlan(
-        rollout_s=_mean([one.seconds for one in filled]),
-        tail_s=_mean([one.tail_s for one in filled]),
-        log_prob_s=_mean([one.log_prob_s for one in trained]),
-        log_prob_total_s=_mean([one.log_prob_total_s for one in trained]),
-        update_s=_mean([one.update_s for one in trained]),
-        update=PassTime(**{name: _mean([getattr(update, name) for update in updates]) for name in seconds}),
-        optimizer_steps=len(updates) / len(trained),
+        rollout_s=_mean(one.seconds for one in filled),
+        tail_s=_mean(one.tail_s for one in filled),
+        log_prob_s=_mean(whole if after else left),
+        log_prob_total_s=_mean(whole),
+        update_s=update_s / steps,
+        update=PassTime(**{name: _mean(getattr(update, name) for update in updates) for name in names}),
+        optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
         handover_s=handover_seconds(case, memory, state),
         overlaps=config.run.mode == "async",
-        generated_tokens=_mean([one.tokens for one in filled]),
-        trained_tokens=_mean([sum(one.lengths) for one in filled]),
-        generated_groups=_mean([one.groups for one in filled]),
+        generated_tokens=_mean(one.tokens for one in filled),
+        trained_tokens=_mean(sum(one.lengths) for one in filled),
+        generated_groups=_mean(one.groups for one in filled),
         mean_length=float(lengths.mean()),
         longest=int(lengths.max()),
         cut_off=float((lengths >= workload.longest).mean()),
         slots=fleet.slots,
         gpus=case.gpus,
-        mfu=flops / (busy * config.actor.layout.world_size * case.constants.peak_flops),
+        mfu=flops / ((sum(whole) + update_s) * config.actor.layout.world_size * case.constants.peak_flops),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    log_prob_s: float
-    log_prob_total_s: float
-    updates: Sequence[PassTime]
-    flops: float
-
-    @property
-    def update_s(self) -> float:
-        return sum(update.seconds for update in self.updates)
-
-
-def _trained(case: Scenario, filled: Filled, state: StateBytes) -> _Trained:
-    sequences = np.array(filled.lengths) + round(case.workload.mean_prompt)
+def _passes(case: Scenario, lengths: Sequence[int], state: StateBytes) -> tuple[list[PassTime], list[PassTime]]:
+    """(log-probs, part by part; optimizer steps) over a batch."""
+    sequences = np.array(lengths) + round(case.workload.mean_prompt)
     parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
-    whole = sum(part.seconds for part in parts)
-    # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
-    # and so does one whose batch was written while it trained on the one before.
-    after = case.shares_gpus or case.config.run.mode == "async"
-    left = whole if after else max(parts[-1].seconds, whole - filled.seconds)
     sequences = np.random.default_rng(0).permutation(sequences)
     size = case.config.algorithm.mini_batch_responses
     batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-    updates = [update_time(case, batch, state) for batch in batches]
-    return _Trained(left, whole, updates, sum(one.flops for one in (*parts, *updates)))
+    return parts, [update_time(case, batch, state) for batch in batches]
 
 
 def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     """The servers as one: what limits a decode step and how many responses run."""
-    hf, constants, workload, servers = case.hf, case.constants, case.workload, case.servers
+    hf, constants, workload, count = case.hf, case.constants, case.workload, case.servers
     sample = groups(workload, seed=1)
     lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
     context = mean_running_context(lengths, workload.mean_prompt)
     each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
-    reductions = 2 * hf.num_layers if servers.tensor_parallel > 1 else 0
+    reductions = 2 * hf.num_layers if case.tensor_parallel > 1 else 0
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
-    speed = constants.peak_flops * constants.prefill_efficiency * servers.tensor_parallel
+    speed = constants.peak_flops * constants.prefill_efficiency * case.tensor_parallel
     return Fleet(
-        slots=servers.count * each,
+        slots=count * each,
         mean_prompt=workload.mean_prompt,
-        prefill_s=prefill / speed / servers.count,
+        prefill_s=prefill / speed / count,
         fixed_s=overhead + memory.weights / bandwidth,
-        cache_s=memory.kv_bytes_per_token / bandwidth / servers.count,
+        cache_s=memory.kv_bytes_per_token / bandwidth / count,
         overhead_s=overhead,
-        response_s=2 * matrix_parameters(hf) / speed / servers.count,
+        response_s=2 * matrix_parameters(hf) / speed / count,
     )
 
 
@@ -187,5 +178,5 @@ def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) ->
     return 2 * moved / case.constants.host_bandwidth
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

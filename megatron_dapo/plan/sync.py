@@ -12,11 +12,11 @@ def sync_seconds(case: Scenario) -> float:
 
     What runs on a GPU at its memory's speed (checksums of tensors there, a server's copies) is not counted.
     """
-    model, constants, servers, way = case.model_bytes, case.constants, case.servers, case.config.rollout.weight_sync
+    model, constants, way = case.model_bytes, case.constants, case.config.rollout.weight_sync
     if way == "disk":
         # Rank 0 gathers, and writes while it hashes; then the servers of every node read. The first on a node fills
         # its page cache; all wait for the same disk.
-        readers = readers_of_a_node(servers.count, servers.gpus, constants)
+        readers = readers_of_a_node(case.servers, case.server_gpus, constants)
         read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
         write = max(model / constants.disk_write, model / constants.checksum_bandwidth)
         return model / constants.gather_bandwidth + write + read
@@ -25,9 +25,9 @@ def sync_seconds(case: Scenario) -> float:
     gather = model * (1 - 1 / shards) / constants.link(shards)
     if way == "tensor":
         # To the host once; then every rank of every server takes its share, each over a link of its own.
-        return gather + model / constants.host_bandwidth + model / servers.tensor_parallel / constants.host_bandwidth
+        return gather + model / constants.host_bandwidth + model / case.tensor_parallel / constants.host_bandwidth
     # A broadcast is a pipeline through all ranks: each passes on what it receives.
-    return gather + model / constants.link(layout.world_size + servers.gpus)
+    return gather + model / constants.link(layout.world_size + case.server_gpus)
 
 
 def readers_of_a_node(servers: float, gpus: int, constants: Calibration) -> float:

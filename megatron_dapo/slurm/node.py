@@ -46,9 +46,6 @@ class Job:
     folder: Path
     """Where the nodes of this attempt meet: address, token, end, Ray's output."""
     deadline_s: float
-    cpus: int
-    gpus: int
-    environment: Mapping[str, str]
 
     @classmethod
     def of(cls, run_dir: Path, deadline_s: float, environment: Mapping[str, str]) -> "Job":
@@ -62,23 +59,7 @@ class Job:
             rank, nodes = int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
         except KeyError as error:
             raise NodeError(f"{error.args[0]} is not set: start this through srun, as the batch script does") from None
-        folder = run_dir / "slurm" / attempt
-        return cls(
-            rank=rank,
-            nodes=nodes,
-            folder=folder,
-            deadline_s=deadline_s,
-            cpus=int(environment.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1)),
-            gpus=int(environment.get("SLURM_GPUS_ON_NODE", 0)),
-            environment={
-                **environment,
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-                "RAY_USAGE_STATS_ENABLED": "0",
-                # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
-                "RAY_worker_niceness": "0",
-            },
-        )
+        return cls(rank=rank, nodes=nodes, folder=run_dir / "slurm" / attempt, deadline_s=deadline_s)
 
 
 def main() -> int:
@@ -90,6 +71,13 @@ def main() -> int:
     options = parser.parse_args()
     try:
         job = Job.of(options.run_dir.resolve(), options.start_deadline, os.environ)
+        os.environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(job.folder / "token"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
+            "RAY_worker_niceness": "0",
+        }
         return lead(job, options.arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
@@ -113,7 +101,7 @@ def lead(job: Job, arguments: list[str]) -> int:
             print("told to stop before the run began", flush=True)
             return ExitCode.CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-        environment = {**job.environment, "RAY_ADDRESS": address}
+        environment = os.environ | {"RAY_ADDRESS": address}
         return subprocess.run(command, env=environment, preexec_fn=_ending_with_us(), check=False).returncode
     finally:
         (job.folder / "done").touch()
@@ -147,13 +135,14 @@ def follow(job: Job) -> int:
 
 def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
     """`ray start` in the foreground, its output below the job's folder."""
-    limits = [f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}", "--disable-usage-stats"]
+    cpus, gpus = os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count()), os.environ.get("SLURM_GPUS_ON_NODE", 0)
+    limits = [f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--disable-usage-stats"]
     # Fixed ports of Ray's own would meet those of another job on a shared node.
     limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0", "--block"]
     with _output(job).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
-            env={**job.environment, "RAY_START_HOOK": f"{without_client_server.__module__}.without_client_server"},
+            env=os.environ | {"RAY_START_HOOK": f"{without_client_server.__module__}.without_client_server"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -215,7 +204,6 @@ def _all_joined(job: Job, address: str) -> str | None:
     try:
         asked = subprocess.run(
             [sys.executable, "-c", code, address],
-            env=dict(job.environment),
             capture_output=True,
             text=True,
             timeout=60,

@@ -35,13 +35,6 @@ class SlurmOptions:
     """Shell lines before the run starts: "module load cuda"."""
 
 
-_TIME = re.compile(
-    r"(?P<days>\d+)-(?P<d_hours>\d+)(:(?P<d_minutes>\d+)(:(?P<d_seconds>\d+))?)?"
-    r"|((?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)|(?P<alone>\d+)"
-)
-_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "alone": 60}
-
-
 def limit_s(time: str) -> int | None:
     """Seconds of a time limit as Slurm writes it ("90", "30:00", "24:00:00", "2-12", "2-12:30"); None: without limit.
 
@@ -50,11 +43,12 @@ def limit_s(time: str) -> int | None:
     """
     if time.upper() in ("UNLIMITED", "INFINITE", "0"):
         return None
-    found = _TIME.fullmatch(time)
-    if not found:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         raise ConfigError(f"--time {time!r}: no time limit of Slurm's; write it as 24:00:00 or 2-12:00:00")
-    parts = {name.removeprefix("d_"): int(text) for name, text in found.groupdict().items() if text}
-    return sum(_UNITS[name] * number for name, number in parts.items())
+    days, dash, clock = time.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def nodes_needed(config: Config, options: SlurmOptions) -> int:
@@ -91,7 +85,12 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         ConfigError: the run does not fit on `options.nodes` nodes, would save at once or go back at every start, or a
             name would be read as a line of the script.
     """
-    _check_options(options)
+    limit = limit_s(options.time)
+    if limit is not None and options.warn_s >= limit:
+        raise ConfigError(
+            f"--warn {options.warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
+            "be told to save when it starts; lower the one or raise the other"
+        )
     if config.run.resume_step is not None:
         raise ConfigError(
             f"run.resume_step = {config.run.resume_step}: every start of the job would go back to it; go back once by "
@@ -102,15 +101,17 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         raise ConfigError(f"--nodes {options.nodes}: trainer and servers need at least {nodes} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir = Path(config.run.dir).resolve()
-    for what, name in (("run.dir", run_dir), ("config file", config_file), ("current folder", Path.cwd())):
-        _check_line(what, str(name))
+    cwd, python = Path.cwd(), "python" if options.container else shlex.quote(sys.executable)
+    for text in (str(run_dir), str(config_file), str(cwd), *options.sbatch):
+        if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
+            raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
     srun = []
     if options.container:
         srun.append(f"--container-image={shlex.quote(options.container)}")
-        mounts = options.mounts or f"{Path.cwd()}:{Path.cwd()},{run_dir}:{run_dir}"
+        mounts = options.mounts or f"{cwd}:{cwd},{run_dir}:{run_dir}"
         srun.append(f"--container-mounts={shlex.quote(mounts)}")
-        srun.append(f"--container-workdir={shlex.quote(str(Path.cwd()))}")
+        srun.append(f"--container-workdir={shlex.quote(str(cwd))}")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
@@ -124,28 +125,11 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         warn_s=options.warn_s,
         run_dir=shlex.quote(str(run_dir)),
         output=shlex.quote(str(run_dir).replace("%", "%%")),  # Slurm's own names begin with %
-        cwd=shlex.quote(str(Path.cwd())),
+        cwd=shlex.quote(str(cwd)),
         sbatch=options.sbatch,
         setup=options.setup,
         srun=srun,
-        python="python" if options.container else shlex.quote(sys.executable),
+        python=python,
         start_deadline_s=ceil(config.run.start_deadline_s),
         train=shlex.join(train),
     )
-
-
-def _check_options(options: SlurmOptions) -> None:
-    limit = limit_s(options.time)
-    if limit is not None and options.warn_s >= limit:
-        raise ConfigError(
-            f"--warn {options.warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
-            "be told to save when it starts; lower the one or raise the other"
-        )
-    for line in options.sbatch:
-        _check_line("--sbatch", line)
-
-
-def _check_line(what: str, text: str) -> None:
-    """What stands in a line of the script that no quotes protect must not end it: the rest would be run."""
-    if not text.isprintable():
-        raise ConfigError(f"{what} = {text!r}: holds a line break or another control character; choose another name")

@@ -3,23 +3,17 @@
 import resource
 import shlex
 import shutil
+import socket
 import sys
-from dataclasses import replace
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.doctor.examine import examine_gpu_node
-from megatron_dapo.doctor.hardware import probe_gpus
-from megatron_dapo.doctor.probing import Finding, Node, Status
+from megatron_dapo.doctor.examine import examine
+from megatron_dapo.doctor.probing import Facts, Finding, Status
 
-GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default, Disabled, 0"
-NVIDIA_SMI = """#!/bin/sh
-case "$*" in
-*topo*) printf '\\tGPU0\\tGPU1\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n' ;;
-*) for gpu in 0 1 2 3 4 5 6 7; do echo "{gpu}"; done ;;
-esac
-"""
+GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default"
 GCC = """#!/bin/sh
 while [ $# -gt 0 ]; do
     if [ "$1" = -I ]; then
@@ -37,8 +31,8 @@ class version:
 
 
 class cuda:
-    def is_available():
-        return True
+    def init():
+        pass
 
     def device_count():
         return 8
@@ -47,80 +41,63 @@ class cuda:
         def version():
             return (2, 28, 9)
 """
-NO_DRIVER = TORCH.replace("return True", "return False") + (
-    "\n    def init():\n        raise RuntimeError('Error 802: system not yet initialized')\n"
-)
+NO_DRIVER = TORCH.replace("pass", "raise RuntimeError('Error 802: system not yet initialized')")
 MODULES = {
     "torch": TORCH,
     "megatron.core": "",
     "transformer_engine.pytorch": "",
     "sgl_kernel": "",
     "flashinfer": "",
-    "torch_memory_saver.utils": "def get_binary_path_from_package(stem):\n    return stem\n",
+    "torch_memory_saver.utils": "",
     "sglang.srt.entrypoints.http_server": "",
 }
-PACKAGES = {
-    "torch": "2.11.0",
-    "nvidia-nccl-cu13": "2.28.9",
-    "sglang-kernel": "0.4.5",
-    "flashinfer-python": "0.6.15.post1",
-    "torch-memory-saver": "0.0.10",
-}
-SGLANG = """Metadata-Version: 2.1
-Name: sglang
-Version: 0.5.17
-Requires-Dist: torch==2.11.0
-Requires-Dist: sglang-kernel==0.4.5
-Requires-Dist: flashinfer_python[cu13]==0.6.15.post1
-Requires-Dist: torch_memory_saver>=0.0.9.post1
-Requires-Dist: torch==2.9; extra == "other"
-Requires-Dist: pillow
-"""
 
 
 class GpuMachine:
     """Eight H100s where every check passes, below `root`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.programs, self.site = root, root / "bin", root / "site"
         self.cuda = root / "usr/local/cuda"
         for name, text in {
-            "sys/class/net/lo/operstate": "unknown\n",
-            "sys/class/net/eth0/operstate": "up\n",
-            "sys/class/net/ib0/operstate": "up\n",
-            "sys/class/net/docker0/operstate": "down\n",
             "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
             "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
             "dev/infiniband/uverbs0": "",
             "dev/shm/taken": "",
             "include/Python.h": "",
+            "usr/local/cuda/bin/nvcc": "",
             "usr/local/cuda/include/cuda_runtime.h": "",
             "usr/local/cuda/lib64/libcudart.so": "",
         }.items():
             self.write(name, text)
-        self.program("nvidia-smi", NVIDIA_SMI.format(gpu=GPU))
+        self.gpus(GPU)
         self.program("gcc", GCC)
         self.program("c++", "#!/bin/sh\n")
         self.program("ninja", "#!/bin/sh\n")
-        self.program("nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n", self.cuda / "bin")
         self.program("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', root / "venv/bin")
         for module, code in MODULES.items():
-            self.module(module, code)
-        for package, version in PACKAGES.items():
-            self.package(package, version)
-        self.write("site/sglang-0.5.17.dist-info/METADATA", SGLANG)
-        self.node = Node(
-            root=root,
-            environment={"PATH": str(self.programs), "PYTHONPATH": str(self.site)},
-            python=(str(root / "venv/bin/python"), "-S"),  # without this environment's own packages
-            headers=root / "include",
-            site=self.site,
-            packages=[str(self.site)],
-            host="node7",
-            resolve=lambda name: "10.0.0.7",
-            outgoing=lambda: "10.0.0.7",
-            locked_memory=resource.RLIM_INFINITY,
-        )
+            self.write(f"site/{module.replace('.', '/')}/__init__.py", code)
+        self.package("nvidia-nccl-cu13", "2.28.9")
+        paths = sysconfig.get_paths() | {"include": str(root / "include"), "purelib": str(self.site)}
+        limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+        monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+        monkeypatch.setattr(resource, "getrlimit", lambda name: limit)
+        monkeypatch.setenv("PATH", str(self.programs))
+        monkeypatch.setenv("PYTHONPATH", str(self.site))
+        for name in ("RAY_ADDRESS", "SLURM_NNODES", "CUDA_HOME", "CUDA_PATH", "CC"):
+            monkeypatch.delenv(name, raising=False)
+        self.monkeypatch = monkeypatch
+        self.address("10.0.0.7")
+
+    def address(self, address: str) -> None:
+        """What the node's name resolves to."""
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))]
+        self.monkeypatch.setattr(socket, "getaddrinfo", lambda *name: found)
+
+    def set(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self.monkeypatch.setenv(name, value)
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
@@ -133,33 +110,41 @@ class GpuMachine:
         path.write_text(script)
         path.chmod(0o755)
 
-    def module(self, name: str, code: str) -> None:
-        self.write(f"site/{name.replace('.', '/')}/__init__.py", code)
+    def module(self, name: str, code: str | None) -> None:
+        """What importing it does; None: it is not installed."""
+        folder = self.site / name.replace(".", "/")
+        if code is None:
+            shutil.rmtree(self.site / name.partition(".")[0])
+        else:
+            (folder / "__init__.py").write_text(code)
 
-    def package(self, name: str, version: str | None) -> None:
-        """Installed in that version; None: not installed."""
+    def package(self, name: str, version: str) -> None:
+        """Installed in that version."""
         stem = name.replace("-", "_")
         for other in self.site.glob(f"{stem}-*.dist-info"):
             shutil.rmtree(other)
-        if version is not None:
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            self.write(f"site/{stem}-{version}.dist-info/METADATA", metadata)
+        self.write(
+            f"site/{stem}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
 
     def gpus(self, line: str) -> None:
         """What nvidia-smi says of each."""
-        self.program("nvidia-smi", NVIDIA_SMI.format(gpu=line))
+        self.program("nvidia-smi", f'#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo "{line}"; done\n')
 
-    def set(self, **variables: str) -> None:
-        self.node = replace(self.node, environment={**self.node.environment, **variables})
+    def facts(self, config=None) -> Facts:
+        python = (str(self.root / "venv/bin/python"), "-S")  # without this environment's own packages
+        return Facts(config, root=self.root, python=python, packages=[str(self.site)])
 
-    def examine(self, config=None) -> list[Finding]:
-        return list(examine_gpu_node(config, probe_gpus(self.node)[0], self.node))
+    def examine(self, config=None) -> list[tuple[str, Finding]]:
+        """All but `versions`, which are those of a whole environment, and what the config names."""
+        left_out = {"versions", "model", "disk", "host memory", "tokenizer and data"}
+        return [(name, finding) for name, finding in examine(self.facts(config)) if name not in left_out]
 
     def problems(self, config=None) -> list[tuple[Status, str, str]]:
         """(status, check, found) of all that does not pass."""
-        return [(f.status, f.check, f.found) for f in self.examine(config) if f.status is not Status.PASS]
+        return [(f.status, name, f.found) for name, f in self.examine(config) if f.status is not Status.PASS]
 
 
 @pytest.fixture
-def machine(tmp_path) -> GpuMachine:
-    return GpuMachine(tmp_path)
+def machine(tmp_path, monkeypatch) -> GpuMachine:
+    return GpuMachine(tmp_path, monkeypatch)

@@ -30,12 +30,12 @@ def test_another_file_takes_its_place(entries, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda entries: entries.pop("disk_read"), "disk_read: missing"),
-        (lambda entries: entries.update(disk_raed=entries["disk_read"]), "disk_raed: no such constant"),
-        (lambda entries: entries["train_efficiency"].update(value=1.5), "train_efficiency: value = 1.5: is a share"),
-        (lambda entries: entries["peak_flops"].update(value=0), "peak_flops: value = 0: must be above 0"),
-        (lambda entries: entries["peak_flops"].update(value="1e12"), "must be a number"),
-        (lambda entries: entries["peak_flops"].pop("source"), "write it as"),
+        (lambda entries: entries.pop("disk_read"), "disk_read"),
+        (lambda entries: entries.update(disk_raed=entries["disk_read"]), "disk_raed"),
+        (lambda entries: entries["train_efficiency"].update(value=1.5), "train_efficiency = 1.5"),
+        (lambda entries: entries["peak_flops"].update(value=0), "peak_flops = 0.0: Input should be greater than 0"),
+        (lambda entries: entries["peak_flops"].update(value="1e12"), "peak_flops.value = '1e12'"),
+        (lambda entries: entries["peak_flops"].pop("source"), "peak_flops.source"),
     ],
 )
 def test_a_wrong_constant_is_named(change, said, entries, tmp_path):

@@ -122,7 +122,7 @@ def test_the_command_prints_tables_or_json():
     recipe = str(RECIPES / "qwen2.5_7b_8gpu.yaml")
     text = CliRunner().invoke(app, ["plan", recipe])
     assert text.exit_code == 0
-    for word in ("master weights", "KV cache", "optimizer steps", "GPU-hours", "split otherwise", "Assumed"):
+    for word in ("master weights", "KV cache", "gradients and Adam", "GPU-hours", "split otherwise", "Assumed"):
         assert word in text.stdout
     tree = json.loads(CliRunner().invoke(app, ["plan", recipe, "--json", "actor.recompute=full"]).stdout)
     assert tree["fits"]

@@ -37,8 +37,7 @@ from megatron_dapo.plan.trace.findings import (
     Findings,
     Peak,
     RankTrace,
-    Shard,
-    covered,
+    Wait,
     disagreements,
     loop_waits,
 )
@@ -52,29 +51,21 @@ def call(op: str = "all_reduce SUM", tensors: str = "float32[8]", **fields: Any)
     return made._replace(**fields)
 
 
-def trace(rank: int, *calls: Call, shards: tuple[Shard, ...] = (), waits: Any = (), peak: int = 1) -> RankTrace:
+def trace(rank: int, *calls: Call, waits: Any = (), peak: int = 1) -> RankTrace:
     return RankTrace(
         rank=rank,
-        world_size=2,
         place={"tensor": rank, "pipeline": 0, "context": 0, "data": 0},
         kernels="",
         calls=calls,
         waits=waits,
         peaks=dict.fromkeys((*PHASES, "update, optimizer step"), peak),
-        shards=shards,
     )
 
 
-def shard(start: int, stop: int, **fields: Any) -> Shard:
-    return Shard("w", "float32", (8, 4), (start, 0), (stop - start, 4))._replace(**fields)
-
-
-def test_equal_calls_matching_messages_and_whole_shards_are_no_fault() -> None:
-    one = trace(0, call(), call("send", peer=1), call("broadcast from 0"), shards=(shard(0, 4),))
-    other = trace(1, call(), call("receive", peer=0), call("broadcast from 0"), shards=(shard(4, 8),))
+def test_equal_calls_and_matching_messages_are_no_fault() -> None:
+    one = trace(0, call(), call("send", peer=1), call("broadcast from 0"))
+    other = trace(1, call(), call("receive", peer=0), call("broadcast from 0"))
     assert disagreements([one, other]) == []
-    assert covered([one, other]) == 1
-    assert covered([one]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -105,27 +96,13 @@ def test_groups_that_the_ranks_do_not_share_are_not_compared() -> None:
     assert disagreements([trace(0, call(ranks=(0, 2))), trace(1, call(ranks=(1, 3), op="barrier"))]) == []
 
 
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        (shard(3, 8), "ranks 0 and 1 both write"),
-        (shard(4, 9), "rank 1 writes up to"),
-        (shard(4, 8, shape=(9, 4)), "on rank 0, float32"),
-        (shard(4, 8, dtype="bfloat16"), "bfloat16"),
-    ],
-)
-def test_blocks_of_a_checkpoint_that_do_not_fit_together_are_told(other: Shard, told: str) -> None:
-    [line] = disagreements([trace(0, shards=(shard(0, 4),)), trace(1, shards=(other,))])
-    assert told in line
-
-
 def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
     loop = "forward_backward_pipelining_without_interleaving"
     known = "megatron/core/pipeline_parallel/p2p_communication.py:267 _communicate_shapes"
     waits = [
-        ("a copy to the host", known, loop, 6),
-        ("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", loop, 2),
-        ("a copy to the host", "megatron_dapo/actor/step.py:117 log_probs", "", 2),
+        Wait("a copy to the host", known, loop, 6),
+        Wait("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", loop, 2),
+        Wait("a copy to the host", "megatron_dapo/actor/step.py:117 log_probs", "", 2),
     ]
     found = loop_waits([trace(0, waits=waits)])
     assert [(place, reason is None) for (_, place), (_, reason) in found.items()] == [
@@ -137,7 +114,7 @@ def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
 def test_the_tables_hold_peaks_waits_and_faults(constants: Calibration) -> None:
     config = load_config(RECIPES / "qwen2.5_1.5b_1gpu.yaml", [])
     hf = model_dimensions(config.model.path).hf
-    waits = [("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", "forward_backward_x", 2)]
+    waits = [Wait("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", "forward_backward_x", 2)]
     findings = Findings.of([trace(0, call(), waits=waits, peak=10**9)], config, hf, constants)
     assert "| 0 | TP0 PP0 CP0 DP0 | 1.00 (-96.4%) |" in findings.tables()
     assert "`megatron_dapo/actor/step.py:9 _loss`, 2 times (not accepted)" in findings.tables()
@@ -176,8 +153,8 @@ def test_without_a_cuda_build_the_build_and_the_remedy_are_named(
     code = trace_command(RECIPES / "h100_32.yaml", [], ranks="", layers="te", jobs=1)
     assert code == ExitCode.CONFIG
     told = capsys.readouterr().err
-    assert f"torch {torch.__version__.split('+')[0]}" in told
-    assert "is a build for the CPU; install the CUDA build" in told
+    assert "needs a CUDA build of torch" in told
+    assert "install the CUDA build" in told
 
 
 def traced(*ranks: int) -> list[RankTrace]:
@@ -189,11 +166,11 @@ def test_a_cuda_build_without_its_headers_or_a_machine_without_gcc_is_told(
     torch_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch_in(CUDA_FILES[0])
-    with pytest.raises(rank_processes.TraceError, match="nvidia-cuda-runtime"):
+    with pytest.raises(rank_processes.TraceError, match="nvidia-cuda-runtime's headers"):
         rank_processes.stub_environment(tmp_path)
     torch_in(*CUDA_FILES)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(rank_processes.TraceError, match="no gcc; install gcc"):
+    with pytest.raises(rank_processes.TraceError, match="install gcc"):
         rank_processes.stub_environment(tmp_path)
 
 
@@ -241,7 +218,7 @@ def test_the_stub_lies_in_the_folder_of_the_trace(
         ({"ranks": "a"}, [], "--ranks a: give numbers"),
         ({"layers": "x"}, [], "--layers x: te or local"),
         ({}, ["actor.fp8=e4m3"], "actor.fp8 = e4m3: FP8 cannot be traced"),
-        ({}, ["actor.layout.context=2"], "actor.layout.context above 1 cannot be traced with --layers te"),
+        ({}, ["actor.layout.context=2"], "actor.layout.context above 1 cannot be traced"),
     ],
 )
 def test_what_cannot_be_traced_is_told(
@@ -333,7 +310,9 @@ app(["plan", "--trace", sys.argv[2], "--ranks", "0,1,2", "--jobs", "1"])
 
 def test_a_trace_that_is_ended_ends_its_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     rank, job, temporary = tmp_path / "rank", tmp_path / "job.json", tmp_path / "temporary"
-    rank.write_text(f'#!/bin/sh\ncp "$5" {job}.new\necho $$ >> {tmp_path}/pids\nmv {job}.new {job}\nexec sleep 1000\n')
+    rank.write_text(
+        f'#!/bin/sh\nprintf %s "$5" > {job}.new\necho $$ >> {tmp_path}/pids\nmv {job}.new {job}\nexec sleep 1000\n'
+    )
     rank.chmod(0o755)
     temporary.mkdir()
     command = [sys.executable, "-c", COMMAND, str(rank), str(RECIPES / "h100_32.yaml")]
@@ -353,13 +332,12 @@ def test_a_trace_that_is_ended_ends_its_ranks_and_leaves_no_files(tmp_path: Path
         os.kill(int(pid), 0)
 
 
-def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_with(parent: int) -> None:
         raise SystemExit(f"ends with {parent}")
 
-    (tmp_path / "job.json").write_text('{"parent": 7}')
     monkeypatch.setattr(one_rank, "end_with", end_with)
-    monkeypatch.setattr(sys, "argv", ["one_rank", str(tmp_path / "job.json")])
+    monkeypatch.setattr(sys, "argv", ["one_rank", '{"parent": 7}'])
     with pytest.raises(SystemExit, match="ends with 7"):
         one_rank.main()
 

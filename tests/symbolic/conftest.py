@@ -21,8 +21,8 @@ Written by `make test-symbolic SYMBOLIC_PAGE=symbolic.md`; one config by
 A trace runs a rank's own code on its CUDA path with tensors that have shapes and no numbers: model, first update (it
 makes the moments), log-probs, update, plan of the checkpoint, weight stream. Of each recipe: one rank of every pipeline
 stage and, on the last, its neighbours in the tensor- and data-parallel groups. Rows are full. Over the traced ranks all
-calls of every shared group agree in kind, order, type and shape, sends match receives, no CPU tensor is in an NCCL
-group, and no block of a checkpoint is written twice.
+calls of every shared group agree in kind, order, type and shape, sends match receives, and no CPU tensor is in an NCCL
+group.
 
 Peaks are GB (10^9 bytes) by phase, in brackets how far they are from `megatron-dapo plan` without its shares for the
 framework and for fragmentation, which a trace cannot see. A difference above both {close} % and {small} GB is a fault.

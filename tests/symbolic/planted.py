@@ -1,4 +1,4 @@
-"""A traced rank with a fault: `python -m tests.symbolic.planted FAULT JOB.json`. On every rank, or on rank 1 alone."""
+"""A traced rank with a fault: `python -m tests.symbolic.planted FAULT JOB`. On every rank, or on rank 1 alone."""
 
 import sys
 from typing import Any

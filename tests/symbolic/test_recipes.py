@@ -1,5 +1,6 @@
 """Every shipped recipe that names a machine: its telling ranks, with TransformerEngine's layers."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.rank_processes import Layers, telling_ranks, trace_ranks
+from megatron_dapo.plan.trace.rank_processes import telling_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
@@ -18,7 +19,7 @@ RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO
 pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
 
 
-def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: Layers = "te") -> Findings:
+def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: str = "te") -> Findings:
     config = load_config(path, overrides)
     asked = telling_ranks(config.actor.layout) if ranks is None else ranks
     traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)
@@ -29,7 +30,7 @@ def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None
 def test_a_recipe_s_ranks_agree_and_hold_what_is_planned(recipe: Path, page: dict[str, str]) -> None:
     findings = findings_of(recipe, [])
     page[recipe.stem] = findings.tables()
-    page["versions"] = ", ".join(f"{name} {number}" for name, number in findings.traces[0].versions.items())
+    page["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformer-engine"))
     assert not findings.faults, "\n".join(findings.faults)
 
 
@@ -39,14 +40,11 @@ def test_local_layers_agree_too() -> None:
     assert all(reason for _, reason in findings.waits.values()), findings.waits
 
 
-def test_the_command_on_all_ranks_finds_every_number_of_a_checkpoint_once(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_on_all_ranks_finds_no_fault(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
     overrides = [*layout, "actor.layout.sequence_parallel=false", f"model.path={tiny}"]
     recipe = FOLDER / "qwen2.5_7b_8gpu.yaml"
     code = trace_command(recipe, overrides, ranks="all", layers="te", jobs=2)
     told = capsys.readouterr().out
     assert code == ExitCode.FINISHED, told
-    assert "these ranks write 100.0% of its numbers" in told
     assert "No fault was found." in told

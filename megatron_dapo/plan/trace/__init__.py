@@ -11,8 +11,8 @@ What it cannot see:
 - other ranks: what is received from them has the shape that this rank expects. Objects gathered from all ranks are this
   rank's own; the pipeline's shape messages hold the shape of a full row; which stage holds which weight is computed;
 - NCCL itself: its buffers, its order between communicators, the splitting of groups;
-- weight files: slices are checked against the model's shapes and read from nowhere;
+- which rank writes which block of a checkpoint: Megatron checks that itself when it saves;
+- weight files: nothing is loaded;
 - TransformerEngine's kernels: its own Python builds, saves and communicates, over stand-ins that only make results
-  (`te_layers`). Attention is cuDNN's, also where FlashAttention is installed. FP8 and, with TransformerEngine, context
-  parallelism are refused.
+  (`te_layers`). Attention is cuDNN's, also where FlashAttention is installed. FP8 and context parallelism are refused.
 """

@@ -1,12 +1,11 @@
-"""What traced ranks say together: equal calls over every group they share, sends that are received, shards that do not
-overlap; peaks against the plan; waits inside the loops over micro-batches. Imports no torch."""
+"""What traced ranks say together: equal calls over every group they share, sends that are received; peaks against the
+plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
 import itertools
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
@@ -55,16 +54,15 @@ class Call(NamedTuple):
     """A CPU tensor in an NCCL group."""
 
 
-class Shard(NamedTuple):
-    """A block of a tensor in a checkpoint, as one rank writes it."""
+class Wait(NamedTuple):
+    """Where the host waits for the device."""
 
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
+    what: str
+    place: str
+    loop: str
+    """Megatron's schedule, inside whose loop over micro-batches it is, or ""."""
 
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    times: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,122 +70,58 @@ class RankTrace:
     """What one rank did."""
 
     rank: int
-    world_size: int
     place: Mapping[str, int]
     kernels: str
     calls: Sequence[Call]
-    waits: Sequence[tuple[str, str, str, int]]
-    """What, place, loop over micro-batches or "", how often."""
-
+    waits: Sequence[Wait]
     peaks: Mapping[str, int]
     """Bytes on the device by phase."""
 
-    shards: Sequence[Shard]
-    """Those that this rank writes."""
-
-    versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 def disagreements(traces: Sequence[RankTrace]) -> list[str]:
     """What the ranks would fail or hang at, a line each."""
-    return [
-        *(line for trace in traces for line in _cpu_tensors(trace)),
-        *(line for one, other in itertools.combinations(traces, 2) for line in _pair(one, other)),
-        *_overlaps(traces),
-    ]
-
-
-def covered(traces: Iterable[RankTrace]) -> float:
-    """Share of the checkpoint's numbers that the traced ranks write; 1 only if every number has a writer."""
-    written: Counter[str] = Counter()
-    sizes: dict[str, int] = {}
+    found = []
     for trace in traces:
-        for shard in trace.shards:
-            sizes[shard.key] = math.prod(shard.shape)
-            written[shard.key] += math.prod(shard.size)
-    return sum(written.values()) / sum(sizes.values()) if sizes else 0.0
+        places = Counter((call.op, call.tensors, call.place) for call in trace.calls if call.on_cpu)
+        for (op, tensors, where), count in places.items():
+            found.append(f"rank {trace.rank}: {op} of a CPU tensor {tensors} over NCCL at {where}, {count} times")
+    for one, other in itertools.combinations(traces, 2):
+        mine, theirs = _streams(one), _streams(other)
+        for name, ranks in dict.fromkeys([*mine, *theirs]):
+            if {one.rank, other.rank} <= set(ranks):
+                both = itertools.zip_longest(mine[name, ranks], theirs[name, ranks])
+                found += _first_difference(name, one.rank, other.rank, both)
+    return found
 
 
-def _cpu_tensors(trace: RankTrace) -> Iterator[str]:
-    places = Counter((call.place, call.op, call.tensors) for call in trace.calls if call.on_cpu)
-    for (where, op, tensors), count in places.items():
-        yield f"rank {trace.rank}: {op} of a CPU tensor {tensors} over NCCL at {where}, {count} times"
-
-
-def _by_group(trace: RankTrace) -> dict[tuple[str, tuple[int, ...]], list[Call]]:
-    groups: dict[tuple[str, tuple[int, ...]], list[Call]] = defaultdict(list)
+def _streams(trace: RankTrace) -> dict[tuple[str, tuple[int, ...]], list[Call]]:
+    """Calls that must be equal and in the same order on all of some ranks: those of a group, and those from one rank to
+    another."""
+    streams: dict[tuple[str, tuple[int, ...]], list[Call]] = defaultdict(list)
     for call in trace.calls:
-        groups[call.group, call.ranks].append(call)
-    return groups
+        if call.peer is None:
+            streams[f"{call.group} of {len(call.ranks)} ranks: call", call.ranks].append(call)
+        else:
+            ends = (trace.rank, call.peer) if call.op == "send" else (call.peer, trace.rank)
+            streams[f"{call.group}: message", ends].append(call)
+    return streams
 
 
-def _pair(one: RankTrace, other: RankTrace) -> Iterator[str]:
-    calls = {trace.rank: _by_group(trace) for trace in (one, other)}
-    for group in dict.fromkeys([*calls[one.rank], *calls[other.rank]]):
-        if not {one.rank, other.rank} <= set(group[1]):
-            continue
-        mine, theirs = calls[one.rank].get(group, []), calls[other.rank].get(group, [])
-        name = f"{group[0]} of ranks {_shown(group[1])}: call"
-        yield from _first_difference(
-            name,
-            (one.rank, [call for call in mine if call.peer is None]),
-            (other.rank, [call for call in theirs if call.peer is None]),
-        )
-        for sender, sent, receiver, received in ((one, mine, other, theirs), (other, theirs, one, mine)):
-            yield from _first_difference(
-                f"{group[0]}: message",
-                (sender.rank, [call for call in sent if (call.op, call.peer) == ("send", receiver.rank)]),
-                (receiver.rank, [call for call in received if (call.op, call.peer) == ("receive", sender.rank)]),
-            )
-
-
-def _first_difference(name: str, one: tuple[int, list[Call]], other: tuple[int, list[Call]]) -> Iterator[str]:
-    """The first of two ranks' calls that do not belong together: another operation (a send to a receive is none), or
-    other tensors."""
-
+def _first_difference(
+    name: str, one: int, other: int, both: Iterator[tuple[Call | None, Call | None]]
+) -> Iterator[str]:
     def kind(call: Call) -> tuple[str, str]:
         return "message" if call.peer is not None else call.op, call.tensors
 
-    for index, (left, right) in enumerate(itertools.zip_longest(one[1], other[1])):
+    def told(call: Call | None) -> str:
+        return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
+
+    for index, (left, right) in enumerate(both):
         if left is None or right is None or kind(left) != kind(right):
-            yield f"{name} {index} is {_told(left)} on rank {one[0]} and {_told(right)} on rank {other[0]}"
+            yield f"{name} {index} is {told(left)} on rank {one} and {told(right)} on rank {other}"
             return
-
-
-def _told(call: Call | None) -> str:
-    return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
-
-
-def _overlaps(traces: Sequence[RankTrace]) -> Iterator[str]:
-    """Blocks out of bounds, written twice, or of a tensor that ranks size differently."""
-    blocks: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
-    for trace in traces:
-        for shard in trace.shards:
-            blocks[shard.key].append((trace.rank, shard))
-    for key, own in blocks.items():
-        first = own[0][1]
-        for rank, shard in own:
-            ends = [start + count for start, count in zip(shard.offset, shard.size, strict=True)]
-            if (shard.shape, shard.dtype) != (first.shape, first.dtype):
-                texts = [f"{part.dtype}{list(part.shape)}" for part in (first, shard)]
-                yield f"{key}: {texts[0]} on rank {own[0][0]}, {texts[1]} on rank {rank}"
-            elif any(end > whole for end, whole in zip(ends, shard.shape, strict=True)):
-                yield f"{key}: rank {rank} writes up to {ends} of {list(shard.shape)}"
-        own.sort(key=lambda one: one[1].offset)
-        for (rank, left), (other, right) in itertools.combinations(own, 2):
-            if right.offset[0] >= left.offset[0] + left.size[0]:
-                continue
-            if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(left.offset, left.size, right.offset, right.size, strict=True)
-            ):
-                yield f"{key}: ranks {rank} and {other} both write at {right.offset}"
-                break
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,19 +165,12 @@ def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, 
     """(what, place) of the waits inside a loop over micro-batches: how often on the rank that does it most, and why it
     is accepted (None: it is not)."""
     found: dict[tuple[str, str], tuple[int, str | None]] = {}
-    for trace in traces:
-        counts: Counter[tuple[str, str]] = Counter()
-        for what, place, loop, count in trace.waits:
-            if loop:
-                counts[what, place] += count
-        for key, count in counts.items():
-            found[key] = (max(count, found.get(key, (0, None))[0]), _reason(key[1]))
+    for wait in (wait for trace in traces for wait in trace.waits if wait.loop):
+        file, _, rest = wait.place.partition(":")
+        reason = KNOWN_WAITS.get((file, rest.partition(" ")[2]))
+        most = found.get((wait.what, wait.place), (0, None))[0]
+        found[wait.what, wait.place] = (max(wait.times, most), reason)
     return dict(sorted(found.items()))
-
-
-def _reason(place: str) -> str | None:
-    file, _, rest = place.partition(":")
-    return KNOWN_WAITS.get((file, rest.partition(" ")[2]))
 
 
 @dataclass(frozen=True)
@@ -264,38 +191,28 @@ class Findings:
     @property
     def faults(self) -> list[str]:
         """What would stop or slow the ranks, or what the plan has wrong; a line each."""
-        return [
-            *self.disagreements,
-            *(
-                f"{what} in the loop over micro-batches at {place}, {count} times"
-                for (what, place), (count, reason) in self.waits.items()
-                if reason is None
-            ),
-            *(
-                f"rank {peak.rank}, {peak.phase}: peak {peak.traced / 1e9:.2f} GB, planned {peak.planned / 1e9:.2f} GB"
-                for peak in self.peaks
-                if not peak.close
-            ),
-        ]
+        found = list(self.disagreements)
+        for (what, place), (count, reason) in self.waits.items():
+            if reason is None:
+                found.append(f"{what} in the loop over micro-batches at {place}, {count} times")
+        for peak in self.peaks:
+            if not peak.close:
+                shown = f"peak {peak.traced / 1e9:.2f} GB, planned {peak.planned / 1e9:.2f} GB"
+                found.append(f"rank {peak.rank}, {peak.phase}: {shown}")
+        return found
 
     def tables(self) -> str:
         """Markdown: peaks, calls, waits."""
-        lines = [
-            "| rank | place | " + " | ".join(PHASES) + " | calls | sends, receives | s |",
-            "|---" * (len(PHASES) + 5) + "|",
-        ]
-        by_rank = {(peak.rank, peak.phase): peak for peak in self.peaks}
+        heads = ["rank", "place", *PHASES, "calls", "sends, receives", "s"]
+        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        cells = {(one.rank, one.phase): f"{one.traced / 1e9:.2f} ({one.deviation:+.1%})" for one in self.peaks}
         for trace in self.traces:
             place = " ".join(f"{name[0].upper()}P{number}" for name, number in trace.place.items())
-            cells = [_cell(by_rank.get((trace.rank, phase))) for phase in PHASES]
             messages = sum(call.peer is not None for call in trace.calls)
-            cells += [str(len(trace.calls) - messages), str(messages), f"{trace.seconds:.0f}"]
-            lines.append(f"| {trace.rank} | {place} | " + " | ".join(cells) + " |")
+            row = [str(trace.rank), place, *(cells.get((trace.rank, phase), "") for phase in PHASES)]
+            row += [str(len(trace.calls) - messages), str(messages), f"{trace.seconds:.0f}"]
+            lines.append("| " + " | ".join(row) + " |")
         for (what, place), (count, reason) in self.waits.items():
             accepted = reason or "not accepted"
             lines.append(f"\nWaits in the loop over micro-batches: {what}, `{place}`, {count} times ({accepted}).")
         return "\n".join(lines)
-
-
-def _cell(peak: Peak | None) -> str:
-    return "" if peak is None else f"{peak.traced / 1e9:.2f} ({peak.deviation:+.1%})"

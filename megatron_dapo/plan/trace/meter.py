@@ -34,7 +34,6 @@ class Meter(TorchDispatchMode):
         self.waits: Counter[tuple[str, str, str]] = Counter()
         """(what, place, loop or "") to how often."""
         self._sizes: dict[int, int] = {}
-        self._symbolic_host = False
 
     @contextmanager
     def measured(self, phase: str) -> Iterator[None]:
@@ -45,15 +44,6 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self.phase = before
-
-    @contextmanager
-    def symbolic_host(self) -> Iterator[None]:
-        """New CPU tensors are symbolic inside: they take no memory."""
-        self._symbolic_host = True
-        try:
-            yield
-        finally:
-            self._symbolic_host = False
 
     def wait(self, what: str) -> None:
         """Note that the host waits for the device here."""
@@ -69,7 +59,7 @@ class Meter(TorchDispatchMode):
         fakes = [value for value in tree_iter((args, kwargs)) if isinstance(value, FakeTensor)]
         device = kwargs.get("device")
         to_host = device is not None and torch.device(device).type == "cpu"
-        if not fakes and not self._symbolic_host and (device is None or to_host):
+        if not fakes and (device is None or to_host):
             with no_dispatch():
                 return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB.json`, under `stub_environment`.
+"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB`, under `stub_environment`.
 
 What is replaced here is replaced in this process alone, which does nothing else.
 """
@@ -9,9 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,9 +21,10 @@ from torch.distributed import distributed_c10d
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.findings import RankTrace, Shard
+from megatron_dapo.plan.trace.findings import RankTrace, Wait
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
 from rollout.server import end_with
@@ -37,10 +37,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     recorder = RecordingGroup.recorder = Recorder(meter)
     hf = model_dimensions(config.model.path).hf
     layout = config.actor.layout
-    # Of a row that is full, on a pipeline rank.
-    split = layout.tensor if layout.sequence_parallel else 1
-    recorder.pipeline_shape = [row_tokens(config) // split, 1, hf.hidden_size]
-    _replace_torch(meter, recorder)
+    _replace_torch(meter, recorder, hf, layout)
     if transformer_engine:
         from megatron_dapo.plan.trace.te_layers import install
 
@@ -50,28 +47,25 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     from megatron_dapo.actor import device
 
     choice = device.prepare("cuda")
-    _replace_files(meter, recorder, hf, config)
+    _replace_files(config, hf)
     # torch.tensor(..., device="cuda") shall make a CPU tensor and then copy it, which the meter sees.
     torch._C._set_only_lift_cpu_tensors(True)
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        actor, shards = _run(config, rank, meter)
-    packages = ["torch", "megatron-core", *(["transformer-engine"] if transformer_engine else [])]
+        actor = _run(config, rank, meter)
     return RankTrace(
         rank=rank,
-        world_size=layout.world_size,
         place=actor.place(),
         kernels=str(choice),
         calls=recorder.calls,
-        waits=[(*wait, count) for wait, count in sorted(meter.waits.items())],
+        waits=[Wait(*wait, count) for wait, count in sorted(meter.waits.items())],
         peaks=dict(meter.peaks),
-        shards=shards,
-        versions={name: version(name) for name in packages},
         seconds=time.monotonic() - start,
     )
 
 
-def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
+def _run(config: Config, rank: int, meter: Meter) -> Any:
     from megatron_dapo.actor.actor import MegatronActor
+    from megatron_dapo.actor.checkpoint import checkpoint
     from megatron_dapo.coordinator.batch import objective_of
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,11 +100,16 @@ def _run(config: Config, rank: int, meter: Meter) -> tuple[Any, list[Shard]]:
                 actor.reference_log_probs(batch.responses, batch.plan, temperature)
     with meter.measured("rollout"):
         pass  # at rest
-    with meter.measured("checkpoint"):
-        shards = _shards(actor)
+    with meter.measured("checkpoint"), actor.memory.resident("parameters", "optimizer"):
+        checkpoint._sharded_state(actor.optimizer, loading=False)
     with meter.measured("weight sync"):
-        actor.stream_weights(_Sink(actor.device.device) if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
-    return actor, shards
+        # Where rank 0's weights go: a new buffer for each bucket.
+        sink: Any = SimpleNamespace(
+            buffer=lambda size: torch.empty(size, dtype=torch.uint8, device=actor.device.device),
+            put=lambda bucket, tensors: None,
+        )
+        actor.stream_weights(sink if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
+    return actor
 
 
 def _mini_batch(config: Config, *, reference: bool) -> Any:
@@ -141,52 +140,7 @@ def _mini_batch(config: Config, *, reference: bool) -> Any:
     )
 
 
-def _shards(actor: Any) -> list[Shard]:
-    """What this rank writes of a checkpoint."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-
-    from megatron_dapo.actor.checkpoint import checkpoint
-
-    with actor.memory.resident("parameters", "optimizer"):
-        state = checkpoint._sharded_state(actor.optimizer, loading=False)
-        found, _ = extract_sharded_tensors_and_factories(state)
-        own = []
-        for one in _leaves(found):
-            for part in _leaves(one.build()) if isinstance(one, ShardedTensorFactory) else [one]:
-                number = part.replica_id if isinstance(part.replica_id, int) else sum(part.replica_id)
-                if number == 0:
-                    size = (
-                        *[1] * part.prepend_axis_num,
-                        *part.local_shape[-(len(part.global_shape) - part.prepend_axis_num) :],
-                    )
-                    own.append(
-                        Shard(part.key, str(part.dtype)[6:], tuple(part.global_shape), tuple(part.global_offset), size)
-                    )
-    return own
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    for value in tree.values() if isinstance(tree, Mapping) else tree:
-        if isinstance(value, Mapping | list | tuple):
-            yield from _leaves(value)
-        else:
-            yield value
-
-
-class _Sink:
-    """Where the weights go on rank 0: a new buffer for each bucket."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def put(self, bucket: Any, tensors: Any) -> None: ...
-
-
-def _replace_torch(meter: Meter, recorder: Recorder) -> None:
+def _replace_torch(meter: Meter, recorder: Recorder, hf: HFModelConfig, layout: LayoutConfig) -> None:
     """Groups that note, waits that are counted, storages that tell when they are resized."""
     distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc]
     distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc]
@@ -200,18 +154,10 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
 
     torch.tensor = lambda data, **options: tensor(numbers(data), **options)
 
-    def counted(owner: Any, name: str, what: str) -> None:
-        own: Callable[..., Any] = getattr(owner, name)
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            meter.wait(what)
-            return own(*args, **kwargs)
-
-        setattr(owner, name, wait)
-
-    counted(torch.cuda, "synchronize", "torch.cuda.synchronize")
-    counted(torch.cuda.Stream, "synchronize", "Stream.synchronize")
-    counted(torch.cuda.Event, "synchronize", "Event.synchronize")
+    owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+    for owner in owners:
+        what = f"{owner.__name__}.synchronize"
+        owner.synchronize = lambda *args, what=what: meter.wait(what)
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -224,7 +170,8 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
     def gathered(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
         meter.wait("objects gathered")
         recorder.note(cast(RecordingGroup, group or dist.group.WORLD), "all_gather_object", [])
-        into[:] = [value] * len(into)
+        # Sets are of `gathered_parameters`: which stage holds which parameter. All else is equal on all ranks.
+        into[:] = _names_by_stage(hf, layout) if isinstance(value, set) else [value] * len(into)
 
     def broadcast(values: Any, src: int = 0, group: Any = None, **rest: Any) -> None:
         meter.wait("objects broadcast")
@@ -235,83 +182,44 @@ def _replace_torch(meter: Meter, recorder: Recorder) -> None:
         module.broadcast_object_list = broadcast  # type: ignore[attr-defined]
 
 
-def _replace_files(meter: Meter, recorder: Recorder, hf: HFModelConfig, config: Config) -> None:
-    """No weight files; the pipeline's other stages. Megatron is imported by now."""
+def _replace_files(config: Config, hf: HFModelConfig) -> None:
+    """No weight files; a full row from the pipeline's other stages. Megatron is imported by now."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from megatron_dapo.actor.weights import hf_weights as weights
 
-    class Reader:
-        def __init__(self, folder: Path) -> None:
-            self.shapes: Mapping[str, tuple[int, ...]] = {}
-
-        def __enter__(self) -> "Reader":
-            return self
-
-        def __exit__(self, *error: Any) -> None: ...
-
-        def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: set[str]) -> None:
-            self.shapes = shapes
-
-        def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-            shape = list(self.shapes[name])
-            if not 0 <= start <= stop <= shape[dim]:
-                raise IndexError(f"{name}: {start} to {stop} of {shape[dim]} are read")
-            shape[dim] = stop - start
-            return torch.empty(shape, dtype=torch.bfloat16)
-
-    load = weights.load_hf_weights
-
-    def load_hf_weights(*args: Any) -> None:
-        with meter.symbolic_host():
-            load(*args)
-
-    weights.SafetensorsReader = Reader  # type: ignore[misc, assignment]
-    weights.load_hf_weights = load_hf_weights  # type: ignore[assignment]
+    weights.load_hf_weights = lambda *args: None
     HFModelConfig.load = classmethod(lambda cls, folder: hf)  # type: ignore[method-assign, assignment]
-
+    layout = config.actor.layout
+    row = [row_tokens(config) // (layout.tensor if layout.sequence_parallel else 1), 1, hf.hidden_size]
     exchange = P2PCommunicator._communicate_shapes
 
     def communicate_shapes(self: Any, *args: Any) -> Any:
-        return tuple(recorder.pipeline_shape if shape else shape for shape in exchange(self, *args))
+        return tuple(row if shape else shape for shape in exchange(self, *args))
 
     P2PCommunicator._communicate_shapes = communicate_shapes
 
-    gather = dist.all_gather_object
 
-    def stage_names(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
-        gather(into, value, group, **rest)
-        if isinstance(value, set):  # of `gathered_parameters`: which stage holds which parameter
-            into[:] = _names_by_stage(
-                weights.model_shards(hf), hf, len(into), config.actor.layout.virtual_pipeline or 1
-            )
-            if value not in into:
-                raise AssertionError(f"this rank holds other parameters than thought: {sorted(value)[:3]} ...")
+def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
+    from megatron_dapo.actor.weights.hf_weights import model_shards
 
-    dist.all_gather_object = stage_names  # type: ignore[assignment]
-
-
-def _names_by_stage(names: Mapping[str, Any], hf: HFModelConfig, stages: int, virtual: int) -> list[set[str]]:
-    found: list[set[str]] = [set() for _ in range(stages)]
-    layers = hf.num_layers // (stages * virtual)
-    for name in names:
+    found: list[set[str]] = [set() for _ in range(layout.pipeline)]
+    layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
+    for name in model_shards(hf):
         if name.startswith("decoder.layers."):
-            found[int(name.split(".")[2]) // layers % stages].add(name)
+            found[int(name.split(".")[2]) // layers % layout.pipeline].add(name)
         else:
             found[0 if name.startswith("embedding.") else -1].add(name)
-    if hf.tied and stages > 1:
-        found[-1].add("embedding.word_embeddings.weight")
     return found
 
 
 def main() -> None:
-    """Read the job, write the trace to the file that it names."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+    """Do the job (JSON), write the trace to the file that it names."""
+    job = json.loads(sys.argv[1])
     end_with(job["parent"])
     config = load_config(Path(job["config"]), job["overrides"])
     trace = trace_rank(config, job["rank"], transformer_engine=job["layers"] == "te")
     Path(job["out"]).write_text(json.dumps(dataclasses.asdict(trace)))
-    sys.stdout.flush()
     os._exit(0)  # torch's own end would wait for a device
 
 

@@ -4,15 +4,13 @@ torch: the processes do."""
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -21,9 +19,6 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.trace.findings import RankTrace
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
-
-Layers = Literal["te", "local"]
-"""Whose transformer layers: TransformerEngine's, which a GPU node has, or those of Megatron and this project."""
 
 RANK_SECONDS = 1800
 """Longest that one rank may take; measured: about a minute on one core."""
@@ -41,44 +36,25 @@ def stub_environment(folder: Path) -> dict[str, str]:
         TraceError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
     """
     if any(character.isspace() or character == ":" for character in str(folder)):
+        raise TraceError(f"--trace: LD_PRELOAD takes no blank or colon; set TMPDIR to another folder than {folder}")
+    spec = importlib.util.find_spec("torch")
+    torch = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("nowhere")
+    headers = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
+    if not (torch / "lib/libtorch_cuda.so").is_file() or not headers:
         raise TraceError(
-            f"--trace: LD_PRELOAD takes no blank or colon, and {folder} has one; set TMPDIR to another folder"
+            "--trace needs a CUDA build of torch with nvidia-cuda-runtime's headers (no GPU), and it is not here; "
+            "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
         )
-    headers = _headers()
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise TraceError("--trace compiles a small stand-in for the CUDA driver, and there is no gcc; install gcc")
     # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
     library = folder / "cuda_stub.so"
-    options = ["-shared", "-fPIC", "-O1", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
-    command = [compiler, *options, "-o", str(library), str(SOURCE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TraceError(f"--trace: {' '.join(command)} failed:\n{done.stderr.strip()}")
-    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder)}
-
-
-def _headers() -> Path:
-    """The folder of cuda_runtime_api.h that torch's CUDA packages brought."""
-    spec = importlib.util.find_spec("torch")
+    command = ["gcc", "-shared", "-fPIC", "-O1", f"-I{headers[0].parent}", "-Wl,-soname,libcuda.so.1"]
     try:
-        build = version("torch")
-    except PackageNotFoundError:
-        build = ""
-    remedy = "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
-    if spec is None or spec.origin is None:
-        raise TraceError(f"--trace needs a CUDA build of torch, and there is no torch here; {remedy}")
-    torch = Path(spec.origin).parent
-    if not (torch / "lib" / "libtorch_cuda.so").is_file():
-        raise TraceError(
-            f"--trace needs a CUDA build of torch (no GPU), and torch {build} here is a build for the CPU; {remedy}"
-        )
-    found = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
-    if not found:
-        raise TraceError(
-            f"--trace: torch {build} is here without nvidia-cuda-runtime, whose headers it needs; {remedy}"
-        )
-    return found[0].parent
+        subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise TraceError("--trace compiles a small stand-in for the CUDA driver: install gcc") from None
+    except subprocess.CalledProcessError as error:
+        raise TraceError(f"--trace: {error}:\n{error.stderr.strip()}") from None
+    return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 def telling_ranks(layout: LayoutConfig) -> list[int]:
@@ -97,11 +73,15 @@ def trace_ranks(
     config: Config,
     ranks: Sequence[int],
     *,
-    layers: Layers,
+    layers: str,
     jobs: int,
     told: Callable[[RankTrace], None] = lambda trace: None,
 ) -> list[RankTrace]:
     """The traces of `ranks`, in that order; `told` hears of each when it is there.
+
+    Args:
+        layers: whose transformer layers: TransformerEngine's ("te"), which a GPU node has, or those of Megatron and
+            this project ("local").
 
     Raises:
         TraceError: something is missing here, a rank does not exist, or one failed: then with what it printed last.
@@ -109,14 +89,16 @@ def trace_ranks(
     world = config.actor.layout.world_size
     if wrong := [rank for rank in ranks if not 0 <= rank < world]:
         raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
+    if layers not in ("te", "local"):
+        raise TraceError(f"--layers {layers}: te or local")
     started: list[subprocess.Popen[str]] = []
     try:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
-            environment = os.environ | stub_environment(Path(folder)) | {"OMP_NUM_THREADS": "1"}
+            environment = os.environ | stub_environment(Path(folder))
 
             def one(rank: int) -> RankTrace:
                 job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
-                trace = _run(Path(folder) / f"{rank}.json", job | {"parent": os.getpid()}, environment, started)
+                trace = _run(job | {"parent": os.getpid(), "out": f"{folder}/{rank}.json"}, environment, started)
                 told(trace)
                 return trace
 
@@ -129,12 +111,8 @@ def trace_ranks(
         raise TraceError(f"--trace: {error}") from error
 
 
-def _run(
-    file: Path, job: dict[str, Any], environment: dict[str, str], started: list[subprocess.Popen[str]]
-) -> RankTrace:
-    out = file.with_suffix(".trace.json")
-    file.write_text(json.dumps(job | {"out": str(out)}))
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", str(file)]
+def _run(job: dict[str, Any], environment: dict[str, str], started: list[subprocess.Popen[str]]) -> RankTrace:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", json.dumps(job)]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -146,10 +124,10 @@ def _run(
             raise TraceError(
                 f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller"
             ) from None
-    if process.returncode or not out.is_file():
+    if process.returncode:
         last = "\n".join(errors.strip().splitlines()[-25:])
         raise TraceError(f"rank {job['rank']}: the trace ended with exit code {process.returncode}:\n{last}")
-    return read_trace(out)
+    return read_trace(Path(job["out"]))
 
 
 def read_trace(file: Path) -> RankTrace:

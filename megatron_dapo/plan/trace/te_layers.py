@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -24,17 +23,6 @@ from megatron_dapo.plan.trace.rank_processes import TraceError
 
 _TYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
 _TORCH_TYPES = {2: torch.float32, 3: torch.float16, 4: torch.bfloat16}
-
-
-class _Extension(ModuleType):
-    """transformer_engine_torch."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = MagicMock(name=name)
-        setattr(self, name, found)
-        return found
 
 
 def install() -> None:
@@ -49,15 +37,15 @@ def install() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the core library is not loaded
     # Its kernels would be compiled for the GPU; as if it were not installed, cuDNN's attention is taken.
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
-    extension: Any = _Extension("transformer_engine_torch")
-    make: Any = enum.IntEnum
     text = "\n".join(file.read_text() for file in sorted((Path(spec.origin).parent / "pytorch").rglob("*.py")))
+    extension = MagicMock(
+        name="transformer_engine_torch", __all__=sorted(set(re.findall(r"\b(?:tex|ext)\.(\w+)", text)))
+    )
+    make: Any = enum.IntEnum
     extension.DType = make("DType", _TYPES, start=0)
     for name in set(re.findall(r"\b(NVTE_[A-Z]\w+)\.NVTE_", text)):
         members = dict.fromkeys(re.findall(rf"\b{name}\.(NVTE_\w+)", text))
         setattr(extension, name, make(name, list(members), start=0))
-    for name in set(re.findall(r"\btex\.(\w+)", text)):
-        getattr(extension, name)  # `import *` takes only what is there
     for name, kernel in _KERNELS.items():
         setattr(extension, name, kernel)
     extension.get_cudnn_version = lambda: 91900

@@ -1,0 +1,159 @@
+"""What only a run on GPUs needs: the driver, torch, NCCL, the kernels of trainer and servers, compilers."""
+
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_dapo.doctor.probing import (
+    IMPORT_DEADLINE_S,
+    Facts,
+    Finding,
+    failed,
+    needed_gpus,
+    passed,
+    run,
+    warning,
+)
+from megatron_dapo.plan.scenario import share_gpus
+
+INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
+_IMPORT_FIX = (
+    f"{INSTALL}; TransformerEngine is built after torch: pip install --no-build-isolation transformer-engine[pytorch]"
+)
+_BUSY_SHARE = 0.1
+_NO_DRIVER = (
+    "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
+)
+_TRAINER = ("megatron.core", "transformer_engine.pytorch")
+_SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.entrypoints.http_server")
+_LOST = {
+    "transformer_engine.pytorch": (
+        "the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8"
+    ),
+    "flashinfer": "servers sample by PyTorch's kernels, which is slower",
+    "torch_memory_saver.utils": "no run.mode: colocated, whose servers give their memory back by it",
+}
+"""What a run does without a part; it does not start without another one."""
+
+
+def check_gpus(facts: Facts) -> Iterator[Finding]:
+    """How many there are, whether they suffice, and what is in the way of using them."""
+    config, gpus, answer = facts.config, facts.gpus, facts.nvidia_smi
+    needed = 0 if config is None or "RAY_ADDRESS" in os.environ else needed_gpus(config)  # other nodes share the run
+    if answer is not None and not gpus:
+        said = f"{answer.output}\n{answer.error}".strip()
+        if "No devices were found" not in said:  # as on a login node
+            last = (said.splitlines() or ["no output"])[-1]
+            yield failed(f"nvidia-smi is here but lists no GPU (exit code {answer.code}): {last}", _NO_DRIVER)
+            return
+        yield warning("nvidia-smi is here but finds no device", "run this on the node that has the GPUs")
+    shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}" if gpus else "none"
+    if not gpus and config is not None and config.actor.device == "cuda":
+        yield failed("none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
+    elif not gpus and needed > 2 * (cores := len(os.sched_getaffinity(0))):
+        found = f"none, and {needed} processes of trainer and servers are too many for {cores} cores"
+        fix = "run it where the GPUs are: megatron-dapo slurm writes the job; or lower actor.layout and rollout.servers"
+        yield failed(found, fix)
+    elif gpus and needed > len(gpus):
+        fix = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
+        yield failed(f"{shown}; trainer and servers need {needed}", fix)
+    else:
+        yield passed(shown)
+    modes = sorted({gpu.compute_mode for gpu in gpus} & {"Prohibited", "Exclusive_Process"})
+    if modes:
+        two_a_gpu = config is not None and share_gpus(config)
+        make = failed if two_a_gpu or "Prohibited" in modes else warning
+        fix = "nvidia-smi -c 0 (as root); Exclusive_Process has one process a GPU, and run.mode: colocated needs two"
+        yield make(f"compute mode {', '.join(modes)}", fix)
+    if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:
+        yield warning(f"memory of GPU {', '.join(busy)} is in use", "end what uses it: nvidia-smi lists the processes")
+
+
+def check_torch(facts: Facts) -> Iterator[Finding]:
+    """A CUDA build that the driver can run, which sees all GPUs and loads the NCCL that was installed with it."""
+    torch, count = facts.torch, len(facts.gpus)
+    if "cause" in torch:
+        yield failed(f"cannot be imported: {torch['cause']}", INSTALL)
+        return
+    shown = f"{torch['version']}, CUDA {torch['cuda']}"
+    if torch["cuda"] is None:
+        yield failed(f"{torch['version']} is a build without CUDA", INSTALL)
+        return
+    if count and not torch["devices"]:
+        fix = (
+            "CUDA 12 needs driver 525 or newer, CUDA 13 driver 580 (or NVIDIA's cuda-compat libraries); look at "
+            "CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ"
+        )
+        driver = facts.gpus[0].driver
+        yield failed(f"{shown} sees no GPU, nvidia-smi does (driver {driver}): {torch['error'][:300]}", fix)
+    elif torch["devices"] < count:
+        found = f"{shown} sees {torch['devices']} of {count} GPUs"
+        yield warning(found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
+    loaded = ".".join(map(str, torch["nccl"]))
+    if (wheel := facts.installed.get(f"nvidia-nccl-cu{facts.cuda_major}", loaded)) != loaded:
+        fix = "take the other libnccl.so.2 out of LD_LIBRARY_PATH and LD_PRELOAD"
+        yield warning(f"NCCL {loaded} is loaded, {wheel} is installed", fix)
+    else:
+        yield passed(f"{shown}, NCCL {loaded}")
+
+
+def check_imports(facts: Facts) -> Iterator[Finding]:
+    """Each in a child process, all at once. Without a GPU nothing is imported: kernels need the driver."""
+    config, lost = facts.config, dict(_LOST)
+    if config is not None and config.actor.fp8 != "none":
+        del lost["transformer_engine.pytorch"]
+    if config is not None and config.run.mode == "colocated":
+        del lost["torch_memory_saver.utils"]
+    modules = _TRAINER + (_SERVER if facts.own_servers else ())
+    if not facts.gpus:
+        yield passed("not looked at: kernels need a driver, and no GPU is visible")
+        return
+    with ThreadPoolExecutor(len(modules)) as threads:
+        commands = ([*facts.python, "-c", f"import torch, {module}"] for module in modules)
+        answers = list(threads.map(lambda command: run(command, IMPORT_DEADLINE_S), commands))
+    for module, answer in zip(modules, answers, strict=True):
+        absent = re.search(r"No module named '([\w.]+)'", answer.cause)
+        if answer.code == 0:
+            yield passed(module)
+        elif absent is None or not f"{module}.".startswith(f"{absent[1]}."):
+            yield failed(f"{module} is there and broken: {answer.cause}", _IMPORT_FIX)
+        elif module in lost:
+            yield warning(f"no {module}: {lost[module]}", _IMPORT_FIX)
+        else:
+            yield failed(f"no {module}, which this run needs", _IMPORT_FIX)
+
+
+def check_compilers(facts: Facts) -> Iterator[Finding]:
+    """Triton and torch.compile build a module in C for Python; the servers' kernels are compiled when first used."""
+    paths = sysconfig.get_paths()
+    compiler = os.environ.get("CC", "").strip() or ("gcc" if shutil.which("gcc") else "clang")
+    answer = run(
+        (*compiler.split(), "-fsyntax-only", "-I", paths["include"], "-include", "Python.h", "-xc", os.devnull)
+    )
+    if answer.code != 0:
+        line = next((line for line in answer.error.splitlines() if "error" in line), answer.cause)
+        found = f"{compiler} cannot include Python.h ({paths['include']}): {line[:300]}"
+        yield failed(found, "install gcc and Python's headers (python3-dev), or set CC")
+    if not facts.own_servers:
+        yield passed("C")
+        return
+    search = f"{Path(facts.python[0]).parent}:{os.environ.get('PATH', '')}"  # as servers have it
+    if missing := [program for program in ("c++", "ninja") if shutil.which(program, path=search) is None]:
+        yield failed(f"no {', '.join(missing)} on PATH: servers compile kernels by it", f"install g++; {INSTALL}")
+    major, nvcc = facts.cuda_major or "13", shutil.which("nvcc")
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = Path(named) if named else Path(nvcc).parents[1] if nvcc else facts.root / "usr/local/cuda"
+    # Where SGLang and flashinfer look.
+    needed = ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so")
+    if away := [name for name in needed if not (home / name).is_file()]:
+        fix = f"install the CUDA {major} toolkit, and set CUDA_HOME to its folder"
+        own = Path(paths["purelib"]) / f"nvidia/cu{major}"
+        if (own / "bin/nvcc").is_file():  # the lock's wheels: libraries in lib, by full name only
+            link = f"mkdir -p {own}/lib64; ln -sf ../lib/libcudart.so.{major} {own}/lib64/libcudart.so"
+            fix = f"export CUDA_HOME={own}; {link}; or {fix}"
+        yield failed(f"{home} has no {', '.join(away)}: servers compile kernels with it", fix)
+    yield passed("C, C++, CUDA and ninja")
