@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from tools.conversion.row_runs import copy_bytes, runs_of
 
 from megatron_dapo.actor.weights.safetensors_file import WeightsError, bytes_of
 from megatron_dapo.actor.weights.shards import GateUp, QueryKeyValue, Replicated, Split
 from tools.conversion import row_runs
-from tools.conversion.row_runs import copy_bytes, runs_of
 from tools.convert_checkpoint import import_megatron
 
 SHARDS = {
