@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ STAMP = "megatron-dapo.json"
 LOCK = "install.lock"
 """Held by the install at work; there before anything else is."""
 CHECK = Path(__file__).with_name("import_check.py")
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 GPU_PYTHON = "3.12"
 GPU_MARKS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 LATER = (
@@ -62,12 +64,11 @@ class Place:
 
     @property
     def site(self) -> Path:
-        return self.venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        return self.venv / "lib" / f"python{PYTHON}" / "site-packages"
 
     @property
     def lock(self) -> Path:
-        name = f"{'gpu' if self.gpu else 'py'}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
-        return self.root / "requirements" / name
+        return self.root / "requirements" / f"{'gpu' if self.gpu else 'py'}{PYTHON.replace('.', '')}.lock.txt"
 
     @property
     def cuda_lock(self) -> Path:
@@ -95,6 +96,7 @@ class Installer:
         self._torch_index = torch_index
         self._pins = read_lock(place.lock)
         self._scratch = place.venv / "tmp"
+        self._wheels = place.venv / "wheels" / f"torch-{self._pins.get('torch')}"
         self._packages = PackageInstaller(place.python, place.stamp()["base"], self._scratch)
         self._step = 0
 
@@ -113,8 +115,10 @@ class Installer:
                 return
             self._clear()
             self._scratch.mkdir(exist_ok=True)
-            write_stamp(place.venv, place.stamp() | {"engine": place.engine})
-            self._make_environment()
+            stamp = place.stamp() | {"engine": place.engine}
+            write_stamp(place.venv, stamp)
+            self._say(f"environment of Python {sys.version.split()[0]}")
+            print(f"  packages come by {self._packages.make_environment(self._pin('uv'))}", flush=True)
             self._install_packages()
             if place.gpu:
                 self._install_engine()
@@ -126,7 +130,7 @@ class Installer:
             )
             ready = self._check()
             shutil.rmtree(self._scratch)
-            write_stamp(place.venv, place.stamp() | {"engine": place.engine, "inputs": place.inputs(), "ready": ready})
+            write_stamp(place.venv, stamp | {"inputs": place.inputs(), "ready": ready})
         print(f"{ready} (took {time.monotonic() - begin:.0f} s)")
 
     def _say(self, text: str) -> None:
@@ -156,10 +160,6 @@ class Installer:
             print(f"{info.name.removesuffix('.dist-info')} was left half installed: installing it again")
             shutil.rmtree(info)
 
-    def _make_environment(self) -> None:
-        self._say(f"environment of Python {sys.version.split()[0]}")
-        print(f"  packages come by {self._packages.make_environment(self._pin('uv'))}", flush=True)
-
     def _install_packages(self) -> None:
         place = self._place
         self._say(f"torch, then the {len(self._pins)} packages of {place.lock.name}")
@@ -183,11 +183,9 @@ class Installer:
     def _pin(self, name: str) -> str:
         return f"{name}=={self._pins[name]}" if name in self._pins else ""
 
-    def _wheels(self) -> Path:
-        return self._place.venv / "wheels" / f"torch-{self._pins['torch']}"
-
     def _kept_wheel(self) -> Path | None:
-        return engine.kept_wheel(self._wheels(), self._pins[engine.EXTENSION])
+        """The extension that an earlier install built."""
+        return next(self._wheels.glob(f"transformer_engine_torch-{self._pins[engine.EXTENSION]}-*.whl"), None)
 
     def _has_engine_wheel(self) -> bool:
         wanted = ("--no-deps", "--only-binary", ":all:", self._pin(engine.EXTENSION))
@@ -202,11 +200,9 @@ class Installer:
             return
         self._say("TransformerEngine; its torch extension is built here where no wheel of it is found: 25 core minutes")
         if not self._has_engine_wheel():
-            if lacking := [*engine.missing_tools(), *engine.missing_headers(place.site)]:
-                raise InstallError(engine.refusal(lacking))
             variables = engine.build_variables(place.python, place.site, os.environ)
             try:
-                self._packages.build(pins[0], self._wheels(), variables)
+                self._packages.build(pins[0], self._wheels, variables)
             except InstallError as error:
                 raise InstallError(
                     f"{error}\nFewer compilers at a time need less memory: MAX_JOBS=1 make install-gpu"
@@ -220,25 +216,25 @@ class Installer:
         cores = len(os.sched_getaffinity(0))
         self._say(f"byte-compile, on {cores} cores: else every process would do it again at its start")
         python = (str(self._place.python), "-I", "-m", "compileall", "-q", "-j", str(cores), "-x", LATER)
+        done = self._packages.call(*python, str(self._place.site), must=False, stdout=subprocess.PIPE)
         # It ends with 1 for files that are no valid Python, too (templates, other Pythons' syntax).
-        status, said = self._packages.output_of(*python, str(self._place.site))
-        if status not in (0, 1) or "No space left on device" in said:
-            raise InstallError(f"{said[-2000:]}\nbyte-compilation failed")
+        if done.returncode not in (0, 1) or "No space left on device" in done.stdout:
+            raise InstallError(f"{done.stdout[-2000:]}\nbyte-compilation failed")
 
     def _check(self) -> str:
         place = self._place
         self._say("import the packages")
         kind = [*(["gpu"] if place.gpu else []), *(["engine"] if place.engine else [])]
-        status, said = self._packages.output_of(str(place.python), "-I", str(CHECK), *kind)
-        if status:
-            raise InstallError(f"{said[-2000:]}\nthe packages do not import (status {status}); see above")
-        failed, untried, versions = json.loads(said.splitlines()[-1])
+        done = self._packages.call(str(place.python), "-I", str(CHECK), *kind, must=False, stdout=subprocess.PIPE)
+        if done.returncode:
+            raise InstallError(f"{done.stdout[-2000:]}\nthe packages do not import (status {done.returncode})")
+        failed, untried, versions = json.loads(done.stdout.splitlines()[-1])
         if failed:
-            lines = ["these packages do not work:", *(f"  {name}: {why}" for name, why in failed)]
             anew = f"`make clean-venv install{'-gpu' if place.gpu else ''}` makes the environment anew"
-            raise InstallError("\n".join([*lines, anew]))
-        ready = f"{os.path.relpath(place.venv)} is ready: Python {sys.version.split()[0]}, "
-        ready += ", ".join(f"{name} {version}" for name, version in versions.items())
+            lines = [f"  {name}: {why}" for name, why in failed]
+            raise InstallError("\n".join(["these packages do not work:", *lines, anew]))
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        ready = f"{os.path.relpath(place.venv)} is ready: Python {sys.version.split()[0]}, {shown}"
         if place.gpu and not place.engine:
             ready += "; without TransformerEngine"
         if untried:
@@ -298,7 +294,7 @@ def place_of(root: Path, venv: Path, *, gpu: bool, with_engine: bool = True) -> 
     done = read_stamp(venv)
     if not gpu and done.get("gpu"):
         gpu, with_engine = True, done.get("engine", True)
-    if gpu and f"{sys.version_info[0]}.{sys.version_info[1]}" != GPU_PYTHON:
+    if gpu and PYTHON != GPU_PYTHON:
         raise InstallError(
             f"the GPU packages are locked for Python {GPU_PYTHON}, this is {sys.version.split()[0]}: "
             f"PYTHON=python{GPU_PYTHON} make install-gpu"
