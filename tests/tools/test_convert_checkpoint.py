@@ -292,7 +292,7 @@ def test_the_command(tool, tmp_path, capfd):
     there = ["to-megatron", str(BASE), str(tmp_path / "megatron"), "--processes", "2", "--verify"]
     assert main(there) == 0
     told = capfd.readouterr().err
-    assert "46 tensors have equal checksums" in told
+    assert "46 tensors are equal, bit for bit" in told
     assert "logits of" in told
     assert main(there) == 2
     assert "is there already; give --overwrite" in capfd.readouterr().err
@@ -337,6 +337,15 @@ def test_what_a_failed_conversion_wrote_does_not_stay(tool, model, checkpoint, t
     with pytest.raises(KeyboardInterrupt):
         getattr(tool, way)({"to_megatron": model, "to_hf": checkpoint}[way], tmp_path / "target")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_is_the_reason_that_is_given(tool, tmp_path):
+    """`torch.save` fails a second time while it closes what it has begun."""
+    from tools.conversion.megatron_files import PartWriter
+
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        PartWriter(tmp_path / "full").add("key", (0, 0), torch.zeros(1, 2**20))
 
 
 def test_a_config_without_a_model_asks_for_the_base(tool, checkpoint, tmp_path):

@@ -12,13 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import median, quantiles
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.cluster.trainer_rank import RankTimeline
-from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
-from tools.benchmarks.measure_actor_speed import QUICKSTART, Case, start
+from tools.benchmarks.actor_update import QUICKSTART, Lengths, actor_config, spread, start
 
 TURNS = 41
 WARM_UP = 3
@@ -26,10 +24,10 @@ WARM_UP = 3
 
 def main(turns: int = TURNS) -> None:
     """Print one line."""
-    case = Case(name="quickstart", folder=QUICKSTART, responses=32, shortest=24, longest=128, micro_batch_tokens=256)
+    lengths = Lengths(responses=32, shortest=24, longest=128)
     with tempfile.TemporaryDirectory() as folder:
         place = RankPlace(rank=0, world_size=1, rendezvous=f"file://{folder}/meet")
-        actor, batch = start(case, place, case.config(LayoutConfig(), threads=1))
+        actor, batch = start(place, QUICKSTART, lengths, actor_config(micro_batch_tokens=256, threads=1))
         timeline = RankTimeline(Path(folder), actor)
 
         def seconds(around: AbstractContextManager[None]) -> float:
@@ -45,9 +43,8 @@ def main(turns: int = TURNS) -> None:
 
         measured = list(ratios())[WARM_UP:]
         actor.close()
-    low, _, high = quantiles(measured, n=4)
     passes = 2 * batch.plan.micro_batches_per_rank
-    print(f"recorded / plain: {median(measured):.3f} (quartiles {low:.3f} to {high:.3f}), {passes} passes an update")
+    print(f"recorded / plain, with quartiles: {spread(measured, 3)}, {passes} passes an update")
 
 
 if __name__ == "__main__":
