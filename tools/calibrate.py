@@ -22,6 +22,7 @@ from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.sync import readers_of_a_node
 from megatron_dapo.plan.trainer_time import attention_flops, forward_flops
 from megatron_dapo.report.source import ReportError, Run
+from tools.throughput import on_gpu
 from tools.timeline_figures import RecordedStep, pass_seconds, tensor_seconds
 
 HEADER = (
@@ -53,8 +54,7 @@ def calibration_file(
     """
     if not steps:
         raise ReportError(f"{run.path}: no recorded rollout step counts; set monitor.timeline_every, or lower --skip")
-    on_gpu = (run.manifest.get("trainer") or {}).get("device", "cpu") != "cpu"
-    if not on_gpu and not {"peak_flops", "memory_bandwidth"} <= given.keys():
+    if not on_gpu(run) and not {"peak_flops", "memory_bandwidth"} <= given.keys():
         raise ReportError(f"{run.path}: ran on CPUs: give --peak-flops and --memory-bandwidth of a process too")
     load_calibration(base)  # every fault of the file, named
     text = base.read_text() if base else (resources.files("megatron_dapo.plan") / "calibration.yaml").read_text()
