@@ -9,7 +9,6 @@ changes little. The plain loop is at its best: fused AdamW, PyTorch's attention 
 and micro-batches of responses of similar length, padded to the longest.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
 from megatron_dapo.actor.step_data import MiniBatch
@@ -193,15 +193,11 @@ def table(*, turns: int, threads: int, only: str) -> Iterator[str]:
             )
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
-    parser.add_argument("--threads", type=int, default=1, help="of the process")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    for line in table(**vars(parser.parse_args())):
+def main(turns: int = 9, threads: int = 1, only: str = "") -> None:
+    """Print the table. TURNS: measured updates of each loop; ONLY: cases whose name holds this."""
+    for line in table(turns=turns, threads=threads, only=only):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,13 +7,14 @@ goes on, by the clock, median of the turns. Peak: the most that the resident set
 of a save until its files are in place, largest over the turns. Training goes on meanwhile where it can.
 """
 
-import argparse
 import functools
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+
+import typer
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig, OptimizerConfig
@@ -63,18 +64,13 @@ def measure(
     return found
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; else a temporary folder")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4, help="of 20 million parameters each; 33 more outside of them")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, RankPool("cpu") as pool:
+def main(folder: Path | None = None, turns: int = 3, layers: int = 4) -> None:
+    """Print the table. FOLDER: where checkpoints are written, else a temporary one; LAYERS: of 20 million parameters
+    each, 33 more outside of them."""
+    with tempfile.TemporaryDirectory(dir=folder) as name, RankPool("cpu") as pool:
         model, target = Path(name) / "model", Path(name) / "checkpoints"
-        write_random_model(
-            model, num_hidden_layers=options.layers, hidden_size=1024, intermediate_size=5632, vocab_size=16001
-        )
+        shape = {"num_hidden_layers": layers, "hidden_size": 1024, "intermediate_size": 5632, "vocab_size": 16001}
+        write_random_model(model, **shape)
         target.mkdir()
         print(
             "| layout | files, MiB | at once: waits, s | beside: waits, s | in place after, s "
@@ -82,7 +78,7 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|---|")
         for case, (layout, distributed) in CASES.items():
-            arguments = (layout, distributed, model, target, options.turns)
+            arguments = (layout, distributed, model, target, turns)
             ranks = pool.run(layout.world_size, measure, *arguments, timeout_s=3600)
             size = sum(file.stat().st_size for file in (target / "at once").iterdir()) / MIB
             cells = [
@@ -98,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,13 +7,13 @@ resident before (inputs included); its time the CPU's (user and system) in the f
 load on the machine changes little. The ways take turns, so that a ratio of two times is of one run.
 """
 
-import argparse
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import typer
 from torch import Tensor
 
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
@@ -93,20 +93,15 @@ def rounds_of(names: tuple[str, ...], dtype: torch.dtype, shape: Shape, rounds: 
     return {name: (max(peak for peak, _ in all_), min(s for _, s in all_)) for name, all_ in found.items()}
 
 
-def main() -> None:
+def main(tokens: int = 1024, threads: int = 1, rounds: int = 2) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    shape = Shape(tokens=options.tokens, threads=options.threads)
+    shape = Shape(tokens=tokens, threads=threads)
     print(f"{shape}; torch {torch.__version__}, {platform.machine()}\n")
     print("| from | type | way | peak above the inputs, MiB | of plain | CPU seconds | of plain |")
     print("|---|---|---|---|---|---|---|")
     for dtype in DTYPES:
         for source, names in (("logits", FROM_LOGITS), ("hidden states", FROM_HIDDEN)):
-            found = rounds_of(names, dtype, shape, options.rounds)
+            found = rounds_of(names, dtype, shape, rounds)
             base_peak, base_seconds = found[names[0]]
             for name, (peak, seconds) in found.items():
                 shares = f"{peak:.0f} | {peak / base_peak:.2f} | {seconds:.2f} | {seconds / base_seconds:.2f}"
@@ -114,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
