@@ -209,13 +209,13 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(tool, model, tmp_pat
         tool.to_megatron(model, tmp_path / "megatron", tensor=4)
 
 
-def test_a_flipped_bit_is_found_and_the_file_and_a_tensor_are_named(tool, checkpoint, tmp_path):
+def test_a_flipped_bit_is_found_and_the_file_is_named(tool, checkpoint, tmp_path):
     broken = copy_of(checkpoint, tmp_path / "broken")
     file = broken / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file} is damaged \(it holds parts of tensor \w+\.\S+ and \d+ more"):
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged"):
         tool.to_hf(broken, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -229,13 +229,12 @@ def test_a_manifest_of_sha256_is_read(tool, model, checkpoint, tmp_path):
     assert_same(tmp_path / "back", model)
 
 
-@pytest.mark.parametrize(("file", "words"), [("__0_0.distcp", "holds parts of tensor"), (".metadata", "is missing")])
-def test_a_missing_file_is_named(tool, checkpoint, tmp_path, file, words):
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_missing_file_is_named(tool, checkpoint, tmp_path, file):
     broken = copy_of(checkpoint, tmp_path / "broken")
     (broken / file).unlink()
-    with pytest.raises(CheckpointError, match=rf"{broken / file} is missing") as caught:
+    with pytest.raises(CheckpointError, match=rf"{broken / file} is missing"):
         tool.to_hf(broken, tmp_path / "back")
-    assert words in str(caught.value)
 
 
 def test_the_config_of_another_model_is_refused_with_the_tensors_name(tool, checkpoint, tmp_path):
@@ -333,7 +332,6 @@ def test_what_a_failed_conversion_wrote_does_not_stay(tool, model, checkpoint, t
     import tools.conversion.to_megatron
 
     monkeypatch.setattr(getattr(tools.conversion, way), "run_parts", stop, raising=True)
-    monkeypatch.setattr(tools.conversion.to_hf, "check_files", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         getattr(tool, way)({"to_megatron": model, "to_hf": checkpoint}[way], tmp_path / "target")
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,6 @@
 """The files of a Megatron distributed checkpoint, as PyTorch's distributed checkpointing defines them, read and written
 chunk by chunk without a process group: any process reads any part, and each worker writes a file of its own."""
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint.checkpoint_files import (
     ALGORITHM,
     ALGORITHMS,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
 )
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
-from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES, WeightsError
 from tools.conversion.stored import Stored
 
@@ -66,12 +61,6 @@ class CheckpointReader:
         planner = _Into(torch.empty(self._shape(stored), dtype=self.dtype(stored)))
         self._storage.read_data(LoadPlan(self._items(stored)), planner).wait()
         return planner.target
-
-    def tensors_in(self, file: str) -> list[str]:
-        """What the file holds of: keys in their order there."""
-        places = self.metadata.storage_data.items()
-        held = [(info.offset, index.fqn) for index, info in places if info.relative_path == file]
-        return list(dict.fromkeys(key for _, key in sorted(held)))
 
     def _entry(self, stored: Stored) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(stored.key)
@@ -195,34 +184,3 @@ def write_metadata(
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(Metadata(state_dict_metadata=entries), list(results))
-
-
-def whole_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there.
-
-    Raises:
-        CheckpointError: there is none, or a file of it is missing; the message names a tensor that was in it.
-    """
-    manifest = read_manifest(folder / MANIFEST_FILE)
-    for name in (INDEX_FILE, *sorted(manifest.files)):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing{held_by(folder, name)}: the checkpoint is not whole")
-    return manifest
-
-
-def held_by(folder: Path, file: str) -> str:
-    """In words, which tensors a file of shards holds; nothing for another file."""
-    if not file.endswith(".distcp"):
-        return ""
-    try:
-        keys = CheckpointReader(folder).tensors_in(file)
-    except Exception:  # a damaged .metadata fails to unpickle in any way; the file's own name is then all there is
-        return ""
-    return f" (it holds parts of tensor {keys[0]} and {len(keys) - 1} more)" if keys else ""
-
-
-def nothing() -> io.BytesIO:
-    """A file of Megatron's for values that are not sharded, without any."""
-    stream = io.BytesIO()
-    torch.save({}, stream)
-    return stream

@@ -6,15 +6,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHMS
+from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.actor.weights.hf_files import FolderPlan
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
-from megatron_dapo.actor.weights.safetensors_file import PIECE_BYTES
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.conversion.megatron_files import CheckpointReader, held_by, whole_manifest
+from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.target import COMPANIONS, aside, written_dtype
 from tools.conversion.workers import Counter, Progress, run_parts
@@ -35,15 +33,17 @@ def to_hf(
     Written aside and renamed. `base` has config and tokenizer; None: those of `base_of`.
 
     Raises:
-        CheckpointError: a file of the checkpoint is missing or damaged.
+        CheckpointDamagedError: a file of the checkpoint is missing or damaged.
         WeightsError: a tensor is missing, partial, or not that of the config.
         ConfigError: config and tokenizer are not known, or the disk has no room.
     """
     source = actor_folder(source)
     base = base or base_of(source)
     hf = HFModelConfig.load(base)
+    progress = Progress("check")
+    check_whole(source)
+    progress.close("every file has the checksum of the manifest")
     progress = Progress("convert")
-    check_files(source, workers, pool, progress)
     parameters = stored_parameters(hf)
     reader = CheckpointReader(source)
     for stored in parameters:
@@ -69,41 +69,6 @@ def write_part(
         for name, tensor in stored.full(reader.read(stored)).items():
             plan.write(partial, name, in_dtype(tensor, plan.dtype))
             counter.add(place, tensor.numel() * plan.dtype.itemsize)
-
-
-def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        CheckpointError: one is missing or damaged; names a tensor that it holds.
-    """
-    manifest = whole_manifest(source)
-    by_size = sorted(manifest.files, key=lambda name: -(source / name).stat().st_size)
-    parts = [by_size[worker::workers] for worker in range(workers)]
-    total = sum((source / name).stat().st_size for name in manifest.files)
-    check = functools.partial(digests_of, source, manifest.algorithm)
-    found: dict[str, str] = {}
-    for digests in run_parts(pool, "check", check, parts, progress, total):
-        found |= digests
-    for name, digest in manifest.files.items():
-        if found[name] != digest:
-            raise CheckpointError(
-                f"{source / name} is damaged{held_by(source, name)}: its {manifest.algorithm} is not that of the "
-                "manifest"
-            )
-
-
-def digests_of(source: Path, algorithm: str, place: RankPlace, files: list[str], counter: Counter) -> dict[str, str]:
-    """The checksum of each file by the algorithm."""
-    digests, piece = {}, memoryview(bytearray(PIECE_BYTES))
-    for file in files:
-        digest = ALGORITHMS[algorithm]()
-        with (source / file).open("rb", buffering=0) as stream:
-            while count := stream.readinto(piece):
-                digest.update(piece[:count])
-                counter.add(place, count)
-        digests[file] = digest.hexdigest()
-    return digests
 
 
 def actor_folder(folder: Path) -> Path:

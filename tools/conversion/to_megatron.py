@@ -10,14 +10,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
-from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, STATE_FILE, Manifest, digest_of
+from megatron_dapo.actor.checkpoint.checkpoint_files import STATE_FILE, digest_of, put_in_place
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader, copy_companions
 from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from megatron_dapo.storage.durable import replace_folder
-from tools.conversion.megatron_files import PartWriter, nothing, write_metadata
+from tools.conversion.megatron_files import PartWriter, write_metadata
 from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.target import COMPANIONS, aside, written_dtype
 from tools.conversion.workers import Counter, Progress, run_parts
@@ -45,13 +44,11 @@ def to_megatron(
     progress = Progress("convert")
     with aside(target, total) as partial:
         partial.mkdir(parents=True)
-        write = functools.partial(write_part, source, partial, tensor, dtype)
-        parts = [(own, [] if worker else extra) for worker, own in enumerate(share(parameters, workers))]
-        written = run_parts(pool, "write", write, parts, progress, total)
+        write = functools.partial(write_part, source, partial, extra, tensor, dtype)
+        written = run_parts(pool, "write", write, share(parameters, workers), progress, total)
         write_metadata(partial, parameters, extra, [results for results, _ in written], ranks=tensor, dtype=dtype)
         digests = {part_file(worker): digest for worker, (_, digest) in enumerate(written)}
-        _write_small_files(partial, source, tensor, digests)
-        replace_folder(partial, target)
+        put_in_place(partial, target, digests | _write_small_files(partial, source, tensor))
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
 
@@ -64,16 +61,16 @@ def part_file(worker: int) -> str:
 def write_part(
     source: Path,
     folder: Path,
+    extra: list[str],
     ranks: int,
     dtype: torch.dtype,
     place: RankPlace,
-    part: tuple[list[Stored], list[str]],
+    parameters: list[Stored],
     counter: Counter,
 ) -> tuple[list[WriteResult], str]:
-    """One worker's file of (parameters, keys of extra states); one chunk is in memory at a time."""
-    parameters, extra = part
+    """One worker's file, the first one's with the keys `extra` of empty entries; one chunk is in memory at a time."""
     writer = PartWriter(folder / part_file(place.rank))
-    for key in extra:
+    for key in [] if place.rank else extra:
         writer.add(key, None, [None])
     with SafetensorsReader(source) as reader:
         for stored in parameters:
@@ -85,16 +82,14 @@ def write_part(
     return writer.close()
 
 
-def _write_small_files(partial: Path, source: Path, tensor: int, digests: dict[str, str]) -> None:
-    """What the checkpoint has besides weights; the manifest last."""
+def _write_small_files(partial: Path, source: Path, tensor: int) -> dict[str, str]:
+    """What the checkpoint has besides weights, with checksums."""
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    (partial / "common.pt").write_bytes(nothing().getbuffer())
-    state = CheckpointState(
-        optimizer_steps=0, layout=dataclasses.asdict(LayoutConfig(tensor=tensor)), distributed_optimizer=None, extra={}
-    )
+    torch.save({}, partial / "common.pt")  # Megatron's file for values that are not sharded: there are none
+    layout = dataclasses.asdict(LayoutConfig(tensor=tensor))
+    state = CheckpointState(optimizer_steps=0, layout=layout, distributed_optimizer=None, extra={})
     (partial / STATE_FILE).write_text(state.text())
     (partial / COMPANIONS).mkdir()
     copy_companions(source, partial / COMPANIONS)
-    files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-    digests = {name: digests.get(name) or digest_of(partial / name) for name in files}
-    (partial / MANIFEST_FILE).write_text(Manifest(files=digests).text())
+    files = sorted(file for file in partial.rglob("*") if file.is_file() and file.suffix != ".distcp")
+    return {str(file.relative_to(partial)): digest_of(file) for file in files}
