@@ -217,24 +217,18 @@ def _evaluate(node: ast.expr, values: dict[str, int]) -> int:
     raise ValueError(f"{type(node).__name__} is not a sum, difference, product or power")
 
 
-async def transform_all(
-    problems: Sequence[tuple[str, str]], asker: Asker, pool: Pool, *, concurrency: int
-) -> list[Transformed | SetAside]:
+async def transform_all(problems: Sequence[tuple[str, str]], asker: Asker, pool: Pool) -> list[Transformed | SetAside]:
     """The outcome of each (problem, answer), in order. An EndpointError ends it; replies so far are kept."""
-    free = asyncio.Semaphore(concurrency)
 
     async def one(problem: str, answer: str) -> Transformed | SetAside:
-        async with free:
-            try:
-                return await transform(problem, answer, asker, pool)
-            except SetAside as reason:
-                return reason
+        try:
+            return await transform(problem, answer, asker, pool)
+        except SetAside as reason:
+            return reason
 
-    tasks = [asyncio.ensure_future(one(*each)) for each in problems]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(*each)) for each in problems]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

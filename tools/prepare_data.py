@@ -242,7 +242,7 @@ async def _transform(problems: list[tuple[str, str]], options: argparse.Namespac
             deadline_s=options.deadline,
             settings={"temperature": 0, "max_tokens": options.max_tokens},
         ) as endpoint:
-            outcomes = await transform_all(problems, endpoint, pool, concurrency=options.concurrency)
+            outcomes = await transform_all(problems, endpoint, pool)
             print(f"{endpoint.questions} questions asked", file=sys.stderr)
             return outcomes
     finally:
