@@ -5,10 +5,9 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
@@ -18,27 +17,7 @@ from megatron_dapo.cli.exit_codes import exit_code_of
 from megatron_dapo.cli.replay import replay
 from megatron_dapo.config import load_config
 
-
-class Commands(typer.core.TyperGroup):
-    """Prints an error that explains itself without a traceback, and ends with its exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            code = exit_code_of(error)
-            if code is None or isinstance(error, BrokenPipeError):
-                raise
-            # A file that a command writes itself has a name.
-            of_output = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
-            where = "no space left where the output of this command goes: " if of_output else ""
-            print(f"{where}{error}", file=sys.stderr)
-            raise typer.Exit(code) from None
-
-
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
 @app.command()
@@ -242,9 +221,19 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def main() -> None:
-    """Entry point of `megatron-dapo`."""
+    """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    app()
+    try:
+        app()
+    except Exception as error:
+        code = exit_code_of(error)
+        if code is None:
+            raise
+        # A file that a command writes itself has a name.
+        of_output = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+        where = "no space left where the output of this command goes: " if of_output else ""
+        print(f"{where}{error}", file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from typer.testing import CliRunner
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.cli.main import app
+from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status_command
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import ReportError, read_run
@@ -19,7 +18,6 @@ SECTIONS = {
     "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes", "config",
     "samples", "provenance",
 }  # fmt: skip
-RUNNER = CliRunner()
 VOID = {"meta", "br", "wbr"}
 
 
@@ -244,29 +242,38 @@ def test_metrics_that_were_never_measured_are_named(usual):
     assert "Gradient norm" in usual.text
 
 
-def test_what_is_no_run_is_an_error(tmp_path):
+@pytest.fixture
+def run_command(monkeypatch):
+    """The exit code of `megatron-dapo ARGUMENTS`."""
+
+    def run_command(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["megatron-dapo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return run_command
+
+
+def test_what_is_no_run_is_an_error(tmp_path, run_command, capsys):
     with pytest.raises(ReportError, match="no such folder"):
         read_run(tmp_path / "nowhere")
-    answer = RUNNER.invoke(app, ["report", str(tmp_path)])
-    assert answer.exit_code == ExitCode.CONFIG
-    assert "no run directory" in answer.stderr
+    assert run_command("report", str(tmp_path)) == ExitCode.CONFIG
+    assert "no run directory" in capsys.readouterr().err
 
 
-def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path):
+def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path, run_command, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"rollout_step": 1}\nrubbish\n{"rollout_step": 2}\n')
-    answer = RUNNER.invoke(app, ["report", str(folder)])
-    assert answer.exit_code == ExitCode.CONFIG
-    assert "metrics.jsonl:2" in answer.stderr
+    assert run_command("report", str(folder)) == ExitCode.CONFIG
+    assert "metrics.jsonl:2" in capsys.readouterr().err
 
 
-def test_the_command_writes_the_file_and_says_where(tmp_path):
+def test_the_command_writes_the_file_and_says_where(tmp_path, run_command, capsys):
     folder = write_run(tmp_path / "run")
-    answer = RUNNER.invoke(app, ["report", str(folder), "--out", str(tmp_path / "out.html")])
-    assert answer.exit_code == ExitCode.FINISHED
+    assert run_command("report", str(folder), "--out", str(tmp_path / "out.html")) == ExitCode.FINISHED
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
-    assert "out.html" in answer.stdout
-    answer = RUNNER.invoke(app, ["report", str(folder), "--out", str(tmp_path / "no" / "out.html")])
-    assert answer.exit_code == ExitCode.FAILED
-    assert str(tmp_path / "no" / "out.html") in answer.stderr
+    assert "out.html" in capsys.readouterr().out
+    assert run_command("report", str(folder), "--out", str(tmp_path / "no" / "out.html")) == ExitCode.FAILED
+    assert str(tmp_path / "no" / "out.html") in capsys.readouterr().err
     assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"

@@ -48,8 +48,8 @@ class Lengths:
 
 def actor_config(**fields: Any) -> ActorConfig:
     """On the CPU; the rate is so low that the weights hardly move."""
-    optimizer = OptimizerConfig(lr=1e-9, warmup_rollout_steps=0)
-    return ActorConfig(**{"device": "cpu", "optimizer": optimizer} | fields)
+    fields = {"optimizer": OptimizerConfig(lr=1e-9, warmup_rollout_steps=0)} | fields
+    return ActorConfig(device="cpu", **fields)
 
 
 def start(

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -35,7 +36,7 @@ def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds
         there = Path(name)
         size = write_random_model(there / "model", max_file_bytes=10**9)
         start_workers(pool, processes)
-        common = {"dtype": None, "workers": processes, "pool": pool}
+        common: dict[str, Any] = {"dtype": None, "workers": processes, "pool": pool}
         ways: dict[str, Callable[[], object]] = {
             "shutil.copy": lambda: copy(there / "model", there / "copy"),
             "to-megatron": lambda: to_megatron(there / "model", there / "megatron", tensor=tensor, **common),

@@ -300,8 +300,8 @@ def main(arguments: list[str]) -> int:
     try:
         if sys.platform != "linux":
             raise InstallError(f"the locks are for Linux, this is {sys.platform}: use a Linux machine or container")
-        settings = {"engine": not options.without_te, "torch_index": os.environ.get("TORCH_INDEX", "")}
-        installer_of(ROOT, options.venv.absolute(), gpu=options.gpu, **settings).install()
+        index, venv = os.environ.get("TORCH_INDEX", ""), options.venv.absolute()
+        installer_of(ROOT, venv, gpu=options.gpu, engine=not options.without_te, torch_index=index).install()
     except (InstallError, OSError) as error:
         # An OSError is the machine's own: a full disk, no permission; it names the file.
         print(f"\n{command}: {error}", file=sys.stderr)
