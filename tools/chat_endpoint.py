@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -68,7 +67,6 @@ class ChatEndpoint:
         self._under_way = 0
         self._ending = False
         self._path, self._journal = journal, journal.open("ab", buffering=0)
-        self._session: aiohttp.ClientSession | None = None
         self.questions = 0
         """Requests sent by this object, repetitions after a failure included."""
 
@@ -76,17 +74,14 @@ class ChatEndpoint:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), headers=self._headers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._ending = True
         if self._under_way:
             print(f"waiting for {self._under_way} replies under way; Ctrl-C drops them", file=sys.stderr)
         try:
             await asyncio.gather(*self._asked.values(), return_exceptions=True)
         finally:
-            if self._session is not None:
-                await self._session.close()
+            await self._session.close()
             self._journal.close()
 
     async def ask(self, messages: Messages) -> str:
@@ -141,7 +136,6 @@ class ChatEndpoint:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _attempt(self, body: dict[str, Any]) -> str:
-        assert self._session is not None, "used outside its `async with`"
         self.questions += 1
         # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
         async with asyncio.timeout(ATTEMPT_S), self._session.post(self._url, json=body) as answer:
