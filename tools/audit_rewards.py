@@ -40,7 +40,7 @@ class Audited:
 
     place: str
     line: Mapping[str, Any]
-    verdicts: Mapping[str, Verdict]
+    verdicts: dict[str, Verdict]
     """Verifier -> what it says now."""
 
     @property
@@ -102,25 +102,19 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise AuditError(f"{place}: no JSON ({error}); a run that is writing may leave half a last line") from None
         if not isinstance(line, dict):
             raise AuditError(f"{place}: no JSON object")
-        truth = _truth(line.get("ground_truth", line.get("answer")))  # the second is what a run writes
-        if not isinstance(line.get("response"), str) or truth is None:
+        truth = line.get("ground_truth", line.get("answer"))  # the second is what a run writes
+        if not isinstance(line.get("response"), str) or truth is None or isinstance(truth, bool):
             raise AuditError(f'{place}: holds no "response" as a text and "ground_truth" (or "answer")')
         if line.get("accuracy", 0) not in (0, 1):  # true and 1.0 are equal to 1
             raise AuditError(f"{place}: accuracy = {str(line['accuracy'])[:80]!r}: expected true or false")
         if not isinstance(line.get("verifier"), str | None):
             raise AuditError(f"{place}: verifier = {str(line['verifier'])[:80]!r}: expected the name of one, as a text")
-        line["ground_truth"] = truth
+        # As verifiers take it: a text, a number as it is written, an object or a list as JSON.
+        line["ground_truth"] = truth if isinstance(truth, str) else json.dumps(truth)
         found.append((place, line))
     if not found:
         raise AuditError(f"{file}: holds no responses; monitor.sample_responses says how many a run keeps")
     return found
-
-
-def _truth(found: Any) -> str | None:
-    """The ground truth as verifiers take it: a text, a number as it is written, an object or a list as JSON."""
-    if found is None or isinstance(found, bool | str):
-        return found if isinstance(found, str) else None
-    return json.dumps(found)
 
 
 async def audit(
@@ -134,31 +128,28 @@ async def audit(
     Raises:
         AuditError: a line names a verifier that is not known or not allowed.
     """
-    requests, owners = [], []
+    requests: list[VerificationRequest] = []
+    owners: list[int] = []
     for at, (place, line) in enumerate(lines):
         own = line.get("verifier") or config.verifier
         try:
             both = find_named_by_data(own, allowed).second
         except VerifierError as error:
             raise AuditError(f"{place}: {error}") from None
+        texts = {"response": line["response"], "ground_truth": line["ground_truth"]}
+        prompt = str(line.get("prompt_text", ""))
         for name in RULES if both else (own,):
-            request = VerificationRequest(
-                response=line["response"],
-                ground_truth=line["ground_truth"],
-                prompt=str(line.get("prompt_text", "")),
-                verifier=name,
-            )
-            requests.append(request)
-            owners.append((at, name))
+            requests.append(VerificationRequest(**texts, prompt=prompt, verifier=name))
+            owners.append(at)
     pool = RewardPool(config)
     try:
         verdicts = await pool.verify(requests)
     finally:
         pool.close()
-    found: list[dict[str, Verdict]] = [{} for _ in lines]
-    for (at, name), verdict in zip(owners, verdicts, strict=True):
-        found[at][name] = verdict
-    return [Audited(place=place, line=line, verdicts=found[at]) for at, (place, line) in enumerate(lines)]
+    audited = [Audited(place=place, line=line, verdicts={}) for place, line in lines]
+    for at, request, verdict in zip(owners, requests, verdicts, strict=True):
+        audited[at].verdicts[request.verifier] = verdict
+    return audited
 
 
 def page(audited: Sequence[Audited], *, everything: bool, limit: int) -> str:

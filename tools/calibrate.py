@@ -6,10 +6,9 @@ others keep the value and the source that they had.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -22,6 +21,7 @@ from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.sync import readers_of_a_node
 from megatron_dapo.plan.trainer_time import attention_flops, forward_flops
 from megatron_dapo.report.source import ReportError, Run
+from tools.throughput import on_gpu
 from tools.timeline_figures import RecordedStep, pass_seconds, tensor_seconds
 
 HEADER = (
@@ -30,9 +30,8 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """One constant as measured. Found(value=0.41, how="passes of the update, 12 of them")"""
+class Found(NamedTuple):
+    """One constant as measured. Found(0.41, "passes of the update, 12 of them")"""
 
     value: float
     how: str
@@ -53,8 +52,7 @@ def calibration_file(
     """
     if not steps:
         raise ReportError(f"{run.path}: no recorded rollout step counts; set monitor.timeline_every, or lower --skip")
-    on_gpu = (run.manifest.get("trainer") or {}).get("device", "cpu") != "cpu"
-    if not on_gpu and not {"peak_flops", "memory_bandwidth"} <= given.keys():
+    if not on_gpu(run) and not {"peak_flops", "memory_bandwidth"} <= given.keys():
         raise ReportError(f"{run.path}: ran on CPUs: give --peak-flops and --memory-bandwidth of a process too")
     load_calibration(base)  # every fault of the file, named
     text = base.read_text() if base else (resources.files("megatron_dapo.plan") / "calibration.yaml").read_text()
@@ -64,21 +62,13 @@ def calibration_file(
     constants = Calibration(**{name: float(entry["value"]) for name, entry in entries.items()})
     numbers = [step.step for step in steps]
     where = f"{run.name}, rollout step{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-    for name, found in _measured(run, steps, hf, constants).items():
+    measured = _lengths(steps)
+    measured |= _trainer(run, steps, hf, constants, measured["mean_prompt"].value)
+    measured |= _decode(run, steps, hf, constants) | _sync(run, steps, hf, constants)
+    for name, found in measured.items():
         entries[name] |= {"value": float(f"{found.value:.6g}"), "source": f"measured: {found.how}; {where}"}
-    lines = [f"{name}: {_flow(entry)}" for name, entry in entries.items()]
-    return HEADER + "\n".join(lines) + "\n"
-
-
-def _flow(entry: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(entry), default_flow_style=True, sort_keys=False, width=10_000).strip()
-
-
-def _measured(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
-    found = _lengths(steps)
-    found |= _trainer(run, steps, hf, constants, found)
-    found |= _decode(run, steps, hf, constants)
-    return found | _sync(run, steps, hf, constants)
+    flow: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 10_000}
+    return HEADER + "".join(f"{name}: {yaml.safe_dump(entry, **flow)}" for name, entry in entries.items())
 
 
 def _lengths(steps: Sequence[RecordedStep]) -> dict[str, Found]:
@@ -95,19 +85,19 @@ def _lengths(steps: Sequence[RecordedStep]) -> dict[str, Found]:
         groups[name.split("-")[0]].append(float(value))
     how = f"{len(lengths)} responses"
     found = {
-        "mean_response": Found(value=float(lengths.mean()), how=how),
-        "mean_prompt": Found(value=float(np.mean(list(prompts.values()))), how=how),
+        "mean_response": Found(float(lengths.mean()), how),
+        "mean_prompt": Found(float(np.mean(list(prompts.values()))), how),
     }
     spread = float(logs.var())
     if spread > 0:
         inside = sum(float(np.var(group)) * len(group) for group in groups.values()) / len(logs)
-        found["response_sigma"] = Found(value=spread**0.5, how=how)
-        found["difficulty_share"] = Found(value=min(1.0, max(0.0, 1 - inside / spread)), how=f"{how}, by prompt")
+        found["response_sigma"] = Found(spread**0.5, how)
+        found["difficulty_share"] = Found(min(1.0, max(0.0, 1 - inside / spread)), f"{how}, by prompt")
     return found
 
 
 def _trainer(
-    run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration, lengths: Mapping[str, Found]
+    run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration, prompt: float
 ) -> dict[str, Found]:
     """Efficiency of the passes, without the communication of tensor parallelism, which the planner adds by itself."""
     recorded = {step.step for step in steps}
@@ -115,7 +105,7 @@ def _trainer(
     for line in run.lines:
         length = line.get("bias/accepted_length")
         if line["rollout_step"] in recorded and length:
-            whole = np.array([length + lengths["mean_prompt"].value])
+            whole = np.array([length + prompt])
             responses = line["tokens/trained"] / length
             flops += forward_flops(hf, whole).item() * responses
             attention += attention_flops(hf, whole).item() * responses
@@ -126,18 +116,18 @@ def _trainer(
     busy = pass_seconds(steps, "update") - tensor
     if flops and busy > 0:
         share = (3 * flops + again) / (busy * constants.peak_flops)
-        found["train_efficiency"] = Found(value=min(1.0, share), how="forward and backward passes of the update")
+        found["train_efficiency"] = Found(min(1.0, share), "forward and backward passes of the update")
     busy = pass_seconds(steps, "log_probs") - tensor / 2
     if flops and busy > 0:
         share = flops / (busy * constants.peak_flops)
-        found["forward_efficiency"] = Found(value=min(1.0, share), how="passes for log-probs")
+        found["forward_efficiency"] = Found(min(1.0, share), "passes for log-probs")
     probes = [span.about for rank in ranks for span in rank.spans if span.track == "probe"]
     if probes:
         size = probes[0]["ranks"]
         speed = np.median([2 * (size - 1) / size * probe["bytes"] / probe["seconds"] for probe in probes])
         link = constants.nvlink_bandwidth if size <= constants.gpus_per_node else constants.network_bandwidth
         how = f"all-reduce of {probes[0]['bytes'] / 1e6:.1f} MB over {size} ranks"
-        found["communication_efficiency"] = Found(value=float(min(1.0, speed / link)), how=how)
+        found["communication_efficiency"] = Found(float(min(1.0, speed / link)), how)
     return found
 
 
@@ -163,8 +153,8 @@ def _decode(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constant
         share = cached / (bandwidth * slope)
         if share <= 1 and fixed > weights / (bandwidth * share):
             return {
-                "decode_efficiency": Found(value=float(share), how=how),
-                "decode_overhead": Found(value=float(fixed - weights / (bandwidth * share)), how=how),
+                "decode_efficiency": Found(float(share), how),
+                "decode_overhead": Found(float(fixed - weights / (bandwidth * share)), how),
             }
     mean = float(np.linalg.lstsq(columns[:, :2], seconds, rcond=None)[0][1])
     read = (weights + cached * float(context.mean())) / bandwidth
@@ -172,10 +162,10 @@ def _decode(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constant
         return {}
     overhead = mean - read / constants.decode_efficiency
     if overhead >= 0:
-        return {"decode_overhead": Found(value=overhead, how=f"{how}, with decode_efficiency as it was")}
+        return {"decode_overhead": Found(overhead, f"{how}, with decode_efficiency as it was")}
     return {
-        "decode_efficiency": Found(value=min(1.0, read / mean), how=how),
-        "decode_overhead": Found(value=0.0, how=how),
+        "decode_efficiency": Found(min(1.0, read / mean), how),
+        "decode_overhead": Found(0.0, how),
     }
 
 
@@ -217,10 +207,10 @@ def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants:
     gathered = min(exported / 2, after / readers_of_a_node(servers, gpus, constants))
     write, share = model / (exported - gathered), f"{gathered / exported:.0%} of the export's time"
     return {
-        "gather_bandwidth": Found(value=model / gathered, how=f"weight sync, {share}, by assumption"),
-        "disk_write": Found(value=write, how="weight sync, the rest of the export's time"),
-        "checksum_bandwidth": Found(value=write, how="weight sync, hidden by the writing"),
-        "disk_read": Found(value=model / after, how="weight sync after the export"),
+        "gather_bandwidth": Found(model / gathered, f"weight sync, {share}, by assumption"),
+        "disk_write": Found(write, "weight sync, the rest of the export's time"),
+        "checksum_bandwidth": Found(write, "weight sync, hidden by the writing"),
+        "disk_read": Found(model / after, "weight sync after the export"),
     }
 
 

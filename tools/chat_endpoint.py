@@ -14,13 +14,14 @@ import random
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
+ATTEMPT_S = 600.0
+"""That one reply may take."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -44,31 +45,28 @@ class ChatEndpoint:
         *,
         model: str,
         journal: Path,
-        key: str | None = None,
-        concurrency: int = 16,
-        attempt_s: float = 600.0,
-        deadline_s: float = 1800.0,
-        settings: dict[str, Any] | None = None,
+        key: str | None,
+        concurrency: int,
+        deadline_s: float,
+        settings: dict[str, Any],
     ) -> None:
         """Reads the journal.
 
         Args:
             key: API key, sent as a bearer token.
-            attempt_s: seconds that one reply may take.
             deadline_s: seconds after which a question without a reply, asked again and again, is an error.
             settings: further fields of each request, such as temperature.
         """
         self._url = url.rstrip("/") + "/chat/completions"
-        self._model, self._settings = model, settings or {}
+        self._model, self._settings = model, settings
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._attempt_s, self._deadline_s = attempt_s, deadline_s
+        self._deadline_s = deadline_s
         self._free = asyncio.Semaphore(concurrency)
         self._replies = _read_journal(journal)
         self._asked: dict[str, asyncio.Task[str]] = {}
         self._under_way = 0
         self._ending = False
         self._path, self._journal = journal, journal.open("ab", buffering=0)
-        self._session: aiohttp.ClientSession | None = None
         self.questions = 0
         """Requests sent by this object, repetitions after a failure included."""
 
@@ -76,17 +74,14 @@ class ChatEndpoint:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), headers=self._headers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._ending = True
         if self._under_way:
             print(f"waiting for {self._under_way} replies under way; Ctrl-C drops them", file=sys.stderr)
         try:
             await asyncio.gather(*self._asked.values(), return_exceptions=True)
         finally:
-            if self._session is not None:
-                await self._session.close()
+            await self._session.close()
             self._journal.close()
 
     async def ask(self, messages: Messages) -> str:
@@ -141,10 +136,9 @@ class ChatEndpoint:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _attempt(self, body: dict[str, Any]) -> str:
-        assert self._session is not None, "used outside its `async with`"
         self.questions += 1
         # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
-        async with asyncio.timeout(self._attempt_s), self._session.post(self._url, json=body) as answer:
+        async with asyncio.timeout(ATTEMPT_S), self._session.post(self._url, json=body) as answer:
             content = await answer.read()
         if answer.status != 200:
             said = f"status {answer.status}: {content[:200].decode('utf-8', 'replace')}"

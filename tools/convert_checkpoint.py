@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--verify",
             action="store_true",
-            help="compare every tensor's checksum and the logits of sample texts; the latter need the model in float32 "
+            help="compare every tensor's bytes and the logits of random tokens; the latter need the model in float32 "
             "in memory, in TENSOR x PIPELINE processes",
         )
         what = "tensor-parallel size" + (" of --verify" if name == "to-hf" else "")

@@ -13,10 +13,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from reward.answer.read import read_truth
-from reward.verdict import Verdict, VerificationRequest
+from reward.pool.pool import RewardPool
+from reward.verdict import VerificationRequest
+from tools.chat_endpoint import ChatEndpoint
 
 VALUE_LIMIT = 10**12
 """Largest absolute value and integer that is accepted."""
@@ -56,18 +58,6 @@ Solution: {solution}"""
 
 class SetAside(ValueError):
     """A problem that cannot be transformed; the message begins with the step."""
-
-
-class Asker(Protocol):
-    """What is used of tools.chat_endpoint.ChatEndpoint."""
-
-    async def ask(self, messages: list[dict[str, str]]) -> str: ...
-
-
-class Pool(Protocol):
-    """What is used of reward.pool.pool.RewardPool."""
-
-    async def verify(self, requests: Sequence[VerificationRequest]) -> list[Verdict]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +105,7 @@ def integer_of(answer: str) -> int | None:
     return int(number.value) if number is not None and whole else None
 
 
-async def transform(problem: str, answer: str, asker: Asker, pool: Pool) -> Transformed:
+async def transform(problem: str, answer: str, asker: ChatEndpoint, pool: RewardPool) -> Transformed:
     """All four steps. Raises SetAside for a problem that does not pass, EndpointError where there is no reply."""
     form = _form(await _ask(asker, EXTRACT.format(problem=problem, answer=answer)), problem)
     await _check_composition(form, answer, pool)
@@ -134,7 +124,7 @@ async def transform(problem: str, answer: str, asker: Asker, pool: Pool) -> Tran
     return Transformed(problem=rewritten, answer=wanted, form=form, solution=solution)
 
 
-async def _ask(asker: Asker, question: str) -> str:
+async def _ask(asker: ChatEndpoint, question: str) -> str:
     return await asker.ask([{"role": "user", "content": question}])
 
 
@@ -157,7 +147,7 @@ def _form(reply: str, problem: str) -> Form:
     return Form(format=format_, values=values, integer=integer)
 
 
-async def _check_composition(form: Form, answer: str, pool: Pool) -> None:
+async def _check_composition(form: Form, answer: str, pool: RewardPool) -> None:
     composed = form.composed()
     request = VerificationRequest(response=f"Answer: ${composed}$", ground_truth=answer)
     (verdict,) = await pool.verify([request])
@@ -218,23 +208,19 @@ def _evaluate(node: ast.expr, values: dict[str, int]) -> int:
 
 
 async def transform_all(
-    problems: Sequence[tuple[str, str]], asker: Asker, pool: Pool, *, concurrency: int
+    problems: Sequence[tuple[str, str]], asker: ChatEndpoint, pool: RewardPool
 ) -> list[Transformed | SetAside]:
     """The outcome of each (problem, answer), in order. An EndpointError ends it; replies so far are kept."""
-    free = asyncio.Semaphore(concurrency)
 
     async def one(problem: str, answer: str) -> Transformed | SetAside:
-        async with free:
-            try:
-                return await transform(problem, answer, asker, pool)
-            except SetAside as reason:
-                return reason
+        try:
+            return await transform(problem, answer, asker, pool)
+        except SetAside as reason:
+            return reason
 
-    tasks = [asyncio.ensure_future(one(*each)) for each in problems]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(*each)) for each in problems]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

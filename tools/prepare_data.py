@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
 from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
-from megatron_dapo.storage.durable import replace_file
+from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
 from reward.check import check_ground_truth
 from reward.config import RewardConfig, check_url
 from reward.pool.pool import RewardPool
@@ -32,7 +32,6 @@ from tools.arguments import count, positive, positive_count
 from tools.chat_endpoint import ChatEndpoint, EndpointError
 from tools.data_report import report
 from tools.integer_answers import SetAside, integer_of, transform_all
-from tools.output_folder import FolderInUse, held
 
 EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -52,15 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check(options)
-        with held(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(options.out)
+        try:
             return convert(options) if options.command == "convert" else integers(options)
+        finally:
+            lock.release()
+    except FolderHeld:
+        print(f"--out {options.out}: another command writes there; wait for it or name another folder", file=sys.stderr)
+        return EXIT_USAGE
     except EndpointError as error:
         print(f"{error}; the same command goes on from {options.out / 'replies.jsonl'}", file=sys.stderr)
         return EXIT_NO_REPLY
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the replies that are kept", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (DataError, FolderInUse, OSError) as error:
+    except (DataError, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
 
@@ -235,7 +241,7 @@ async def _transform(problems: list[tuple[str, str]], options: argparse.Namespac
             deadline_s=options.deadline,
             settings={"temperature": 0, "max_tokens": options.max_tokens},
         ) as endpoint:
-            outcomes = await transform_all(problems, endpoint, pool, concurrency=options.concurrency)
+            outcomes = await transform_all(problems, endpoint, pool)
             print(f"{endpoint.questions} questions asked", file=sys.stderr)
             return outcomes
     finally:

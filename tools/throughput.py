@@ -1,8 +1,7 @@
 """Figures of a run's throughput from its metrics, config and manifest."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,15 +11,15 @@ from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.trainer_time import forward_flops
-from megatron_dapo.report.source import ReportError, Run
-from tools.timeline_figures import Figures, RecordedStep, recorded_steps, timeline_figures
+from megatron_dapo.report.source import ReportError, Run, look_up
+from tools.timeline_figures import Figures, RecordedStep, over, recorded_steps, timeline_figures
 
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """One run: its figures by the keys of `rows`, None where it recorded too little."""
+    """One run: its figures by the keys of `ROWS`, None where it recorded too little."""
 
     name: str
     steps: int
@@ -28,56 +27,43 @@ class Profile:
 
     description: str
     figures: Figures
-    recorded: list[RecordedStep] = field(default_factory=list)
+    recorded: list[RecordedStep]
     """Those of the steps that have a timeline."""
 
-    tail_share: float = 0.5
-    """As in `timeline_figures`."""
+
+ROWS = (
+    ("step_s", "rollout step, s", ",.2f"),
+    *((f"{phase}_s", f"{phase}, s a step", ",.2f") for phase in PHASES),
+    ("other_s", "coordinator, s a step", ",.2f"),
+    *((f"{phase}_share", f"{phase}, share of the step", ".1%") for phase in PHASES),
+    ("optimizer_step_s", "optimizer step, s", ",.3f"),
+    ("generated_per_s", "generated tokens/s, rollout and reward; async: whole step", ",.1f"),
+    ("generated_per_s_gpu", "the same a server GPU", ",.1f"),
+    ("trained_per_s", "trained tokens/s, update", ",.1f"),
+    ("trained_per_s_gpu", "the same a trainer GPU", ",.1f"),
+    ("step_per_s_gpu", "trained tokens/s a GPU, whole step", ",.1f"),
+    ("mfu", "MFU of the update", ".1%"),
+    ("useful_share", "trained tokens / generated", ".1%"),
+    ("length_mean", "response, mean tokens", ",.1f"),
+    ("length_p95", "response, 95 % of a step's are below, mean of steps", ",.1f"),
+    ("length_max", "response, longest", ",.1f"),
+    ("tail", "longest / mean response of a step, mean of steps", ".2f"),
+    ("sync_mb_per_s", "weight sync, MB/s", ",.1f"),
+    ("compute", "passes, share of the update", ".1%"),
+    ("bubble", "pipeline bubble, share of the schedule", ".1%"),
+    ("communication", "communication, share of the update", ".1%"),
+    ("gradient_sync", "of it the sum of gradients", ".1%"),
+    ("tensor_parallel", "of it tensor parallel, estimated", ".1%"),
+    ("optimizer", "optimizer, share of the update", ".1%"),
+    ("dp_imbalance", "slowest data-parallel rank over the mean, less 1", ".1%"),
+    ("rollout_tail", "rollout tail, share of the rollout", ".1%"),
+    ("server_imbalance", "busiest server's tokens over the mean, less 1", ".1%"),
+    ("peak_memory", "most memory of a rank, bytes", ",.0f"),
+)
+"""Figure, how it is called and how it is written, in the order of the table."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """How a figure is shown."""
-
-    key: str
-    label: str
-    form: str = ",.1f"
-
-
-def rows(phases: Sequence[str]) -> list[Row]:
-    """Of the table, in order."""
-    return [
-        Row(key="step_s", label="rollout step, s", form=",.2f"),
-        *(Row(key=f"{phase}_s", label=f"{phase}, s a step", form=",.2f") for phase in phases),
-        Row(key="other_s", label="coordinator, s a step", form=",.2f"),
-        *(Row(key=f"{phase}_share", label=f"{phase}, share of the step", form=".1%") for phase in phases),
-        Row(key="optimizer_step_s", label="optimizer step, s", form=",.3f"),
-        Row(key="generated_per_s", label="generated tokens/s, rollout and reward; async: whole step"),
-        Row(key="generated_per_s_gpu", label="the same a server GPU"),
-        Row(key="trained_per_s", label="trained tokens/s, update"),
-        Row(key="trained_per_s_gpu", label="the same a trainer GPU"),
-        Row(key="step_per_s_gpu", label="trained tokens/s a GPU, whole step"),
-        Row(key="mfu", label="MFU of the update", form=".1%"),
-        Row(key="useful_share", label="trained tokens / generated", form=".1%"),
-        Row(key="length_mean", label="response, mean tokens"),
-        Row(key="length_p95", label="response, 95 % of a step's are below, mean of steps"),
-        Row(key="length_max", label="response, longest"),
-        Row(key="tail", label="longest / mean response of a step, mean of steps", form=".2f"),
-        Row(key="sync_mb_per_s", label="weight sync, MB/s"),
-        Row(key="compute", label="passes, share of the update", form=".1%"),
-        Row(key="bubble", label="pipeline bubble, share of the schedule", form=".1%"),
-        Row(key="communication", label="communication, share of the update", form=".1%"),
-        Row(key="gradient_sync", label="of it the sum of gradients", form=".1%"),
-        Row(key="tensor_parallel", label="of it tensor parallel, estimated", form=".1%"),
-        Row(key="optimizer", label="optimizer, share of the update", form=".1%"),
-        Row(key="dp_imbalance", label="slowest data-parallel rank over the mean, less 1", form=".1%"),
-        Row(key="rollout_tail", label="rollout tail, share of the rollout", form=".1%"),
-        Row(key="server_imbalance", label="busiest server's tokens over the mean, less 1", form=".1%"),
-        Row(key="peak_memory", label="most memory of a rank, bytes", form=",.0f"),
-    ]
-
-
-def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0.5) -> Profile:
+def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) -> Profile:
     """Figures of `run` after its first `skip` rollout steps.
 
     Raises:
@@ -90,49 +76,44 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float = 0
     lacking = [name for name in _NEEDED if not all(isinstance(line.get(name), int | float) for line in lines)]
     if lacking:
         raise ReportError(f"{run.path}: metrics.jsonl lacks {', '.join(lacking)}; give a run of this version")
-    first = run.lines[skip - 1]["optimizer_step"] if skip else 0
-    on_gpu = (run.manifest.get("trainer") or {}).get("device", "cpu") != "cpu"
+    before = run.lines[skip - 1] if skip else {"optimizer_step": 0, "rollout_step": 0}
     trainer, servers, together = _gpus(run)
     seconds = {phase: _sum(lines, f"timing/{phase}") for phase in (*PHASES, "step")}
     generated, trained = _sum(lines, "tokens/generated"), _sum(lines, "tokens/trained")
-    count, step = len(lines), seconds["step"]
-    figures: Figures = {f"{phase}_s": seconds[phase] / count for phase in seconds}
-    figures |= {f"{phase}_share": _over(seconds[phase], step) for phase in PHASES}
-    figures["other_s"] = (step - sum(seconds[phase] for phase in PHASES)) / count
-    figures["optimizer_step_s"] = _over(seconds["update"], lines[-1]["optimizer_step"] - first)
+    count, step, update = len(lines), seconds["step"], seconds["update"]
     # In `async` the servers write all the time: what the coordinator waits for them says little.
     writing = step if run.setting("run.mode") == "async" else seconds["rollout"] + seconds["reward"]
-    figures["generated_per_s"], figures["trained_per_s"] = _over(generated, writing), _over(trained, seconds["update"])
-    figures["generated_per_s_gpu"] = _over(generated, writing * servers) if on_gpu else None
-    figures["trained_per_s_gpu"] = _over(trained, seconds["update"] * trainer) if on_gpu else None
-    figures["step_per_s_gpu"] = _over(trained, step * together) if on_gpu else None
     hf = model_shape_of(run)
-    figures["mfu"] = _mfu(hf, lines, trained, seconds["update"] * trainer * peak_flops) if on_gpu and hf else None
-    figures["useful_share"] = _over(trained, generated)
-    figures |= _lengths(lines)
-    size = DTYPE_BYTES.get(str(run.setting("model.dtype")))
-    synced = model_parameters(hf) * size * count / 1e6 if hf is not None and size is not None else None
-    figures["sync_mb_per_s"] = None if synced is None else _over(synced, seconds["weight_sync"])
+    synced = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 0) * count if hf else 0
+    figures: Figures = {
+        **{f"{phase}_s": seconds[phase] / count for phase in seconds},
+        **{f"{phase}_share": over(seconds[phase], step) for phase in PHASES},
+        "other_s": (step - sum(seconds[phase] for phase in PHASES)) / count,
+        "optimizer_step_s": over(update, lines[-1]["optimizer_step"] - before["optimizer_step"]),
+        "generated_per_s": over(generated, writing),
+        "generated_per_s_gpu": over(generated, writing * servers),
+        "trained_per_s": over(trained, update),
+        "trained_per_s_gpu": over(trained, update * trainer),
+        "step_per_s_gpu": over(trained, step * together),
+        "mfu": _mfu(hf, lines, update * trainer * peak_flops) if hf else None,
+        "useful_share": over(trained, generated),
+        "sync_mb_per_s": over(synced / 1e6, seconds["weight_sync"]) if synced else None,
+    }
+    recorded = recorded_steps(read_spans(run.path), skip=before["rollout_step"])
+    figures |= _lengths(lines) | timeline_figures(recorded, layers=hf.num_layers if hf else None, tail_share=tail_share)
     apart = f"{trainer} train and {servers} generate" + (", in turns" if together < trainer + servers else "")
-    what = f"{together} GPUs, {apart}" if on_gpu else "on CPUs: no figures a GPU, no MFU"
+    what = f"{together} GPUs, {apart}" if together else "on CPUs: no figures a GPU, no MFU"
     parameters = f", {run.parameters / 1e6:,.1f} million parameters" if run.parameters else ""
-    recorded = recorded_steps(read_spans(run.path), skip=run.lines[skip - 1]["rollout_step"] if skip else 0)
-    figures |= timeline_figures(recorded, layers=hf.num_layers if hf else None, tail_share=tail_share)
     described = f"{count} rollout steps after the first {skip}{parameters}; {what}"
-    return Profile(
-        name=run.name,
-        steps=count,
-        description=described,
-        figures=figures,
-        recorded=recorded,
-        tail_share=tail_share,
-    )
+    return Profile(name=run.name, steps=count, description=described, figures=figures, recorded=recorded)
 
 
 def _gpus(run: Run) -> tuple[int, int, int]:
-    """Of the trainer, the servers, both, those that they share counted once, as the planner does it. A server of
-    `rollout.urls` is taken to have `rollout.tensor_parallel`."""
-    layout = (run.manifest.get("trainer") or {}).get("layout") or {}
+    """Of the trainer, the servers, both, those that they share counted once, as the planner does it; 0 on CPUs. A
+    server of `rollout.urls` is taken to have `rollout.tensor_parallel`."""
+    if not on_gpu(run):
+        return 0, 0, 0
+    layout = look_up(run.manifest, "trainer.layout") or {}
     trainer = int(np.prod([layout.get(name) or 1 for name in ("tensor", "pipeline", "context", "data")]))
     count, each = run.setting("rollout.servers") or 1, run.setting("rollout.tensor_parallel") or 1
     urls = len(run.setting("rollout.urls") or ())
@@ -141,13 +122,18 @@ def _gpus(run: Run) -> tuple[int, int, int]:
     return trainer, servers, max(trainer, servers) if shared else trainer + servers
 
 
+def on_gpu(run: Run) -> bool:
+    """Whether its trainer had GPUs."""
+    return str(look_up(run.manifest, "trainer.device") or "cpu") != "cpu"
+
+
 def model_shape_of(run: Run) -> HFModelConfig | None:
     """What the run's manifest says of its model."""
-    fields = (run.manifest.get("model") or {}).get("config")
+    fields = look_up(run.manifest, "model.config")
     return HFModelConfig.of(fields, shown=str(run.path / "manifest.json")) if isinstance(fields, Mapping) else None
 
 
-def _mfu(hf: HFModelConfig, lines: Sequence[Line], trained: float, capacity: float) -> float | None:
+def _mfu(hf: HFModelConfig, lines: Sequence[Line], capacity: float) -> float | None:
     lengths = [line.get("bias/accepted_length") for line in lines]
     if not all(isinstance(length, int | float) for length in lengths):
         return None
@@ -156,29 +142,21 @@ def _mfu(hf: HFModelConfig, lines: Sequence[Line], trained: float, capacity: flo
         for line, length in zip(lines, lengths, strict=True)
         if length
     )
-    return _over(flops, capacity)
+    return over(flops, capacity)
 
 
 def _lengths(lines: Sequence[Line]) -> Figures:
-    mean, p95, longest = (_column(lines, f"response_length/{name}") for name in ("mean", "p95", "max"))
-    weights = _column(lines, "tokens/generated")
-    figures: Figures = {"length_mean": None, "length_p95": None, "length_max": None, "tail": None}
-    if mean is not None and weights is not None and (mean > 0).all() and weights.sum() > 0:
-        figures["length_mean"] = float(weights.sum() / (weights / mean).sum())
-        figures["tail"] = None if longest is None else float((longest / mean).mean())
-    figures["length_p95"] = None if p95 is None else float(p95.mean())
-    figures["length_max"] = None if longest is None else float(longest.max())
-    return figures
-
-
-def _column(lines: Sequence[Line], name: str) -> np.ndarray | None:
-    values: list[Any] = [line.get(name) for line in lines]
-    return np.array(values, dtype=float) if all(isinstance(value, int | float) for value in values) else None
+    names = ("response_length/mean", "response_length/p95", "response_length/max", "tokens/generated")
+    columns = [np.array([line.get(name) or np.nan for line in lines], dtype=float) for name in names]
+    mean, p95, longest, tokens = columns
+    figures = {
+        "length_mean": tokens.sum() / (tokens / mean).sum(),
+        "tail": (longest / mean).mean(),
+        "length_p95": p95.mean(),
+        "length_max": longest.max(),
+    }
+    return {name: None if np.isnan(value) else float(value) for name, value in figures.items()}
 
 
 def _sum(lines: Sequence[Line], name: str) -> float:
     return float(sum(line.get(name) or 0.0 for line in lines))
-
-
-def _over(total: float, by: float) -> float | None:
-    return total / by if by > 0 else None

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.page import page_environment
-from tools.throughput import Profile, Row, rows
+from tools.throughput import ROWS, Profile
 from tools.timeline_figures import rank_rows
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -21,7 +20,7 @@ TIMELINE = (
     "bubble = share of the schedule, without the sum of gradients, in which a stage runs no pass; communication = the "
     "sum of gradients, as measured (the wait for the slowest rank is in it), and tensor parallelism, which stands "
     "inside the passes and is estimated from a measured all-reduce; imbalance = the slowest data-parallel rank's "
-    "passes over their mean, less 1; rollout tail = share of the rollout in which fewer than {tail:.0%} of the most "
+    "passes over their mean, less 1; rollout tail = share of the rollout in which fewer than --tail-share of the most "
     "responses run; memory = the most of any rank in any call. `--trace FILE` writes a recorded step for "
     "ui.perfetto.dev."
 )
@@ -29,13 +28,22 @@ NOT_RECORDED = (
     "Without a timeline (monitor.timeline_every), bubble, communication, imbalance, rollout tail and memory are not "
     "known."
 )
+TILES = (
+    ("Rollout step", {"step_s": " s"}, ",.1f"),
+    ("Rollout", {"generated_per_s_gpu": " tokens/s/GPU", "generated_per_s": " tokens/s"}, ",.0f"),
+    ("Training", {"trained_per_s_gpu": " tokens/s/GPU", "trained_per_s": " tokens/s"}, ",.0f"),
+    ("MFU of the update", {"mfu": ""}, ".1%"),
+    ("Pipeline bubble", {"bubble": ""}, ".1%"),
+    ("Communication", {"communication": " of the update"}, ".1%"),
+)
+"""Label, figures with their units, the first known of which is shown, form."""
+RANK_HEADS = ["rank", "place", "passes, share of its update", "most memory, MB", "in"]
 
 
 def markdown(profiles: Sequence[Profile]) -> str:
     """The report as a Markdown page."""
-    table = [_cells(row, profiles) for row in rows(PHASES)]
     lines = ["# Throughput", "", *(f"- {line}" for line in _descriptions(profiles)), ""]
-    lines += _table(_heads(profiles), table)
+    lines += _table(_heads(profiles), _cells(profiles))
     for profile in profiles:
         if profile.recorded:
             lines += ["", f"## Ranks of {profile.name}", "", *_table(RANK_HEADS, _rank_cells(profile))]
@@ -60,44 +68,27 @@ def as_json(profiles: Sequence[Profile]) -> str:
 
 def page(profiles: Sequence[Profile]) -> str:
     """The same as one HTML file."""
-    cells = [_cells(row, profiles) for row in rows(PHASES)]
     template = page_environment(TEMPLATES).get_template("throughput.html.j2")
     return template.render(
         names=" and ".join(profile.name for profile in profiles),
         descriptions=_descriptions(profiles),
-        tiles=_tiles(profiles),
+        tiles=[(label, [_tile(profile, units, form) for profile in profiles]) for label, units, form in TILES],
         heads=_heads(profiles),
-        rows=[row for row in cells if any(cell != "–" for cell in row[1:])],
+        rows=[row for row in _cells(profiles) if any(cell != "–" for cell in row[1:])],
         ranks=[(profile.name, _rank_cells(profile)) for profile in profiles if profile.recorded],
         rank_heads=RANK_HEADS,
         notes=_notes(profiles),
     )
 
 
-TILES = (
-    ("Rollout step", "step_s", ",.1f", " s"),
-    ("Rollout", "generated_per_s_gpu", ",.0f", " tokens/s/GPU"),
-    ("Training", "trained_per_s_gpu", ",.0f", " tokens/s/GPU"),
-    ("MFU of the update", "mfu", ".1%", ""),
-    ("Pipeline bubble", "bubble", ".1%", ""),
-    ("Communication", "communication", ".1%", " of the update"),
-)
-ON_CPU = {"generated_per_s_gpu": ("generated_per_s", " tokens/s"), "trained_per_s_gpu": ("trained_per_s", " tokens/s")}
-"""What stands in for a figure a GPU where there is none."""
+def _tile(profile: Profile, units: dict[str, str], form: str) -> tuple[str, str]:
+    """(value, unit)"""
+    shown = ((_shown(profile.figures[key], form), unit) for key, unit in units.items())
+    return next((each for each in shown if each[0] != "–"), ("–", ""))
 
 
-def _tiles(profiles: Sequence[Profile]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(label, [(value, unit)] of each run)"""
-    tiles = []
-    for label, key, form, unit in TILES:
-        values = []
-        for profile in profiles:
-            value, shown = profile.figures.get(key), unit
-            if value is None and key in ON_CPU:
-                value, shown = profile.figures.get(ON_CPU[key][0]), ON_CPU[key][1]
-            values.append(("–", "") if value is None else (format(value, form), shown))
-        tiles.append((label, values))
-    return tiles
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -106,42 +97,38 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _notes(profiles: Sequence[Profile]) -> list[str]:
-    recorded = [profile for profile in profiles if profile.recorded]
-    notes = [FORMULA]
-    if recorded:
-        notes.append(TIMELINE.format(tail=recorded[0].tail_share))
-    return notes if len(recorded) == len(profiles) else [*notes, NOT_RECORDED]
+    recorded = [bool(profile.recorded) for profile in profiles]
+    return [FORMULA, *([TIMELINE] if any(recorded) else []), *([] if all(recorded) else [NOT_RECORDED])]
 
 
 def _heads(profiles: Sequence[Profile]) -> list[str]:
-    names = [profile.name for profile in profiles]
-    return ["figure", *names, *(["second / first"] if len(names) == 2 else [])]
+    return ["figure", *(profile.name for profile in profiles), *(["second / first"] if len(profiles) == 2 else [])]
 
 
-def _cells(row: Row, profiles: Sequence[Profile]) -> list[str]:
-    values = [profile.figures[row.key] for profile in profiles]
-    cells = ["–" if value is None else format(value, row.form) for value in values]
-    if len(values) == 2:
-        first, second = values
-        cells.append(f"{second / first:.2f}" if first and second is not None else "–")
-    return [row.label, *cells]
-
-
-RANK_HEADS = ["rank", "place", "passes, share of its update", "most memory, MB", "in"]
+def _cells(profiles: Sequence[Profile]) -> list[list[str]]:
+    table = []
+    for key, label, form in ROWS:
+        values = [profile.figures[key] for profile in profiles]
+        row = [label, *(_shown(value, form) for value in values)]
+        if len(values) == 2:
+            first, second = values
+            row.append(_shown(second / first if first and second is not None else None, ".2f"))
+        table.append(row)
+    return table
 
 
 def _rank_cells(profile: Profile) -> list[list[str]]:
     table = []
     for row in rank_rows(profile.recorded):
         place = row["place"]
-        call = max(row["peak"], key=row["peak"].get, default=None)
+        call = max(row["peak"], key=row["peak"].get, default="–")
         table.append(
             [
                 str(place["rank"]),
                 f"TP {place['tensor']}, PP {place['pipeline']}, CP {place['context']}, DP {place['data']}",
-                f"{row['compute'] / row['update']:.1%}" if row["update"] else "–",
-                f"{row['peak'][call] / 1e6:,.0f}" if call else "–",
-                call or "–",
+                _shown(row["compute"] / row["update"] if row["update"] else None, ".1%"),
+                _shown(row["peak"][call] / 1e6 if row["peak"] else None, ",.0f"),
+                call,
             ]
         )
     return table

@@ -66,26 +66,20 @@ def timeline_figures(steps: Sequence[RecordedStep], *, layers: int | None, tail_
         tail_share: a moment of the rollout belongs to its tail when fewer than this share of the responses run that ran
             at its fullest moment.
     """
-    names = (
-        "bubble", "gradient_sync", "tensor_parallel", "communication", "optimizer", "compute", "dp_imbalance",
-        "rollout_tail", "server_imbalance", "peak_memory",
-    )  # fmt: skip
-    if not steps:
-        return dict.fromkeys(names)
     ranks = [rank for step in steps for rank in step.ranks]
     update = sum(_seconds(rank, "calls", {UPDATE}) for rank in ranks)
     schedule = sum(_seconds(rank, UPDATE, {SCHEDULE}) for rank in ranks)
     compute = sum(_seconds(rank, UPDATE, set(PASSES)) for rank in ranks)
     sync = sum(span.seconds for rank in ranks for span in rank.spans if span.track == UPDATE and "grads" in span.name)
     tensor = None if layers is None else tensor_seconds(ranks, layers=layers)
-    stages = max(rank.about["pipeline"] for rank in ranks) + 1
+    piped = any(rank.about["pipeline"] for rank in ranks)
     return {
-        "bubble": _over(schedule - sync - compute, schedule - sync) if stages > 1 else None,
-        "gradient_sync": _over(sync, update),
-        "tensor_parallel": None if tensor is None else _over(tensor, update),
-        "communication": _over(sync + (tensor or 0.0), update),
-        "optimizer": _over(sum(_seconds(rank, UPDATE, {OPTIMIZER}) for rank in ranks), update),
-        "compute": _over(compute, update),
+        "bubble": over(schedule - sync - compute, schedule - sync) if piped else None,
+        "gradient_sync": over(sync, update),
+        "tensor_parallel": None if tensor is None else over(tensor, update),
+        "communication": over(sync + (tensor or 0.0), update),
+        "optimizer": over(sum(_seconds(rank, UPDATE, {OPTIMIZER}) for rank in ranks), update),
+        "compute": over(compute, update),
         "dp_imbalance": _imbalance(steps),
         "rollout_tail": _tail(steps, tail_share),
         "server_imbalance": _server_imbalance(steps),
@@ -171,7 +165,7 @@ def _tail(steps: Sequence[RecordedStep], share: float) -> float | None:
             few = counts < share * counts.max()
             low += float(np.diff(edges)[few].sum()) + max(0.0, edges[0] - phase.start)
             whole += phase.seconds
-    return _over(low, whole)
+    return over(low, whole)
 
 
 def _server_imbalance(steps: Sequence[RecordedStep]) -> float | None:
@@ -185,7 +179,8 @@ def _server_imbalance(steps: Sequence[RecordedStep]) -> float | None:
     return max(counts) * len(counts) / total - 1 if len(counts) > 1 and total else None
 
 
-def _over(total: float, by: float) -> float | None:
+def over(total: float, by: float) -> float | None:
+    """The share, or the speed; None where nothing is known to divide by."""
     return total / by if by > 0 else None
 
 

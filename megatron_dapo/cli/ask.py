@@ -1,25 +1,19 @@
 """`megatron-dapo ask`: one answer of a trained model, by plain transformers."""
 
 import os
-import sys
 from pathlib import Path
 
-from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from megatron_dapo.config import ConfigError
+from megatron_dapo.data.tokenizer import load_text_tools
 
 
-def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: float) -> ExitCode:
-    """Print the response to `prompt`; temperature 0 is greedy."""
+def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: float) -> str:
+    """The response to `prompt`; temperature 0 is greedy. Raises TokenizerError, ConfigError."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        text = load_text_tools(model)
-    except TokenizerError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.CONFIG
+    text = load_text_tools(model)
     tokens = text.tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
-        print("the prompt is empty; give the text of one problem", file=sys.stderr)
-        return ExitCode.CONFIG
+        raise ConfigError("the prompt is empty; give the text of one problem")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -34,5 +28,4 @@ def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: floa
         pad_token_id=text.stop_token_ids[0],
         **drawn,
     )
-    print(text.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
-    return ExitCode.FINISHED
+    return str(text.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))

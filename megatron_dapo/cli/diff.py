@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.config_diff import PAPER, departures, differences, flatten_config, shown
 
@@ -16,19 +15,14 @@ WIDEST = 200
 """Columns where the output is no terminal: a table in a file is not folded to eighty."""
 
 
-def diff_command(one: str, other: str) -> ExitCode:
+def diff_command(one: str, other: str) -> None:
     """Print a table of every key in which they differ or leave the paper, loaded as strictly as for a run."""
     if one == other == NAME_OF_THE_PAPER:
-        print("diff paper paper: name at least one config file", file=sys.stderr)
-        return ExitCode.CONFIG
+        raise ConfigError("diff paper paper: name at least one config file")
     if one == NAME_OF_THE_PAPER:
         one, other = other, one
-    try:
-        first = flatten_config(load_config(one))
-        second = None if other == NAME_OF_THE_PAPER else flatten_config(load_config(other))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.CONFIG
+    first = flatten_config(load_config(one))
+    second = None if other == NAME_OF_THE_PAPER else flatten_config(load_config(other))
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDEST)
     table = _from_paper(one, first) if second is None else _between(one, first, other, second)
     if table.row_count:
@@ -37,7 +31,6 @@ def diff_command(one: str, other: str) -> ExitCode:
         print(f"{one}: as in the paper, in the {len(PAPER)} settings that it states")
     else:
         print(f"{one} and {other} are the same, and as in the paper in the {len(PAPER)} settings that it states")
-    return ExitCode.FINISHED
 
 
 def _from_paper(name: str, flat: dict) -> Table:

@@ -13,9 +13,9 @@ from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.eval import evaluate
-from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.exit_codes import exit_code_of
 from megatron_dapo.cli.replay import replay
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config import load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -31,9 +31,22 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
     """Print prompts exactly as the server gets them: text, token ids, ground truth."""
-    from megatron_dapo.cli.preview import preview_command
+    from megatron_dapo.coordinator.inputs import read_problems
+    from megatron_dapo.data.order import PromptOrder
+    from megatron_dapo.data.tokenizer import load_text_tools
 
-    raise typer.Exit(preview_command(config, overrides or [], count))
+    loaded = load_config(config, overrides or [])
+    text = load_text_tools(loaded.model.path, loaded.model.stop_token_ids)
+    prompts, _ = read_problems(loaded, text)
+    print(f"prompts: {prompts.summary()}")
+    print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {loaded.rollout.max_new_tokens} tokens")
+    order = PromptOrder(prompts.spans, loaded.run.seed)
+    for position in range(count):
+        prompt = prompts.prompts[order.index_at(position)]
+        print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens")
+        print(f"source {prompt.source}, verifier {prompt.verifier}, answer {prompt.answer!r}")
+        print(prompt.text)
+        print(f"token ids: {prompt.ids.tolist()}")
 
 
 @app.command()
@@ -46,7 +59,7 @@ def ask(
     """Answer one prompt with a model in Hugging Face format, on the CPU."""
     from megatron_dapo.cli.ask import ask_command
 
-    raise typer.Exit(ask_command(model, prompt, max_new_tokens, temperature))
+    print(ask_command(model, prompt, max_new_tokens, temperature))
 
 
 app.command("eval")(evaluate)
@@ -57,7 +70,7 @@ def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
     """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
     from megatron_dapo.cli.status import status_command
 
-    raise typer.Exit(status_command(run))
+    status_command(run)
 
 
 @app.command()
@@ -68,7 +81,7 @@ def diff(
     """Say in which keys two configs differ, and in which they leave the paper's settings."""
     from megatron_dapo.cli.diff import diff_command
 
-    raise typer.Exit(diff_command(one, other))
+    diff_command(one, other)
 
 
 @app.command()
@@ -78,9 +91,12 @@ def report(
     out: Annotated[Path | None, typer.Option(help="File to write; RUN/report.html if not given.")] = None,
 ) -> None:
     """Write a run, finished or not, as one HTML file that needs no network."""
-    from megatron_dapo.cli.report import report_command
+    from megatron_dapo.report.page import report_page
+    from megatron_dapo.report.source import read_run
 
-    raise typer.Exit(report_command([run] if other is None else [run, other], out))
+    file = out or run / "report.html"
+    file.write_text(report_page([read_run(folder) for folder in (run, other) if folder]), encoding="utf-8")
+    print(file)
 
 
 @app.command()
@@ -201,23 +217,23 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid, and print it with every default filled in."""
     from megatron_dapo.config import dump_config
 
-    try:
-        print(dump_config(load_config(config, overrides or [])), end="")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(ExitCode.CONFIG) from None
+    print(dump_config(load_config(config, overrides or [])), end="")
 
 
 def main() -> None:
-    """Entry point of `megatron-dapo`."""
+    """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+    except Exception as error:
+        code = exit_code_of(error)
+        if code is None:
             raise
-        # What is printed goes to a file on that disk; a file that a command writes itself has a name.
-        sys.exit(f"no space left where the output of this command goes ({error})")
+        # A file that a command writes itself has a name.
+        of_output = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+        where = "no space left where the output of this command goes: " if of_output else ""
+        print(f"{where}{error}", file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

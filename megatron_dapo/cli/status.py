@@ -1,34 +1,31 @@
 """`megatron-dapo status`: where a run is, what it waits for, what went wrong, what looks wrong."""
 
-import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cluster.heartbeat import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import RECENT, duration, step_line
 from megatron_dapo.monitor.health import check_health
-from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run, read_run
-from megatron_dapo.storage.run_dir import RunDirError, newest_step
+from megatron_dapo.storage.run_dir import newest_step
 
 
-def status_command(folder: Path) -> ExitCode:
-    """Print it. A dead run is no error of this command; a folder that holds no run, or that cannot be read, is."""
+def status_command(folder: Path) -> None:
+    """Print it. A dead run is no error of this command.
+
+    Raises:
+        ReportError, MetricsError, RunDirError: the folder holds no run, or one that cannot be read.
+    """
     beat = read_heartbeat(folder)
     try:
         run = read_run(folder, needs_files=beat is None, needs_ledger=False)
         checkpoint = newest_step(folder)
-    except (ReportError, MetricsError, RunDirError) as error:
-        print(error, file=sys.stderr)
-        return ExitCode.CONFIG
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it", file=sys.stderr)
-        return ExitCode.CONFIG
+        raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=run.finished)
     screen = Console(highlight=False, soft_wrap=True)
     _print(screen, "run", [str(folder.resolve())])
@@ -48,7 +45,6 @@ def status_command(folder: Path) -> ExitCode:
     for alarm in alarms:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
-    return ExitCode.FINISHED
 
 
 def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:

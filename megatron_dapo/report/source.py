@@ -21,6 +21,8 @@ RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json
 class ReportError(ValueError):
     """A folder of which no report can be made. The message says why."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -170,17 +170,13 @@ def phase_rows(run: Run) -> list[list[str]]:
 
 def evaluation_rows(run: Run) -> list[list[str]]:
     """[name, where, way of answering, problems x answers, figures] of every evaluation."""
-    return [
-        [
-            found.name,
-            found.where,
-            way,
-            f"{answers.problems} x {answers.samples}",
-            "; ".join(f"{name} {percent(each.value, each.low, each.high)}" for name, each in answers.figures.items()),
-        ]
-        for found in run.evaluations
-        for way, answers in found.answers.items()
-    ]
+    rows = []
+    for found in run.evaluations:
+        figures = "; ".join(
+            f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()
+        )
+        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", figures])
+    return rows
 
 
 def difference_rows(one: Run, other: Run) -> list[list[str]]:

@@ -216,7 +216,8 @@ class RewardPool:
             )
             return [each if isinstance(each, Verdict) else next(deferred) for each in results], await alone
         finally:
-            for future in (*waiting, alone):
+            alone.cancel()
+            for future in waiting:
                 future.cancel()
 
     async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:

@@ -206,24 +206,30 @@ def _port_problem(host: str, port: int) -> str | None:
 
 
 def choose_port(config: RolloutConfig, index: int) -> int:
-    """The configured port of server `index`, or one that stays free while it starts: on a busy machine it opens the
-    port only after a minute. Free ports are outside the range that the kernel uses for outgoing connections, so they
-    are not given away meanwhile.
+    """The configured port of server `index`, or a free one.
 
     Raises:
         ServerStartError: the configured port is taken, or no port of the host can be had.
     """
+    port = config.port + index
+    if config.port == 0:
+        port = free_port(config.host, index)
+    elif problem := _port_problem(config.host, port):
+        raise ServerStartError(
+            f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
+            f"({problem}); choose another host or port, or port 0 for free ones"
+        )
+    return port
+
+
+def free_port(host: str, index: int) -> int:
+    """A port that stays free while server `index` starts: on a busy machine it opens the port only after a minute. It
+    is outside the range that the kernel uses for outgoing connections, so it is not given away meanwhile."""
     draw = random.SystemRandom()  # independent of the run's own random numbers
-    free = draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS)
-    problem: str | None = None
-    for port in [config.port + index] if config.port else free:
-        problem = _port_problem(config.host, port)
-        if problem is None:
+    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
+        if _port_problem(host, port) is None:
             return port
-    raise ServerStartError(
-        f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
-        f"({problem}); choose another host or port, or port 0 for free ones"
-    )
+    raise ServerStartError(f"rollout.host = {host}: {_port_problem(host, 0) or 'no free port'}; name a rollout.port")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

@@ -1,11 +1,12 @@
 """`megatron-dapo ask`: what it refuses."""
 
+import pytest
+
 from megatron_dapo.cli.ask import ask_command
-from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError
 from tests.processes import ROOT
 
 
-def test_an_empty_prompt_is_refused_in_words(capsys):
-    base = ROOT / "examples" / "quickstart" / "base"
-    assert ask_command(base, "", 8, 0.0) is ExitCode.CONFIG
-    assert "the prompt is empty" in capsys.readouterr().err
+def test_an_empty_prompt_is_refused_in_words():
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        ask_command(ROOT / "examples" / "quickstart" / "base", "", 8, 0.0)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.status import status_command
 from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
+from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
 from tests.report.folders import write_lines, write_run
 
@@ -79,7 +79,7 @@ def test_a_dead_run_in_full(tmp_path, capsys):
     (folder / "checkpoints" / "step_5").mkdir(parents=True)
     sign = beat(state="failed", error="Stalled: no answer\n  open waits", error_at=1000.0, written=time.time() - 600)
     write_lines(folder / "status.json", [asdict(sign)])
-    assert status_command(folder) == ExitCode.FINISHED
+    status_command(folder)
     text = capsys.readouterr().out
     for part in (
         "failed, see the last error (10 min ago)",
@@ -96,16 +96,16 @@ def test_a_dead_run_in_full(tmp_path, capsys):
 def test_a_run_that_has_only_begun(tmp_path, capsys):
     sign = beat(waits=["server start: waiting for SGLang servers for 3 of 600 s"], written=time.time(), host="node-9")
     write_lines(tmp_path / "status.json", [asdict(sign)])
-    assert status_command(tmp_path) == ExitCode.FINISHED
+    status_command(tmp_path)
     text = capsys.readouterr().out
     assert "running, process 7 on node-9" in text
     assert "waits       server start: waiting for SGLang servers for 3 of 600 s" in text
     assert "no rollout step of 12 is done; no checkpoint yet" in text
 
 
-def test_no_run(tmp_path, capsys):
-    assert status_command(tmp_path) == ExitCode.CONFIG
-    assert "no run directory" in capsys.readouterr().err
+def test_no_run(tmp_path):
+    with pytest.raises(ReportError, match="no run directory"):
+        status_command(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
@@ -119,10 +119,12 @@ def test_somebody_elses_run_that_may_not_be_read(tmp_path, capsys, monkeypatch, 
         return opened(file, *arguments)
 
     monkeypatch.setattr(io, "open", refuse)
-    code = status_command(folder)
-    shown = capsys.readouterr()
-    assert "Permission denied" in shown.err + shown.out
-    assert code == (ExitCode.CONFIG if name == "metrics.jsonl" else ExitCode.FINISHED)
+    if name == "metrics.jsonl":
+        with pytest.raises(ReportError, match="Permission denied; ask the owner"):
+            status_command(folder)
+        return
+    status_command(folder)
+    assert "Permission denied" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")

@@ -16,7 +16,7 @@ from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.ledger_check import check_ledger
-from tools.benchmarks.simulation.virtual_time import run_virtually
+from tests.simulation.virtual_time import run_virtually
 
 GROUP = 4
 

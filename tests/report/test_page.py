@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.cli.report import report_command
+from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status_command
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import ReportError, read_run
@@ -100,7 +100,7 @@ def test_status_does_not_read_the_ledger(tmp_path, capsys):
     """A million prompts would cost it seconds and a gigabyte; the report counts them."""
     folder = write_run(tmp_path / "run")
     (folder / "ledger.jsonl").write_text("{]\n{}\n")
-    assert status_command(folder) == ExitCode.FINISHED
+    status_command(folder)
     assert "ledger" not in capsys.readouterr().out
     assert "ledger.jsonl:1: not an event" in " ".join(read_run(folder).notes)
 
@@ -211,7 +211,7 @@ def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_sa
             report_page([run])
             assert len(run.notes) <= 1, (path, value)
             assert all(note.startswith(name) and "\n" not in note for note in run.notes), (path, value)
-            assert status_command(folder) == ExitCode.FINISHED
+            status_command(folder)
 
 
 @pytest.mark.parametrize(
@@ -242,24 +242,38 @@ def test_metrics_that_were_never_measured_are_named(usual):
     assert "Gradient norm" in usual.text
 
 
-def test_what_is_no_run_is_an_error(tmp_path, capsys):
+@pytest.fixture
+def run_command(monkeypatch):
+    """The exit code of `megatron-dapo ARGUMENTS`."""
+
+    def run_command(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["megatron-dapo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return run_command
+
+
+def test_what_is_no_run_is_an_error(tmp_path, run_command, capsys):
     with pytest.raises(ReportError, match="no such folder"):
         read_run(tmp_path / "nowhere")
-    assert report_command([tmp_path], None) == ExitCode.CONFIG
+    assert run_command("report", str(tmp_path)) == ExitCode.CONFIG
     assert "no run directory" in capsys.readouterr().err
 
 
-def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path, capsys):
+def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path, run_command, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"rollout_step": 1}\nrubbish\n{"rollout_step": 2}\n')
-    assert report_command([folder], None) == ExitCode.CONFIG
+    assert run_command("report", str(folder)) == ExitCode.CONFIG
     assert "metrics.jsonl:2" in capsys.readouterr().err
 
 
-def test_the_command_writes_the_file_and_says_where(tmp_path, capsys):
+def test_the_command_writes_the_file_and_says_where(tmp_path, run_command, capsys):
     folder = write_run(tmp_path / "run")
-    assert report_command([folder], tmp_path / "out.html") == ExitCode.FINISHED
+    assert run_command("report", str(folder), "--out", str(tmp_path / "out.html")) == ExitCode.FINISHED
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
     assert "out.html" in capsys.readouterr().out
-    assert report_command([folder], tmp_path / "no" / "out.html") == ExitCode.FAILED
+    assert run_command("report", str(folder), "--out", str(tmp_path / "no" / "out.html")) == ExitCode.FAILED
+    assert str(tmp_path / "no" / "out.html") in capsys.readouterr().err
     assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"

@@ -148,7 +148,7 @@ def test_another_type_is_written_where_it_is_asked_for(tool, model, tmp_path, wa
 
 @pytest.mark.parametrize("source_type", [torch.float16, torch.float32], ids=str)
 def test_verify_holds_where_another_type_is_written(tmp_path, source_type, capfd):
-    """Both sides' weights are rounded to it before their logits are compared; both ways; without a tokenizer too."""
+    """Both sides' weights are rounded to it before their logits are compared; both ways."""
     source = save_tiny(tmp_path / "source", "llama", tied=False)
     tensors = {name: tensor.to(source_type) for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, source / "model.safetensors")
@@ -161,16 +161,6 @@ def test_verify_holds_where_another_type_is_written(tmp_path, source_type, capfd
         assert main(back) == 0
         assert_same(tmp_path / "back", source, torch.bfloat16)
     assert "logits of" in capfd.readouterr().err
-
-
-def test_a_tokenizer_of_another_model_is_named(tool, model, checkpoint, tmp_path):
-    from tools.conversion.verify import VerifyError
-
-    source = copy_of(model, tmp_path / "source")
-    shutil.copy(BASE / "tokenizer.json", source)
-    shutil.copy(BASE / "tokenizer_config.json", source)
-    with pytest.raises(VerifyError, match=r"its tokenizer gives token \d+, the model has 101"):
-        tool.verify_logits(source, checkpoint)
 
 
 def test_quantized_weights_are_refused_whatever_type_is_asked_for(tool, model, tmp_path):
@@ -209,13 +199,13 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(tool, model, tmp_pat
         tool.to_megatron(model, tmp_path / "megatron", tensor=4)
 
 
-def test_a_flipped_bit_is_found_and_the_file_and_a_tensor_are_named(tool, checkpoint, tmp_path):
+def test_a_flipped_bit_is_found_and_the_file_is_named(tool, checkpoint, tmp_path):
     broken = copy_of(checkpoint, tmp_path / "broken")
     file = broken / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file} is damaged \(it holds parts of tensor \w+\.\S+ and \d+ more"):
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged"):
         tool.to_hf(broken, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -229,13 +219,12 @@ def test_a_manifest_of_sha256_is_read(tool, model, checkpoint, tmp_path):
     assert_same(tmp_path / "back", model)
 
 
-@pytest.mark.parametrize(("file", "words"), [("__0_0.distcp", "holds parts of tensor"), (".metadata", "is missing")])
-def test_a_missing_file_is_named(tool, checkpoint, tmp_path, file, words):
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_missing_file_is_named(tool, checkpoint, tmp_path, file):
     broken = copy_of(checkpoint, tmp_path / "broken")
     (broken / file).unlink()
-    with pytest.raises(CheckpointError, match=rf"{broken / file} is missing") as caught:
+    with pytest.raises(CheckpointError, match=rf"{broken / file} is missing"):
         tool.to_hf(broken, tmp_path / "back")
-    assert words in str(caught.value)
 
 
 def test_the_config_of_another_model_is_refused_with_the_tensors_name(tool, checkpoint, tmp_path):
@@ -292,7 +281,7 @@ def test_the_command(tool, tmp_path, capfd):
     there = ["to-megatron", str(BASE), str(tmp_path / "megatron"), "--processes", "2", "--verify"]
     assert main(there) == 0
     told = capfd.readouterr().err
-    assert "46 tensors have equal checksums" in told
+    assert "46 tensors are equal, bit for bit" in told
     assert "logits of" in told
     assert main(there) == 2
     assert "is there already; give --overwrite" in capfd.readouterr().err
@@ -333,10 +322,18 @@ def test_what_a_failed_conversion_wrote_does_not_stay(tool, model, checkpoint, t
     import tools.conversion.to_megatron
 
     monkeypatch.setattr(getattr(tools.conversion, way), "run_parts", stop, raising=True)
-    monkeypatch.setattr(tools.conversion.to_hf, "check_files", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         getattr(tool, way)({"to_megatron": model, "to_hf": checkpoint}[way], tmp_path / "target")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_is_the_reason_that_is_given(tool, tmp_path):
+    """`torch.save` fails a second time while it closes what it has begun."""
+    from tools.conversion.megatron_files import PartWriter
+
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        PartWriter(tmp_path / "full").add("key", (0, 0), torch.zeros(1, 2**20))
 
 
 def test_a_config_without_a_model_asks_for_the_base(tool, checkpoint, tmp_path):

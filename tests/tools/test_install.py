@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from tests.tools.wheels import write_check, write_wheel
 from tools.install import installer
-from tools.install.installer import STAMP, Installer, Place, exclusive
+from tools.install.installer import STAMP, Installer, exclusive
 from tools.install.lock_file import installed, read_lock, unfinished
 from tools.install.package_installer import InstallError, uv_variables
 
@@ -26,7 +26,7 @@ UV = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
     """A project whose lock asks for `torch` and `alpha`, found in a folder by pip's own configuration."""
     by_uv = getattr(request, "param", "uv" if UV else "pip") == "uv"
     if by_uv and UV is None:
@@ -49,11 +49,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(installer, "has_gpu", lambda: False)
     check = write_check(tmp_path, FOUND=("alpha",), IMPORTED=("torch", "alpha.part"), SHOWN=("torch",))
     monkeypatch.setattr(installer, "CHECK", check)
-    return Place(root=root, venv=tmp_path / "venv")
+    return Installer(root, tmp_path / "venv")
 
 
-def install(place: Place) -> None:
-    Installer(place, torch_index="").install()
+def install(place: Installer) -> None:
+    Installer(place.root, place.venv).install()
 
 
 @pytest.mark.parametrize("place", ["uv", "pip"], indirect=True)
@@ -134,7 +134,6 @@ def test_uv_is_told_what_pip_was_told_and_keeps_what_it_was_told_itself():
         "SSL_CERT_FILE": "/ca.pem",
     }
     assert uv_variables(config, {})["UV_FIND_LINKS"] == "/wheels,/more"
-    assert "UV_DEFAULT_INDEX" not in uv_variables(config, {"UV_INDEX_URL": "https://old/simple"})
 
 
 def test_a_bad_lock_line_is_named(tmp_path):

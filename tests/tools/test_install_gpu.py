@@ -17,7 +17,7 @@ from packaging.version import Version
 from tests.tools.wheels import write_check, write_source, write_wheel
 from tools.install import import_check, installer
 from tools.install import transformer_engine as engine
-from tools.install.installer import STAMP, Installer, Place, place_of, read_stamp
+from tools.install.installer import STAMP, Installer, installer_of, read_stamp
 from tools.install.lock_file import installed, normalised, read_lock
 from tools.install.package_installer import InstallError
 
@@ -50,14 +50,14 @@ BUILD = '[build-system]\nrequires = []\nbuild-backend = "{}"\nbackend-path = [".
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
     """A project for GPU nodes on a machine without a driver; TransformerEngine's extension comes as source."""
     root, wheels = tmp_path / "project", tmp_path / "packages"
     (root / "requirements").mkdir(parents=True)
     wheels.mkdir()
     write_wheel(wheels, "torch", "2.11.0", {"torch.py": ""})
     write_wheel(wheels, "kernel", "1.0", {"kernel.py": "raise ImportError('libno-driver.so.1: cannot open')"})
-    write_wheel(wheels, "nvidia-thing", "13.0", {f"nvidia/{name}": "" for name in engine.HEADERS})
+    write_wheel(wheels, "nvidia-thing", "13.0", {"nvidia/cu13/bin/nvcc": ""})
     write_wheel(wheels, "transformer-engine-cu13", "2.19.0", {"core.py": ""})
     module = {"__init__.py": "", "pytorch.py": "import transformer_engine_torch, core"}
     module = {f"transformer_engine/{name}": text for name, text in module.items()}
@@ -79,12 +79,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     names = {"FOUND": (), "IMPORTED": ("torch",), "SHOWN": ("torch",), "KERNELS": ("kernel",)}
     check = write_check(tmp_path, **names, DRIVER="libno-driver.so.1", GPU_SHOWN=("kernel",))
     monkeypatch.setattr(installer, "CHECK", check)
-    return place_of(root, tmp_path / "venv", gpu=True)
+    return installer_of(root, tmp_path / "venv", gpu=True)
 
 
-def install(place: Place, *, gpu: bool = True, with_engine: bool = True) -> None:
-    wanted = place_of(place.root, place.venv, gpu=gpu, with_engine=with_engine)
-    Installer(wanted, torch_index="").install()
+def install(place: Installer, *, gpu: bool = True, with_engine: bool = True) -> None:
+    installer_of(place.root, place.venv, gpu=gpu, engine=with_engine).install()
 
 
 def test_the_extension_is_built_once_against_the_installed_torch_and_headers(place, capfd, monkeypatch):
@@ -120,18 +119,11 @@ def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch, capfd
         install(place)
     assert "torch" not in installed(place.site)
 
-    # Headers come with the lock's packages, so they are looked for once these are there.
     monkeypatch.setattr(engine, "missing_tools", list)
-    monkeypatch.setattr(engine, "HEADERS", (*engine.HEADERS, "cublasmp/include/cublasmp.h"))
-    with pytest.raises(InstallError, match=r"(?s)lacks:\n  \S*nvidia/cublasmp/include/cublasmp\.h\n"):
-        install(place)
-    assert not {name for name in installed(place.site) if name.startswith("transformer-engine")}
-
     # A build that fails is told in the compiler's words.
     packages = place.root.parent / "packages"
     source = {"pyproject.toml": BUILD.format("backend"), "backend.py": FAILING}
     write_source(packages, "transformer-engine-torch", "2.19.0", source)
-    monkeypatch.setattr(engine, "HEADERS", ())
     with pytest.raises(InstallError, match="MAX_JOBS=1 make install-gpu"):
         install(place)
     said = capfd.readouterr()
@@ -152,16 +144,12 @@ def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch, capfd
         install(place)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "asked_for"), [("CXX", "env c++", []), ("CXX", " ", []), ("MAX_JOBS", "many", ["many"])]
-)
-def test_a_compiler_behind_another_word_is_found_and_a_number_is_a_number(variable, value, asked_for, monkeypatch):
+@pytest.mark.parametrize("compiler", ["env c++", " "])
+def test_a_compiler_behind_another_word_is_found(compiler, monkeypatch):
     monkeypatch.setattr(engine.shutil, "which", lambda name: f"/usr/bin/{name}" if name in ("env", "c++") else None)
     monkeypatch.setattr(engine.sysconfig, "get_path", lambda name: Path(__file__).parent)
-    monkeypatch.setenv(variable, value)
-    missing = [line for line in engine.missing_tools() if "Python.h" not in line]
-    assert len(missing) == len(asked_for)
-    assert all(word in line for word, line in zip(asked_for, missing, strict=True))
+    monkeypatch.setenv("CXX", compiler)
+    assert not [line for line in engine.missing_tools() if "Python.h" not in line]
 
 
 def test_the_build_asks_for_a_compiler_and_pythons_headers(tmp_path, monkeypatch):
@@ -199,10 +187,9 @@ def test_another_python_is_refused_with_the_command(place, monkeypatch):
 def test_make_install_names_install_gpu_where_there_is_a_gpu(tmp_path, monkeypatch, capsys):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(installer, "GPU_MARKS", (tmp_path / "nvidia0",))
-    cpu = Installer(place_of(ROOT, tmp_path / "venv", gpu=False), torch_index="")
-    monkeypatch.setattr(cpu, "_clear", lambda: sys.exit("far enough"))
+    monkeypatch.setattr(Installer, "_clear", lambda _: sys.exit("far enough"))
     with pytest.raises(SystemExit):
-        cpu.install()
+        installer_of(ROOT, tmp_path / "venv", gpu=False).install()
     assert "PYTHON=python3.12 make install-gpu" in capsys.readouterr().out
 
 
@@ -234,7 +221,7 @@ def test_the_lock_holds_the_kernels_once_and_nothing_that_only_shares_a_name():
     assert set(engine.PACKAGES) | KERNELS | {"torch-memory-saver", "ninja", "setuptools", "pip"} <= pins.keys()
     assert len({pins[name] for name in engine.PACKAGES}) == 1
     assert "apex" not in pins, "PyPI's apex is not NVIDIA's"
-    # The packages behind engine.HEADERS, and the rest of the common lock.
+    # What the build reads, and the rest of the common lock.
     assert {"nvidia-cuda-nvcc", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-cudnn-cu13"} <= pins.keys()
     assert read_lock(ROOT / "requirements" / "py312.lock.txt").keys() <= pins.keys()
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tools.benchmarks.measure_logprob import FROM_LOGITS, rounds_of
+from tools.benchmarks.measure_logprob import DTYPES, FROM_LOGITS, Shape, rounds_of
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunked_log_probs_take_a_quarter_of_the_memory_and_no_more_time(dtype):
-    found = rounds_of(FROM_LOGITS, dtype, ["--tokens", "256", "--repeats", "1"], rounds=1)
-    plain, chunked = (found[way] for way in FROM_LOGITS)
-    assert plain["peak_mib"] > 4 * chunked["peak_mib"], found
-    assert chunked["seconds"] < plain["seconds"], found
+    found = rounds_of(FROM_LOGITS, dtype, Shape(tokens=256, repeats=1), rounds=1)
+    (plain_peak, plain_seconds), (chunked_peak, chunked_seconds) = found["plain"], found["chunked"]
+    assert plain_peak > 4 * chunked_peak, found
+    assert chunked_seconds < plain_seconds, found

@@ -9,70 +9,36 @@ changes little. The plain loop is at its best: fused AdamW, PyTorch's attention 
 and micro-batches of responses of similar length, padded to the longest.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
-from megatron_dapo.actor.actor import MegatronActor
-from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.actor.step_data import MiniBatch
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.run_config import ModelConfig
+from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tools.benchmarks.actor_update import QUICKSTART, Lengths, actor_config, spread, start
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "base"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and the shape of its mini-batch."""
+    """A model and its mini-batch."""
 
     name: str
     folder: Path
-    responses: int
-    shortest: int
-    longest: int
+    lengths: Lengths
     micro_batch_tokens: int
-
-    def config(self, layout: LayoutConfig, threads: int) -> ActorConfig:
-        """The actor's; the rate is so low that the weights hardly move."""
-        return ActorConfig(
-            layout=layout,
-            optimizer=OptimizerConfig(lr=1e-9, warmup_rollout_steps=0),
-            device="cpu",
-            micro_batch_tokens=self.micro_batch_tokens,
-            threads=threads,
-        )
-
-    def mini_batch(self, config: ActorConfig, hidden_size: int, vocabulary: int) -> MiniBatch:
-        """Random tokens; a quarter of each sequence is prompt. The same for every layout."""
-        rng = np.random.default_rng(0)
-        lengths = rng.integers(self.shortest, self.longest + 1, self.responses).astype(np.int32)
-        prompts = np.maximum(1, lengths // 4).astype(np.int32)
-        responses = Responses(
-            token_ids=rng.integers(0, vocabulary, lengths.sum()).astype(np.int32),
-            sequence_lengths=lengths,
-            prompt_lengths=prompts,
-        )
-        tokens = responses.num_response_tokens
-        return MiniBatch(
-            responses=responses,
-            weights=np.full(tokens, 1 / tokens, dtype=np.float32),
-            plan=plan_for_actor(lengths, config, hidden_size=hidden_size),
-            advantages=np.repeat(rng.normal(size=len(lengths)), lengths - prompts).astype(np.float32),
-            old_log_probs=rng.normal(-np.log(vocabulary), 0.1, tokens).astype(np.float32),
-        )
 
 
 def cases(folder: Path) -> list[Case]:
@@ -92,13 +58,13 @@ def cases(folder: Path) -> list[Case]:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "20M")
-    small: dict[str, Any] = {"folder": QUICKSTART, "responses": 64, "micro_batch_tokens": 4096}
-    large: dict[str, Any] = {"folder": folder / "20M", "responses": 12, "micro_batch_tokens": 1024}
+    small: dict[str, Any] = {"folder": QUICKSTART, "micro_batch_tokens": 4096}
+    large: dict[str, Any] = {"folder": folder / "20M", "micro_batch_tokens": 1024}
     return [
-        Case(name="quickstart base, equal lengths", shortest=96, longest=96, **small),
-        Case(name="quickstart base, ragged", shortest=24, longest=128, **small),
-        Case(name="20M, equal lengths", shortest=256, longest=256, **large),
-        Case(name="20M, ragged", shortest=64, longest=512, **large),
+        Case(name="quickstart base, equal lengths", lengths=Lengths(responses=64, shortest=96, longest=96), **small),
+        Case(name="quickstart base, ragged", lengths=Lengths(responses=64, shortest=24, longest=128), **small),
+        Case(name="20M, equal lengths", lengths=Lengths(responses=12, shortest=256, longest=256), **large),
+        Case(name="20M, ragged", lengths=Lengths(responses=12, shortest=64, longest=512), **large),
     ]
 
 
@@ -179,25 +145,10 @@ def _padded(batch: MiniBatch, indices: np.ndarray) -> tuple[Tensor, Tensor | Non
     return torch.from_numpy(ids), mask, torch.from_numpy(rows), weights, advantages, old
 
 
-def start(case: Case, place: RankPlace, config: ActorConfig) -> tuple[MegatronActor, MiniBatch]:
-    """The actor of one rank and its mini-batch."""
-    actor = MegatronActor(
-        config,
-        ModelConfig(path=str(case.folder), context_length=case.longest, dtype="float32"),
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
-        steps_per_rollout=1,
-        seed=0,
-        timeout_s=300,
-    )
-    return actor, case.mini_batch(config, actor.hf.hidden_size, actor.hf.vocab_size)
-
-
 def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str, Any]:
     """Seconds of an update of both, turn by turn, and how far their first loss and gradient norm differ."""
-    config = case.config(LayoutConfig(), threads)
-    actor, batch = start(case, place, config)
+    config = actor_config(micro_batch_tokens=case.micro_batch_tokens, threads=threads)
+    actor, batch = start(place, case.folder, case.lengths, config)
     plain = PlainLoop(case.folder, batch, config)
     clock = time.process_time if threads == 1 else time.perf_counter
     objective = PolicyObjective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
@@ -216,14 +167,6 @@ def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str,
         "loss": abs(report.loss - loss) / abs(loss),
         "norm": abs(report.grad_norm - norm) / norm,
     }
-
-
-def spread(values: list[float]) -> str:
-    """Median, and the quartiles of two or more."""
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    low, _, high = quantiles(values, n=4)
-    return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 def table(*, turns: int, threads: int, only: str) -> Iterator[str]:
@@ -250,15 +193,11 @@ def table(*, turns: int, threads: int, only: str) -> Iterator[str]:
             )
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=9, help="measured updates of each loop")
-    parser.add_argument("--threads", type=int, default=1, help="of the process")
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    for line in table(**vars(parser.parse_args())):
+def main(turns: int = 9, threads: int = 1, only: str = "") -> None:
+    """Print the table. TURNS: measured updates of each loop; ONLY: cases whose name holds this."""
+    for line in table(turns=turns, threads=threads, only=only):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,82 +7,42 @@ goes on, by the clock, median of the turns. Peak: the most that the resident set
 of a save until its files are in place, largest over the turns. Training goes on meanwhile where it can.
 """
 
-import argparse
+import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import numpy as np
+import typer
 
-from megatron_dapo.actor.actor import MegatronActor
-from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import MiniBatch, Responses
-from megatron_dapo.algorithm.policy_loss import SupervisedObjective
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.config.run_config import ModelConfig
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor_config import LayoutConfig, OptimizerConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tools.benchmarks.actor_update import Lengths, actor_config, start
 from tools.benchmarks.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 
 MIB = 2**20
-TOKENS = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """How the actor is split, and which optimizer holds its state."""
-
-    name: str
-    layout: LayoutConfig
-    distributed: bool
-
-    def start(self, place: RankPlace, model: Path) -> tuple[MegatronActor, Callable[[], Any]]:
-        """The actor of one rank, and an update of it."""
-        config = ActorConfig(
-            layout=self.layout,
-            optimizer=OptimizerConfig(lr=1e-6, warmup_rollout_steps=0, distributed=self.distributed),
-            device="cpu",
-        )
-        actor = MegatronActor(
-            config,
-            ModelConfig(path=str(model), context_length=TOKENS, dtype="bfloat16"),
-            rank=place.rank,
-            world_size=place.world_size,
-            rendezvous=place.rendezvous,
-            steps_per_rollout=1,
-            seed=0,
-            timeout_s=600,
-        )
-        lengths = np.array([TOKENS // 2] * 2, dtype=np.int32)
-        responses = Responses(
-            token_ids=np.arange(TOKENS, dtype=np.int32),
-            sequence_lengths=lengths,
-            prompt_lengths=np.ones(2, dtype=np.int32),
-        )
-        batch = MiniBatch(
-            responses=responses,
-            weights=np.full(TOKENS - 2, 1 / TOKENS, dtype=np.float32),
-            plan=plan_for_actor(lengths, config, hidden_size=actor.hf.hidden_size),
-        )
-        return actor, lambda: actor.update([batch], SupervisedObjective(), 1.0)
+CASES: dict[str, tuple[LayoutConfig, bool]] = {
+    "one process, distributed optimizer": (LayoutConfig(), True),
+    "one process, plain optimizer": (LayoutConfig(), False),
+    "DP=2, distributed optimizer": (LayoutConfig(data=2), True),
+    "TP=2, distributed optimizer": (LayoutConfig(tensor=2), True),
+}
+"""Name -> how the actor is split, and whether its optimizer's state is too."""
 
 
-CASES = (
-    Case(name="one process, distributed optimizer", layout=LayoutConfig(), distributed=True),
-    Case(name="one process, plain optimizer", layout=LayoutConfig(), distributed=False),
-    Case(name="DP=2, distributed optimizer", layout=LayoutConfig(data=2), distributed=True),
-    Case(name="TP=2, distributed optimizer", layout=LayoutConfig(tensor=2), distributed=True),
-)
-
-
-def measure(place: RankPlace, case: Case, model: Path, target: Path, turns: int) -> dict[str, list[float]]:
+def measure(
+    place: RankPlace, layout: LayoutConfig, distributed: bool, model: Path, target: Path, turns: int
+) -> dict[str, list[float]]:
     """Of one rank, turn by turn: seconds that training waits, seconds until the files are in place, peak in MiB."""
-    actor, update = case.start(place, model)
+    optimizer = OptimizerConfig(lr=1e-6, warmup_rollout_steps=0, distributed=distributed)
+    config = actor_config(layout=layout, optimizer=optimizer)
+    actor, batch = start(place, model, Lengths(responses=2, shortest=128, longest=128), config, "bfloat16")
+    update = functools.partial(actor.update, [batch], PolicyObjective(), 1.0)
     update()
     found: dict[str, list[float]] = {}
     for turn in range(turns + 1):
@@ -104,26 +64,22 @@ def measure(place: RankPlace, case: Case, model: Path, target: Path, turns: int)
     return found
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; else a temporary folder")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4, help="of 20 million parameters each; 33 more outside of them")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, RankPool("cpu") as pool:
+def main(folder: Path | None = None, turns: int = 3, layers: int = 4) -> None:
+    """Print the table. FOLDER: where checkpoints are written, else a temporary one; LAYERS: of 20 million parameters
+    each, 33 more outside of them."""
+    with tempfile.TemporaryDirectory(dir=folder) as name, RankPool("cpu") as pool:
         model, target = Path(name) / "model", Path(name) / "checkpoints"
-        write_random_model(
-            model, num_hidden_layers=options.layers, hidden_size=1024, intermediate_size=5632, vocab_size=16001
-        )
+        shape = {"num_hidden_layers": layers, "hidden_size": 1024, "intermediate_size": 5632, "vocab_size": 16001}
+        write_random_model(model, **shape)
         target.mkdir()
         print(
             "| layout | files, MiB | at once: waits, s | beside: waits, s | in place after, s "
             "| peak, MiB | beside, MiB |"
         )
         print("|---|---|---|---|---|---|---|")
-        for case in CASES:
-            ranks = pool.run(case.layout.world_size, measure, case, model, target, options.turns, timeout_s=3600)
+        for case, (layout, distributed) in CASES.items():
+            arguments = (layout, distributed, model, target, turns)
+            ranks = pool.run(layout.world_size, measure, *arguments, timeout_s=3600)
             size = sum(file.stat().st_size for file in (target / "at once").iterdir()) / MIB
             cells = [
                 f"{size:.0f}",
@@ -132,10 +88,10 @@ def main() -> None:
                 f"{median(ranks[0]['beside: written']):.2f}",
                 *("+".join(f"{max(rank[f'{way}: peak']):.0f}" for rank in ranks) for way in ("at once", "beside")),
             ]
-            print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
+            print(f"| {case} | {' | '.join(cells)} |", flush=True)
             shutil.rmtree(target)
             target.mkdir()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

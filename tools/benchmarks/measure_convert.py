@@ -8,7 +8,6 @@ one run. The processes are started before; what comes back must be the same byte
 disk.
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -16,6 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
 from megatron_dapo.diagnostics.rank_pool import RankPool
@@ -23,46 +25,38 @@ from tools.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron
 
 
-def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the temporary files go (default: the system's)")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--tensor", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds: int = 3) -> None:
+    """Print the table. FOLDER: where the temporary files go; TENSOR: ranks that the checkpoint is cut for."""
     import_megatron()
     from tools.conversion.to_hf import to_hf
     from tools.conversion.to_megatron import to_megatron
     from tools.conversion.workers import start_workers
 
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, RankPool() as pool:
-        folder = Path(name)
-        size = write_random_model(folder / "model", max_file_bytes=10**9)
-        start_workers(pool, options.processes)
-        common = {"dtype": None, "workers": options.processes, "pool": pool}
+    with tempfile.TemporaryDirectory(dir=folder) as name, RankPool() as pool:
+        there = Path(name)
+        size = write_random_model(there / "model", max_file_bytes=10**9)
+        start_workers(pool, processes)
+        common: dict[str, Any] = {"dtype": None, "workers": processes, "pool": pool}
         ways: dict[str, Callable[[], object]] = {
-            "shutil.copy": lambda: copy(folder / "model", folder / "copy"),
-            "to-megatron": lambda: to_megatron(folder / "model", folder / "megatron", tensor=options.tensor, **common),
-            "to-hf": lambda: to_hf(folder / "megatron", folder / "back", base=None, max_file_bytes=10**9, **common),
+            "shutil.copy": lambda: copy(there / "model", there / "copy"),
+            "to-megatron": lambda: to_megatron(there / "model", there / "megatron", tensor=tensor, **common),
+            "to-hf": lambda: to_hf(there / "megatron", there / "back", base=None, max_file_bytes=10**9, **common),
         }
         seconds = {way: float("inf") for way in ways}
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for way, run in ways.items():
                 os.sync()
                 began = time.monotonic()
                 run()
                 seconds[way] = min(seconds[way], time.monotonic() - began)
-        if digests(folder / "model") != digests(folder / "back"):
-            print("what came back is not what went in", file=sys.stderr)
-            return 1
-    print(f"{size / 2**30:.2f} GiB, {options.processes} processes, TP{options.tensor}, best of {options.rounds}\n")
+        if digests(there / "model") != digests(there / "back"):
+            sys.exit("what came back is not what went in")
+    print(f"{size / 2**30:.2f} GiB, {processes} processes, TP{tensor}, best of {rounds}\n")
     print("| way | seconds | GB/s | of shutil.copy |")
     print("|---|---|---|---|")
     for way, best in seconds.items():
         share = seconds["shutil.copy"] / best
         print(f"| {way} | {best:.2f} | {size / best / 1e9:.2f} | {share:.0%} |")
-    return 0
 
 
 def copy(source: Path, target: Path) -> None:
@@ -79,4 +73,4 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -7,12 +7,11 @@ loader on the ranks of a few layouts, all on the CPU. Bound: the rank's weights 
 Exit code 1: a rank was above it.
 """
 
-import argparse
 import math
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+
+import typer
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
@@ -24,27 +23,24 @@ SLACK = 0.5 * GIB
 LAYOUTS = (LayoutConfig(), LayoutConfig(tensor=2), LayoutConfig(pipeline=2))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row a rank; 1 if one was above its bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the temporary model goes (default: the system's)")
-    options = parser.parse_args(arguments)
+def main(folder: Path | None = None) -> None:
+    """Print a row a rank; exit code 1 if one was above its bound. FOLDER: where the temporary model goes."""
     worst = 0.0
     print("| layout | rank | weights, GiB | largest tensor, GiB | peak, GiB | bound, GiB |")
     print("|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        write_random_model(Path(folder))
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        model = Path(name)
+        write_random_model(model)
         for layout in LAYOUTS:
             # Fresh processes each: what an allocator kept of one load would hide the next one's growth.
             with RankPool() as pool:
-                for rank, row in enumerate(pool.run(layout.world_size, load, Path(folder), layout, timeout_s=600)):
+                for rank, row in enumerate(pool.run(layout.world_size, load, model, layout, timeout_s=600)):
                     weights, largest, peak = row
                     bound = weights + largest + SLACK
                     worst = max(worst, peak / bound)
                     cells = " | ".join(f"{size / GIB:.2f}" for size in (weights, largest, peak, bound))
-                    name = f"TP{layout.tensor} PP{layout.pipeline}"
-                    print(f"| {name} | {rank} | {cells} |", flush=True)
-    return int(worst > 1)
+                    print(f"| TP{layout.tensor} PP{layout.pipeline} | {rank} | {cells} |", flush=True)
+    raise typer.Exit(int(worst > 1))
 
 
 def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int, int]:
@@ -76,4 +72,4 @@ def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -7,26 +7,34 @@ resident before (inputs included); its time the CPU's (user and system) in the f
 load on the machine changes little. The ways take turns, so that a ratio of two times is of one run.
 """
 
-import argparse
-import json
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
+import typer
 from torch import Tensor
 
-from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
+from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.benchmarks.peak_memory import begin_peak, peak_resident
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = (torch.bfloat16, torch.float32)
 FROM_LOGITS = ("plain", "chunked")
 FROM_HIDDEN = ("linear, plain", "linear, chunked", "fused linear")
+Forward = Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of the tensors, and how they are measured."""
+
+    tokens: int
+    vocabulary: int = 152064
+    hidden: int = 1024
+    threads: int = 1
+    repeats: int = 2
 
 
 def plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,21 +43,22 @@ def plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return log_pi.gather(1, targets[:, None])[:, 0], -(log_pi.exp() * log_pi).sum(-1)
 
 
-def way_of(name: str, options: argparse.Namespace) -> tuple[Callable[[], tuple[Tensor, Tensor]], list[Tensor]]:
+def way_of(name: str, shape: Shape, dtype: torch.dtype) -> tuple[Forward, list[Tensor]]:
     """The forward of a way, and the tensors that get a gradient."""
+    from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
+
     torch.manual_seed(0)
-    dtype = DTYPES[options.dtype]
-    every, targets = torch.arange(options.tokens), torch.randint(options.vocabulary, (options.tokens,))
-    shard = VocabularyShard(start=0, size=options.vocabulary)
+    every, targets = torch.arange(shape.tokens), torch.randint(shape.vocabulary, (shape.tokens,))
+    shard = VocabularyShard(start=0, size=shape.vocabulary)
     if name in FROM_LOGITS:
         # Drawn in place: a float32 draft of them would be the largest resident set.
-        logits = torch.empty(options.tokens, options.vocabulary, dtype=dtype).normal_().requires_grad_()
+        logits = torch.empty(shape.tokens, shape.vocabulary, dtype=dtype).normal_().requires_grad_()
         if name == "plain":
             return lambda: plain(logits, targets), [logits]
         return lambda: token_log_probs(logits, every, targets, shard), [logits]
-    hidden = torch.empty(options.tokens, options.hidden, dtype=dtype).normal_().requires_grad_()
-    weight = torch.empty(options.vocabulary, options.hidden, dtype=dtype).normal_(std=0.03).requires_grad_()
-    forwards: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    hidden = torch.empty(shape.tokens, shape.hidden, dtype=dtype).normal_().requires_grad_()
+    weight = torch.empty(shape.vocabulary, shape.hidden, dtype=dtype).normal_(std=0.03).requires_grad_()
+    forwards: dict[str, Forward] = {
         "linear, plain": lambda: plain(hidden @ weight.T, targets),
         "linear, chunked": lambda: token_log_probs(hidden @ weight.T, every, targets, shard),
         "fused linear": lambda: linear_token_log_probs(hidden, weight, every, targets, shard),
@@ -57,13 +66,13 @@ def way_of(name: str, options: argparse.Namespace) -> tuple[Callable[[], tuple[T
     return forwards[name], [hidden, weight]
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Peak in MiB above the inputs, and CPU seconds of the fastest repeat, of `options.way`."""
-    torch.set_num_threads(options.threads)
-    forward, inputs = way_of(options.way, options)
+def measure(place: RankPlace, name: str, shape: Shape, dtype: torch.dtype) -> tuple[float, float]:
+    """Peak in MiB above the inputs, and CPU seconds of the fastest repeat."""
+    torch.set_num_threads(shape.threads)
+    forward, inputs = way_of(name, shape, dtype)
     before = begin_peak()  # not ru_maxrss, which a process inherits from the one that started it
     seconds = []
-    for _ in range(options.repeats):
+    for _ in range(shape.repeats):
         began = time.process_time()
         log_probs, entropy = forward()
         (log_probs.sum() - 0.1 * entropy.sum()).backward()
@@ -71,66 +80,33 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         del log_probs, entropy
         for tensor in inputs:
             tensor.grad = None
-    return {"peak_mib": (peak_resident() - before) / MIB, "seconds": min(seconds)}
+    return (peak_resident() - before) / MIB, min(seconds)
 
 
-def rounds_of(names: tuple[str, ...], dtype: str, arguments: list[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Largest peak and least time of each way over the rounds."""
-    best: dict[str, dict[str, float]] = {}
+def rounds_of(names: tuple[str, ...], dtype: torch.dtype, shape: Shape, rounds: int) -> dict[str, tuple[float, float]]:
+    """Largest peak and least time of each way over the rounds, in a fresh process each."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
-            call = [
-                sys.executable,
-                "-m",
-                "tools.benchmarks.measure_logprob",
-                *arguments,
-                "--dtype",
-                dtype,
-                "--way",
-                name,
-            ]
-            answer = subprocess.run(call, capture_output=True, text=True, check=False, cwd=ROOT)
-            if answer.returncode:
-                raise SystemExit(f"{name}, {dtype}: exit code {answer.returncode}\n{answer.stderr}")
-            found = json.loads(answer.stdout)
-            old = best.get(name, found)
-            best[name] = {
-                "peak_mib": max(found["peak_mib"], old["peak_mib"]),
-                "seconds": min(found["seconds"], old["seconds"]),
-            }
-    return best
+            with RankPool() as pool:
+                found[name] += pool.run(1, measure, name, shape, dtype, timeout_s=3600)
+    return {name: (max(peak for peak, _ in all_), min(s for _, s in all_)) for name, all_ in found.items()}
 
 
-def main() -> None:
-    """Print the table; with --way, one measurement as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=152064)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--way", choices=(*FROM_LOGITS, *FROM_HIDDEN))
-    options = parser.parse_args()
-    if options.way:
-        print(json.dumps(measure(options)))
-        return
-    shape = {name: getattr(options, name) for name in ("tokens", "vocabulary", "hidden", "threads", "repeats")}
-    arguments = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
-    sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
-    print(f"{sizes}; torch {torch.__version__}, {platform.machine()}\n")
+def main(tokens: int = 1024, threads: int = 1, rounds: int = 2) -> None:
+    """Print the table."""
+    shape = Shape(tokens=tokens, threads=threads)
+    print(f"{shape}; torch {torch.__version__}, {platform.machine()}\n")
     print("| from | type | way | peak above the inputs, MiB | of plain | CPU seconds | of plain |")
     print("|---|---|---|---|---|---|---|")
     for dtype in DTYPES:
         for source, names in (("logits", FROM_LOGITS), ("hidden states", FROM_HIDDEN)):
-            found = rounds_of(names, dtype, arguments, options.rounds)
-            base = found[names[0]]
-            for name in names:
-                peak, seconds = found[name]["peak_mib"], found[name]["seconds"]
-                shares = f"{peak:.0f} | {peak / base['peak_mib']:.2f} | {seconds:.2f} | {seconds / base['seconds']:.2f}"
+            found = rounds_of(names, dtype, shape, rounds)
+            base_peak, base_seconds = found[names[0]]
+            for name, (peak, seconds) in found.items():
+                shares = f"{peak:.0f} | {peak / base_peak:.2f} | {seconds:.2f} | {seconds / base_seconds:.2f}"
                 print(f"| {source} | {dtype} | {name} | {shares} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -31,23 +31,18 @@ FIELDS: Mapping[str, Any] = {
 
 
 def write_random_model(folder: Path, *, max_file_bytes: int = 10**9, **overrides: Any) -> int:
-    """Write a bfloat16 model of `FIELDS` with `overrides` to `folder`; the bytes of its tensors."""
+    """Write a bfloat16 model of `FIELDS` with `overrides` to `folder`, which is replaced; the bytes of its tensors."""
     from megatron_dapo.actor.device import prepare
 
     prepare("cpu")
     from megatron_dapo.actor.weights.hf_weights import hf_shapes
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    plan_folder = folder / "weights"
-    (folder / "config.json").write_text(json.dumps(dict(FIELDS) | overrides, indent=1))
-    shapes = hf_shapes(HFModelConfig.load(folder))
+    fields = dict(FIELDS) | overrides
+    shapes = hf_shapes(HFModelConfig.of(fields, shown="a random model"))
     plan = FolderPlan(shapes=shapes, dtype=torch.bfloat16, max_bytes=max_file_bytes)
-    plan.create(plan_folder)
+    plan.create(folder)
+    (folder / "config.json").write_text(json.dumps(fields, indent=1))
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes.items():
-        plan.write(plan_folder, name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.03, generator=generator))
-    for file in plan_folder.iterdir():
-        file.rename(folder / file.name)
-    plan_folder.rmdir()
+        plan.write(folder, name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.03, generator=generator))
     return sum(math.prod(shape) for shape in shapes.values()) * torch.bfloat16.itemsize

@@ -1,13 +1,8 @@
 """The files of a Megatron distributed checkpoint, as PyTorch's distributed checkpointing defines them, read and written
 chunk by chunk without a process group: any process reads any part, and each worker writes a file of its own."""
 
-import io
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,29 +25,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_dapo.actor.checkpoint.checkpoint_files import (
     ALGORITHM,
     ALGORITHMS,
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
 )
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
-from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, WeightsError
-from tools.conversion.row_runs import row_elements
 from tools.conversion.stored import Stored
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows [row, row + rows) of a parameter, whole or their columns [column, column + columns), one row after the
-    other in `file` from byte `offset` on."""
-
-    file: Path
-    offset: int
-    row: int
-    rows: int
-    column: int
-    columns: int
-    """1 of a vector."""
 
 
 class CheckpointReader:
@@ -84,82 +60,19 @@ class CheckpointReader:
     def read(self, stored: Stored) -> Tensor:
         """The parameter as the checkpoint has it, padding included, on the CPU."""
         items, shape = self._items(stored), self._shape(stored)
-        if len(items) == 1 and math.prod(items[0].lengths) == math.prod(shape) and not self._transformed(items[0]):
+        if len(items) == 1 and math.prod(items[0].lengths) == math.prod(shape):
             return self._alone(items[0]).view(shape)
         planner = _Into(torch.empty(shape, dtype=self.dtype(stored)))
         self._storage.read_data(LoadPlan(items), planner).wait()
         return planner.target
 
-    def _transformed(self, item: ReadItem) -> bool:
-        return bool(self._places[item.storage_index].transform_descriptors)
-
     def _alone(self, item: ReadItem) -> Tensor:
-        """What `read_data` would copy to its place: the copy is a tenth of a conversion's time."""
-        with self._file(item).open("rb") as stream:
-            part = self._storage._slice_file(stream, self._places[item.storage_index])
-            return narrow_tensor_by_index(
-                torch.load(part, map_location="cpu", weights_only=True), item.storage_offsets, item.lengths
-            )
-
-    def spans(self, stored: Stored) -> list[list[Span]] | None:
-        """Where the parameter's bytes lie: of each range of rows, the spans side by side from left to right.
-
-        None where a chunk is not stored plainly, or where the chunks are cut otherwise. The chunks' own headers are
-        read, not their numbers.
-        """
-        shape, itemsize = self._shape(stored), self.dtype(stored).itemsize
-        by_rows: dict[tuple[int, int], list[Span]] = {}
-        for item in self._items(stored):
-            lengths, begins, places = list(item.lengths), list(item.storage_offsets), list(item.dest_offsets)
-            lead = len(lengths) - len(shape)
-            if any(begins[lead:]) or self._transformed(item):
-                return None
-            data = self._data_offset(item)
-            if data is None:
-                return None
-            rows, columns = lengths[lead], math.prod(lengths[lead + 1 :])
-            offset = data + (begins[0] * rows * columns * itemsize if lead else 0)
-            first = places[1] if len(shape) > 1 else 0
-            span = Span(self._file(item), offset, places[0], rows, first, columns)
-            by_rows.setdefault((span.row, span.rows), []).append(span)
-        for side_by_side in by_rows.values():
-            side_by_side.sort(key=lambda span: span.column)
-            ends = [0, *accumulate(span.columns for span in side_by_side)]
-            if [span.column for span in side_by_side] != ends[:-1] or ends[-1] != row_elements(shape):
-                return None
-        return list(by_rows.values())
-
-    def _file(self, item: ReadItem) -> Path:
-        return self.folder / self._places[item.storage_index].relative_path
-
-    def _data_offset(self, item: ReadItem) -> int | None:
-        """Where in its file the numbers of a chunk begin; None unless it is one contiguous tensor of its own."""
-        place = self._places[item.storage_index]
-        with self._file(item).open("rb") as stream:
+        """What `read_data` would copy to its place, in a third of its time."""
+        place = self.metadata.storage_data[item.storage_index]
+        with (self.folder / place.relative_path).open("rb") as stream:
             part = self._storage._slice_file(stream, place)
-            reader = torch._C.PyTorchFileReader(part)
-            data = [name for name in reader.get_all_records() if name.startswith("data/")]
-            if len(data) != 1:
-                return None
-            begin = int(reader.get_record_offset(data[0]))  # type: ignore[attr-defined]  # PyTorch's stub lacks it
-            part.seek(0)
-            with torch.serialization.skip_data():
-                tensor = torch.load(part, map_location="cpu", weights_only=True)
-        entry = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-        alike = tensor.is_contiguous() and tensor.dtype == entry.properties.dtype and tensor.shape == sizes
-        return place.offset + begin + tensor.storage_offset() * tensor.itemsize if alike else None
-
-    def tensors_in(self, file: str) -> list[str]:
-        """What the file holds of: keys in their order there."""
-        held = [(info.offset, index.fqn) for index, info in self._places.items() if info.relative_path == file]
-        return list(dict.fromkeys(key for _, key in sorted(held)))
-
-    @property
-    def _places(self) -> Mapping[MetadataIndex, _StorageInfo]:
-        return self.metadata.storage_data
+            whole = torch.load(part, map_location="cpu", weights_only=True)
+        return narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
 
     def _entry(self, stored: Stored) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(stored.key)
@@ -221,33 +134,22 @@ class PartWriter:
 
     def __init__(self, file: Path) -> None:
         self._name = file.name
-        self._stream = file.open("wb")
+        self._stream = file.open("wb", buffering=0)
         self._hash = ALGORITHMS[ALGORITHM]()
-        self._pieces: Iterator[memoryview] = iter(())
-        self._reason: Exception | None = None
         self.results: list[WriteResult] = []
-
-    def add_streamed(self, key: str, offset: tuple[int, ...], like: Tensor, pieces: Iterator[memoryview]) -> None:
-        """Write a tensor of the type and shape of `like`, whose bytes come in `pieces`: the same file as by `add`."""
-        self._pieces = pieces
-        with torch.serialization.skip_data():
-            self.add(key, offset, like)
+        # The manifest has a checksum of the file; one of each item would triple the time.
+        torch.serialization.set_crc32_options(False)
 
     def add(self, key: str, offset: tuple[int, ...] | None, content: Any) -> None:
         """Write a tensor, or with `offset` None an object."""
         begin = self._stream.tell()
-        # The manifest has a checksum of the file; one inside it would triple the time.
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
         try:
             torch.save(content, cast(IO[bytes], self))
-        except RuntimeError:
+        except RuntimeError as error:
             # `torch.save` closes what it has begun and fails once more, over the reason.
-            if self._reason is not None:
-                raise self._reason from None
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-        finally:
-            torch.serialization.set_crc32_options(before)
         place = _StorageInfo(self._name, begin, self._stream.tell() - begin)
         index = MetadataIndex(key) if offset is None else MetadataIndex(key, offset)
         self.results.append(WriteResult(index=index, size_in_bytes=place.length, storage_data=place))
@@ -259,28 +161,12 @@ class PartWriter:
         for start in range(0, len(whole), PIECE_BYTES):
             part = whole[start : start + PIECE_BYTES]
             self._hash.update(part)
-            with self._keeping_the_reason():
-                self._stream.write(part)
+            while part:
+                part = part[self._stream.write(part) :]
         return len(whole)
 
-    def seek(self, count: int, whence: int) -> int:
-        """What `torch.save` calls where a tensor's bytes belong that it skips."""
-        with self._keeping_the_reason():
-            written = sum(self.write(piece) for piece in self._pieces)
-            if (written, whence) != (count, os.SEEK_CUR):
-                raise ValueError(f"{self._stream.name}: {written} bytes of a tensor that has {count} (whence {whence})")
-        return self._stream.tell()
-
-    @contextmanager
-    def _keeping_the_reason(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._reason = self._reason or error
-            raise
-
     def flush(self) -> None:
-        self._stream.flush()
+        """What `torch.save` calls too."""
 
     def close(self) -> tuple[list[WriteResult], str]:
         """Where everything stands, and the file's checksum for the manifest."""
@@ -310,34 +196,3 @@ def write_metadata(
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(Metadata(state_dict_metadata=entries), list(results))
-
-
-def whole_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there.
-
-    Raises:
-        CheckpointError: there is none, or a file of it is missing; the message names a tensor that was in it.
-    """
-    manifest = read_manifest(folder / MANIFEST_FILE)
-    for name in (INDEX_FILE, *sorted(manifest.files)):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing{held_by(folder, name)}: the checkpoint is not whole")
-    return manifest
-
-
-def held_by(folder: Path, file: str) -> str:
-    """In words, which tensors a file of shards holds; nothing for another file."""
-    if not file.endswith(".distcp"):
-        return ""
-    try:
-        keys = CheckpointReader(folder).tensors_in(file)
-    except Exception:  # a damaged .metadata fails to unpickle in any way; the file's own name is then all there is
-        return ""
-    return f" (it holds parts of tensor {keys[0]} and {len(keys) - 1} more)" if keys else ""
-
-
-def nothing() -> io.BytesIO:
-    """A file of Megatron's for values that are not sharded, without any."""
-    stream = io.BytesIO()
-    torch.save({}, stream)
-    return stream

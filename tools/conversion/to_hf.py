@@ -1,36 +1,21 @@
 """Megatron distributed checkpoint -> Hugging Face folder: the files are laid out, then every worker fills its part."""
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+import functools
 from pathlib import Path
 
 import torch
 import yaml
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHMS
+from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, FolderPlan
+from megatron_dapo.actor.weights.hf_files import FolderPlan
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.conversion.megatron_files import CheckpointReader, Span, held_by, whole_manifest
-from tools.conversion.progress_line import Progress
-from tools.conversion.row_runs import Strip, copy_rows, row_elements, runs_of
+from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
-from tools.conversion.target import aside
-from tools.conversion.to_megatron import COMPANIONS, written_dtype
-from tools.conversion.workers import Counter, run_parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One worker's share."""
-
-    source: Path
-    partial: Path
-    parameters: list[Stored]
-    plan: FolderPlan
+from tools.conversion.target import COMPANIONS, aside, written_dtype
+from tools.conversion.workers import Counter, Progress, run_parts
 
 
 def to_hf(
@@ -48,15 +33,17 @@ def to_hf(
     Written aside and renamed. `base` has config and tokenizer; None: those of `base_of`.
 
     Raises:
-        CheckpointError: a file of the checkpoint is missing or damaged.
+        CheckpointDamagedError: a file of the checkpoint is missing or damaged.
         WeightsError: a tensor is missing, partial, or not that of the config.
         ConfigError: config and tokenizer are not known, or the disk has no room.
     """
     source = actor_folder(source)
     base = base or base_of(source)
     hf = HFModelConfig.load(base)
+    progress = Progress("check")
+    check_whole(source)
+    progress.close("every file has the checksum of the manifest")
     progress = Progress("convert")
-    check_files(source, workers, pool, progress)
     parameters = stored_parameters(hf)
     reader = CheckpointReader(source)
     for stored in parameters:
@@ -66,85 +53,22 @@ def to_hf(
     total = plan.total_bytes
     with aside(target, total) as partial:
         plan.create(partial)
-        shares = share(parameters, workers)
-        parts = [Part(source=source, partial=partial, parameters=own, plan=plan) for own in shares]
-        run_parts(pool, "write", write_part, parts, progress, total)
+        write = functools.partial(write_part, source, partial, plan)
+        run_parts(pool, "write", write, share(parameters, workers), progress, total)
         plan.finish(partial, target, base)
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
 
 
-def write_part(place: RankPlace, part: Part, counter: Counter) -> None:
+def write_part(
+    source: Path, partial: Path, plan: FolderPlan, place: RankPlace, parameters: list[Stored], counter: Counter
+) -> None:
     """Put one worker's tensors in their places; one parameter at a time."""
-    reader = CheckpointReader(part.source)
-    for stored in part.parameters:
-        if reader.dtype(stored) == part.plan.dtype and (spans := reader.spans(stored)) is not None:
-            _copy(place, part, stored, spans, counter)
-            continue
+    reader = CheckpointReader(source)
+    for stored in parameters:
         for name, tensor in stored.full(reader.read(stored)).items():
-            part.plan.write(part.partial, name, in_dtype(tensor, part.plan.dtype))
-            counter.add(place, tensor.numel() * part.plan.dtype.itemsize)
-
-
-def _copy(place: RankPlace, part: Part, stored: Stored, spans: list[list[Span]], counter: Counter) -> None:
-    """Rows from file to file: nothing of them in memory where they are whole, else a few at a time."""
-    itemsize = part.plan.dtype.itemsize
-    width = row_elements(stored.shape(1)) * itemsize
-    for side_by_side in spans:
-        first = side_by_side[0]
-        with ExitStack() as files:
-            strips = [
-                Strip(
-                    file=files.enter_context(span.file.open("rb")).fileno(),
-                    offset=span.offset,
-                    begin=span.column * itemsize,
-                    width=span.columns * itemsize,
-                )
-                for span in side_by_side
-            ]
-            row = 0
-            for run in runs_of(stored.shards, first.row, first.row + first.rows):
-                file, begin = part.plan.places[run.name]
-                begin += run.start * width
-                with (part.partial / file).open("r+b", buffering=0) as target:
-                    for done in copy_rows(strips, row, run.rows, target.fileno(), begin):
-                        counter.add(place, done)
-                row += run.rows
-
-
-def check_files(source: Path, workers: int, pool: RankPool, progress: Progress) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        CheckpointError: one is missing or damaged; names a tensor that it holds.
-    """
-    manifest = whole_manifest(source)
-    by_size = sorted(manifest.files, key=lambda name: -(source / name).stat().st_size)
-    parts = [([source / name for name in by_size[worker::workers]], manifest.algorithm) for worker in range(workers)]
-    total = sum((source / name).stat().st_size for name in manifest.files)
-    found: dict[Path, str] = {}
-    for digests in run_parts(pool, "check", digests_of, parts, progress, total):
-        found |= digests
-    for name, digest in manifest.files.items():
-        if found[source / name] != digest:
-            raise CheckpointError(
-                f"{source / name} is damaged{held_by(source, name)}: its {manifest.algorithm} is not that of the "
-                "manifest"
-            )
-
-
-def digests_of(place: RankPlace, part: tuple[list[Path], str], counter: Counter) -> dict[Path, str]:
-    """The checksum of each file by the algorithm."""
-    files, algorithm = part
-    digests, piece = {}, memoryview(bytearray(PIECE_BYTES))
-    for file in files:
-        digest = ALGORITHMS[algorithm]()
-        with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(piece):
-                digest.update(piece[:count])
-                counter.add(place, count)
-        digests[file] = digest.hexdigest()
-    return digests
+            plan.write(partial, name, in_dtype(tensor, plan.dtype))
+            counter.add(place, tensor.numel() * plan.dtype.itemsize)
 
 
 def actor_folder(folder: Path) -> Path:

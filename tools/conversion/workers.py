@@ -1,8 +1,12 @@
-"""Runs a job on several processes while a line tells how far it is and how long it will take."""
+"""Runs a job on several processes while a line on standard error tells how far it is and how long it will take: on a
+terminal it is written over, in a log there is one every 5 s."""
 
 import ctypes
+import shutil
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.conversion.progress_line import Progress
 
 DEADLINE_S = 24 * 3600
 """Of one phase; a worker that fails or dies ends it at once."""
@@ -40,6 +43,35 @@ class Counter:
 
     def _mapped(self) -> np.ndarray:
         return np.memmap(self.file, dtype=np.int64, mode="r+", shape=(self.workers,))
+
+
+class Progress:
+    """Shows one phase; `show` may be called as often as wanted."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._start = self._written = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, text: str, done: int, total: int) -> None:
+        """Write `text`, how much of `total` is done, and the time left at the rate so far."""
+        now = time.monotonic()
+        if now - self._written < (0.2 if self._terminal else 5.0):
+            return
+        self._written = now
+        left = f", about {(now - self._start) * (total - done) / done:.0f} s left" if done else ""
+        line = f"{text}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {now - self._start:.0f} s{left}"
+        self._print(line, end="" if self._terminal else "\n")
+
+    def close(self, text: str) -> None:
+        """The phase's last line."""
+        self._print(f"{text}, {time.monotonic() - self._start:.0f} s", end="\n")
+
+    def _print(self, text: str, end: str) -> None:
+        line = f"{self._title} {text}"
+        if self._terminal:
+            line = "\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1]
+        print(line, end=end, file=sys.stderr, flush=True)
 
 
 def run_parts(

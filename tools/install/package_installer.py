@@ -26,7 +26,6 @@ _OPTIONS = {
     "timeout": "UV_HTTP_TIMEOUT",
 }
 """pip's option to the variable by which uv takes the same."""
-_OLD_NAMES = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
 
 
 class InstallError(RuntimeError):
@@ -50,11 +49,7 @@ def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, s
     for option, name in _OPTIONS.items():
         if told.get(option):
             variables[name] = ("," if name == "UV_FIND_LINKS" else " ").join(told[option].split())
-    return {
-        name: value
-        for name, value in variables.items()
-        if name not in environment and _OLD_NAMES.get(name) not in environment
-    }
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 class PackageInstaller:
@@ -79,7 +74,7 @@ class PackageInstaller:
         Raises:
             InstallError: there is neither uv nor pip.
         """
-        self.run(self._base, "-m", "venv", "--without-pip", "--prompt", "megatron-dapo", str(self.python.parents[1]))
+        self.call(self._base, "-m", "venv", "--without-pip", "--prompt", "megatron-dapo", str(self.python.parents[1]))
         own = self.python.with_name("uv")
         self._uv = str(own) if own.exists() else shutil.which("uv", path=self._environment.get("PATH"))
         if self._uv is None and uv_pin:
@@ -88,7 +83,7 @@ class PackageInstaller:
             if self._succeeds(*beside) or (self._ensure_pip() and self._succeeds(*self._pip, *fetch)):
                 self._uv = str(own)
         if self._uv is not None:
-            _, config = self.output_of(self._base, "-m", "pip", "config", "list")
+            config = self.call(self._base, "-m", "pip", "config", "list", must=False, stdout=subprocess.PIPE).stdout
             self._environment |= uv_variables(config, self._environment)
             return "uv"
         if not self._ensure_pip():
@@ -100,7 +95,7 @@ class PackageInstaller:
 
     def install(self, *arguments: str) -> None:
         """`pip install ARGUMENTS`. Raises InstallError when that fails."""
-        self.run(*self._command("install", *arguments))
+        self.call(*self._command("install", *arguments))
 
     def finds(self, *arguments: str) -> bool:
         """Whether `pip install ARGUMENTS` would find what is asked for."""
@@ -108,38 +103,30 @@ class PackageInstaller:
 
     def uninstall(self, *packages: str) -> None:
         """Remove those that are there."""
-        self.run(*self._command("uninstall", *([] if self._uv else ["--yes"]), *packages))
+        self.call(*self._command("uninstall", *([] if self._uv else ["--yes"]), *packages))
 
     def build(self, requirement: str, folder: Path, variables: Mapping[str, str]) -> None:
         """Build a wheel into `folder` against the environment's own packages. Raises InstallError when that fails."""
         # A built wheel in pip's cache may have been built against another torch.
         options = ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-        self.run(*self._pip, "wheel", "-v", *options, requirement, variables=variables)
+        self._environment |= variables
+        self.call(*self._pip, "wheel", "-v", *options, requirement)
 
-    def run(self, *command: str, variables: Mapping[str, str] | None = None) -> None:
-        """Run a command whose output is shown. Raises InstallError when it fails."""
-        status = self._start(*command, variables=variables).returncode
-        if status:
+    def call(self, *command: str, must: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run a command. Raises InstallError where it `must` not fail and does."""
+        environment = self._environment
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, check=False, **options)
+        if must and done.returncode:
             raise InstallError(
-                f"`{' '.join(command)[:200]}` ended with status {status}; what it said stands above. What is installed "
-                "stays: the same command goes on from here.\nIf a download failed, check the network, and index and "
-                "proxy in `pip config list`; if the disk is full, make room. The locks are for Linux x86-64 with glibc "
-                "2.34 or newer."
+                f"`{' '.join(command)[:200]}` ended with status {done.returncode}; what it said stands above. What is "
+                "installed stays: the same command goes on from here.\nIf a download failed, check the network, and "
+                "index and proxy in `pip config list`; if the disk is full, make room. The locks are for Linux x86-64 "
+                "with glibc 2.34 or newer."
             )
-
-    def output_of(self, *command: str) -> tuple[int, str]:
-        """Exit status of a command and its standard output."""
-        done = self._start(*command, stdout=subprocess.PIPE)
-        return done.returncode, done.stdout
+        return done
 
     def _succeeds(self, *command: str) -> bool:
-        return self._start(*command, capture_output=True).returncode == 0
-
-    def _start(
-        self, *command: str, variables: Mapping[str, str] | None = None, **options: Any
-    ) -> "subprocess.CompletedProcess[str]":
-        environment = self._environment | dict(variables or {})
-        return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, check=False, **options)
+        return self.call(*command, must=False, capture_output=True).returncode == 0
 
     def _command(self, verb: str, *arguments: str) -> list[str]:
         if self._uv is None:

@@ -17,14 +17,11 @@ EXTENSION = "transformer-engine-torch"
 PACKAGES = (EXTENSION, "transformer-engine-cu13", "transformer-engine")
 """In the order of their install: one that is there without the others makes `import megatron.core` fail."""
 LOST = "actor.layout.context above 1 and FP8 are lost, and training is slower"
-HEADERS = (
-    "cu13/bin/nvcc", "cu13/include/cuda_runtime.h", "cu13/include/cublas_v2.h", "cu13/include/nvrtc.h",
-    "cudnn/include/cudnn.h", "nccl/include/nccl.h",
-)  # fmt: skip
-"""What the build reads, below the environment's `nvidia` folder."""
+REMEDY = f"""Or give a folder that holds a built wheel (another machine's .venv/wheels/torch-*):
+  PIP_FIND_LINKS=folder make install-gpu
+Or do without it ({LOST}):
+  WITHOUT_TE=1 make install-gpu"""
 GIGABYTES_A_JOB = 2.0
-
-_AVAILABLE = re.compile(r"MemAvailable:\s+(\d+) kB")
 
 
 def missing_tools() -> list[str]:
@@ -33,42 +30,21 @@ def missing_tools() -> list[str]:
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]  # of `ccache g++` its first word
     if shutil.which(compiler) is None:
         missing.append(f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++")
-    jobs = os.environ.get("MAX_JOBS") or "1"
-    if not jobs.isdigit() or not int(jobs):
-        missing.append(f"MAX_JOBS = {jobs}: a whole number, 1 or more, of compilers at a time")
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").exists():
         missing.append(f"{include}/Python.h, Python's headers: apt install python3-dev of this Python's version")
     return missing
 
 
-def missing_headers(site: Path) -> list[str]:
-    """What the lock's nvidia packages should have brought and did not."""
-    return [f"{site}/nvidia/{name}" for name in HEADERS if not (site / "nvidia" / name).exists()]
-
-
 def refusal(missing: list[str]) -> str:
     """What to say before a build that would lack something."""
-    return "\n".join(
-        [
-            "TransformerEngine's torch extension must be built, and for that this machine lacks:",
-            *(f"  {line}" for line in missing),
-            "Or give a folder that holds a built wheel (another machine's .venv/wheels/torch-*):",
-            "  PIP_FIND_LINKS=folder make install-gpu",
-            f"Or do without it ({LOST}):",
-            "  WITHOUT_TE=1 make install-gpu",
-        ]
-    )
-
-
-def kept_wheel(folder: Path, version: str) -> Path | None:
-    """The wheel of the extension that an earlier install built in `folder`."""
-    return next(folder.glob(f"{EXTENSION.replace('-', '_')}-{version}-*.whl"), None)
+    needs = "TransformerEngine's torch extension must be built, and for that this machine lacks:"
+    return "\n".join([needs, *(f"  {line}" for line in missing), REMEDY])
 
 
 def build_variables(python: Path, site: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of the build."""
-    memory = _AVAILABLE.search(Path("/proc/meminfo").read_text())
+    memory = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     fitting = int(int(memory[1]) / 1e6 / GIGABYTES_A_JOB) if memory else 1
     jobs = max(1, min(len(os.sched_getaffinity(0)), fitting))
     return {

@@ -1,7 +1,7 @@
 """`python -m tests.rollout.fleet.measure_routing`: which server gets which request, ours against round-robin.
 
 In virtual time, the product's balancer stands before modelled servers
-(tools/benchmarks/simulation/modelled_engine.py), one of which is slow. All responses of one batch are asked for at
+(tests/simulation/modelled_engine.py), one of which is slow. All responses of one batch are asked for at
 once; lengths are long-tailed. A server reads a prompt once for all responses that it gets of the group (prefix cache).
 """
 
@@ -17,9 +17,9 @@ from megatron_dapo.plan.lengths import Workload
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.server.engine import RemoteServer
-from tools.benchmarks.simulation.modelled_engine import Engine, Response, Speed
-from tools.benchmarks.simulation.modelled_fleet import Prompts
-from tools.benchmarks.simulation.virtual_time import run_virtually
+from tests.simulation.modelled_engine import Engine, Response, Speed
+from tests.simulation.modelled_fleet import Prompts
+from tests.simulation.virtual_time import run_virtually
 
 SERVERS, SLOTS, GROUPS, GROUP_SIZE = 16, 32, 128, 16
 SEEDS = 6

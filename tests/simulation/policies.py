@@ -14,7 +14,7 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
-from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, useful
+from tests.simulation.modelled_fleet import ModelledFleet, useful
 
 
 class Policy(Protocol):

@@ -1,6 +1,6 @@
 """Ways to fill a batch with useful groups, compared in virtual time: tokens, wall-clock, bias, staleness.
 
-python -m tools.benchmarks.simulate_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
+python -m tests.simulation.measure_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
 the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.plan.lengths import Workload
-from tools.benchmarks.simulation.modelled_engine import Speed
-from tools.benchmarks.simulation.modelled_fleet import Prompts
-from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours
-from tools.benchmarks.simulation.sampling_figures import Conditions, Figures, MakePolicy, Reference, measure, reference
+from tests.simulation.modelled_engine import Speed
+from tests.simulation.modelled_fleet import Prompts
+from tests.simulation.policies import BatchSynchronous, FirstCompleted, Ours
+from tests.simulation.sampling_figures import Conditions, Figures, MakePolicy, Reference, measure, reference
 
 YARDSTICK = "batch-synchronous, 3x"
 """What wall-clock is compared with."""

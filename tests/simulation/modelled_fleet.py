@@ -11,7 +11,7 @@ from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from megatron_dapo.plan.lengths import Group, GroupModel, Workload
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
-from tools.benchmarks.simulation.modelled_engine import Engine, Response, Speed
+from tests.simulation.modelled_engine import Engine, Response, Speed
 
 _PROMPT = np.zeros(1, np.int32)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.plan.lengths import Workload
-from tools.benchmarks.simulation.modelled_engine import Speed
-from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts
-from tools.benchmarks.simulation.policies import Policy
-from tools.benchmarks.simulation.virtual_time import run_virtually
+from tests.simulation.modelled_engine import Speed
+from tests.simulation.modelled_fleet import ModelledFleet, Prompts
+from tests.simulation.policies import Policy
+from tests.simulation.virtual_time import run_virtually
 
 _SAMPLE = 20_000
 """Groups that the workload's own figures are taken from."""

@@ -14,12 +14,12 @@ from megatron_dapo.plan.lengths import Group, Workload
 from megatron_dapo.plan.rollout import Fleet, fill_batches
 from megatron_dapo.storage.ledger import read_ledger
 from tests.ledger_check import check_ledger
-from tools.benchmarks.simulate_sampling import main
-from tools.benchmarks.simulation.modelled_engine import Speed
-from tools.benchmarks.simulation.modelled_fleet import ModelledFleet, Prompts, useful
-from tools.benchmarks.simulation.policies import BatchSynchronous, FirstCompleted, Ours
-from tools.benchmarks.simulation.sampling_figures import Conditions, measure, reference
-from tools.benchmarks.simulation.virtual_time import NothingLeftError, run_virtually
+from tests.simulation.measure_sampling import main
+from tests.simulation.modelled_engine import Speed
+from tests.simulation.modelled_fleet import ModelledFleet, Prompts, useful
+from tests.simulation.policies import BatchSynchronous, FirstCompleted, Ours
+from tests.simulation.sampling_figures import Conditions, measure, reference
+from tests.simulation.virtual_time import NothingLeftError, run_virtually
 
 WORKLOAD = Workload(
     mean_response=4000,

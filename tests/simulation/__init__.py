@@ -1,0 +1,1 @@
+"""Dynamic sampling in virtual time over modelled servers; see tests/simulation/measure_sampling.py."""

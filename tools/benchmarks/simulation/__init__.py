@@ -1,1 +1,0 @@
-"""Dynamic sampling in virtual time over modelled servers; see tools/benchmarks/simulate_sampling.py."""
