@@ -1,5 +1,6 @@
 """One Megatron rank as the body of a Ray actor, and its part of the timeline."""
 
+import gc
 import os
 import sys
 import time
@@ -68,6 +69,7 @@ class TrainerRank:
     def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
         """Join the other ranks and load the model. Returns MegatronActor.describe()."""
         os.environ.update(_environment(config) | os.environ)
+        gc.disable()  # what is imported stays; to look at it again and again takes a quarter of the imports' time
         from megatron_dapo.actor.actor import MegatronActor
 
         self.actor = MegatronActor(
@@ -84,6 +86,8 @@ class TrainerRank:
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
         self.weights = RankWeights(self.actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        gc.freeze()
+        gc.enable()
         return self.actor.describe()
 
     def perform(self, name: str, recorded_step: int | None, call: "Callable[[Self], T]") -> T:
