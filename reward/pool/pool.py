@@ -21,7 +21,7 @@ from reward.pool import remote
 from reward.pool.messages import Job, Order, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find
-from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
+from reward.verdict import PoolError, Verdict, VerificationRequest
 
 _CHUNK = 16
 """Responses that stay together in the fast queue: a group of a prompt, as a rule."""
@@ -212,10 +212,10 @@ class RewardPool:
                     results += await judged
                 except WorkerLost:  # each request gets another attempt by itself
                     results += await asyncio.gather(*(self._judge_alone(request, last=True) for request in chunk))
-            deferred = iter(
-                await asyncio.gather(*(self._compare(each) for each in results if isinstance(each, Deferred)))
-            )
-            return [each if isinstance(each, Verdict) else next(deferred) for each in results], await alone
+            verdicts = [result for result in results if isinstance(result, Verdict)]
+            if len(verdicts) < len(results):
+                verdicts = await asyncio.gather(*map(self._settle, results))
+            return verdicts, await alone
         finally:
             for future in (*waiting, alone):
                 future.cancel()
@@ -231,25 +231,27 @@ class RewardPool:
             if lost.again and not last:
                 return await self._judge_alone(job, last=True)
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-        return result if isinstance(result, Verdict) else await self._compare(result)
+        return await self._settle(result)
 
-    async def _compare(self, deferred: Deferred) -> Verdict:
-        """The verdict of algebra.
+    async def _settle(self, result: Result) -> Verdict:
+        """A verdict as it is; for a comparison the verdict of algebra.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
-        key = (deferred.answer, deferred.truth)
+        if isinstance(result, Verdict):
+            return result
+        key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(deferred))
+            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
         verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
         if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
             self._comparisons.pop(key, None)
-        seconds = deferred.seconds + (0.0 if known else verdict.seconds)
-        return replace(verdict, extracted=deferred.extracted, seconds=seconds)
+        seconds = result.seconds + (0.0 if known else verdict.seconds)
+        return replace(verdict, extracted=result.extracted, seconds=seconds)
 
     def _submit(
         self, queue: asyncio.Queue[_Work], jobs: Sequence[Job], characters: int = 0
