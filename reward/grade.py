@@ -19,9 +19,7 @@ from reward.pool.pool import RewardPool
 from reward.registry import VERIFIERS, find, find_named_by_data
 from reward.verdict import PoolError, Verdict, VerificationRequest
 
-EXIT_OK = 0
-EXIT_NO_VERDICTS = 1
-EXIT_USAGE = 2
+EXIT_OK, EXIT_NO_VERDICTS, EXIT_USAGE = 0, 1, 2
 
 _BATCH_BYTES = 16 << 20
 

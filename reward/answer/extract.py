@@ -31,7 +31,6 @@ _HEADING = re.compile(
     r"^(?:#{1,6}[ \t]{1,20}(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]{0,20}\r?(?=\n)", re.I | re.M | re.A
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
-_BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
 _BRACES = re.compile(r"(?<!\\)[{}]")
 _SKIPPED = re.compile(
     rf"(?:{_MARKER_TAIL.pattern})?[\s*_`}}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?"
@@ -217,7 +216,7 @@ def _open_boxes(line: str) -> str:
     pieces: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
-        box = _BOX_NAME.search(line, at)
+        box = _BOX.search(line, at)
         opened = open_box(line, box.start(), len(line)) if box else None
         if box is None or opened is None:
             break

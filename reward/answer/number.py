@@ -66,14 +66,11 @@ _TO_NINETEEN = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen
 """
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NUMBER_WORDS = {word: value for value, word in enumerate(_TO_NINETEEN.split())}
-_NUMBER_WORDS |= {
-    f"{tens}-{unit}": 10 * ten + _NUMBER_WORDS[unit]
-    for ten, tens in enumerate(_TENS.split(), 2)
-    for unit in _TO_NINETEEN.split()[1:10]
-}
-_NUMBER_WORDS |= {tens: 10 * ten for ten, tens in enumerate(_TENS.split(), 2)}
+_DIGIT_WORDS = tuple(_NUMBER_WORDS)[1:10]
+for _ten, _tens in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2):
+    _NUMBER_WORDS[_tens] = 10 * _ten
+    _NUMBER_WORDS |= {f"{_tens}-{word}": 10 * _ten + unit for unit, word in enumerate(_DIGIT_WORDS, 1)}
 _SPELLED_NUMBER = re.compile(r"(?P<word>[A-Za-z]{3,9}(?:-[A-Za-z]{3,5})?)(?P<noun>\s+[A-Za-z]+)?")
 
 

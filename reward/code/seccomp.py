@@ -68,11 +68,6 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def supported() -> bool:
-    """Whether the filter is written for this machine."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
-
-
 def lock(also: Mapping[str, int] | None = None) -> None:
     """Installs the filter, for the rest of the life of the process.
 
@@ -82,7 +77,7 @@ def lock(also: Mapping[str, int] | None = None) -> None:
     Raises:
         LockError: this system has no such filter.
     """
-    if not supported():
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise LockError(f"no filter for {sys.platform} on {platform.machine()}, only for Linux on x86-64")
     program = _program({*ALLOWED.values(), *(also or {}).values()})
     buffer = ctypes.create_string_buffer(program)

@@ -13,23 +13,28 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from reward.config import RewardConfig
 from reward.pool import remote
 from reward.pool.messages import Job, Order, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find
-from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
+from reward.verdict import PoolError, Verdict, VerificationRequest
 
-_CHUNK = 16
-"""Responses that stay together in the fast queue: a group of a prompt, as a rule."""
-_BATCH_CHUNKS = 16
+T = TypeVar("T")
+
+_CHUNK = 64
+"""Responses of one call that stay together in the fast queue, at most."""
+_BATCH_RESPONSES = 256
 _BATCH_CHARACTERS = 4_000_000
-"""A batch takes no more chunks once it has so many characters."""
+"""A batch takes no more chunks once it has so many responses or characters."""
 
-_SLOW_NICENESS = 5
+_SLOW_NICENESS = 10
+"""One that computes until it is killed takes a tenth of what a fast worker takes."""
 _LOOK_EVERY_S = 10.0
 _START_ATTEMPTS = 3
 _CLOSE_LIMIT_S = 15.0
@@ -41,8 +46,11 @@ class _Work:
     """Jobs that wait for a worker, and who waits for their results."""
 
     jobs: Sequence[Job]
-    characters: int
-    results: asyncio.Future[Sequence[Result]]
+    results: Future[Sequence[Result]] = field(default_factory=Future)
+
+    @property
+    def characters(self) -> int:
+        return sum(len(job.response) for job in self.jobs if isinstance(job, VerificationRequest))
 
 
 class RewardPool:
@@ -57,6 +65,7 @@ class RewardPool:
         self._last_progress = 0.0
         self._fast: asyncio.Queue[_Work] = asyncio.Queue()
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
+        self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
         self._comparisons: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
@@ -87,24 +96,43 @@ class RewardPool:
     async def _verify_here(
         self, fast: list[VerificationRequest], slow: list[VerificationRequest]
     ) -> tuple[list[Verdict], list[Verdict]]:
-        """Has the pool's loop judge; gives up if no worker has delivered for longer than any job may take."""
+        """Verdicts of the workers. What fast workers have judged comes straight to the caller's event loop."""
         if self._failure is not None:
             raise self._failure
+        works = [_Work(fast[at : at + _CHUNK]) for at in range(0, len(fast), _CHUNK)]
+        self._loop.call_soon_threadsafe(self._enqueue, works)
+        alone = asyncio.run_coroutine_threadsafe(self._judge_each(slow), self._loop) if slow else None
+        results: list[Result | VerificationRequest] = []
+        try:
+            for work in works:
+                try:
+                    results += await self._wait(work.results)
+                except WorkerLost:  # each request gets another attempt by itself
+                    results += work.jobs
+            verdicts = [result for result in results if isinstance(result, Verdict)]
+            if len(verdicts) < len(results):
+                verdicts = await self._wait(asyncio.run_coroutine_threadsafe(self._settle_each(results), self._loop))
+            return verdicts, await self._wait(alone) if alone else []
+        finally:
+            for work in works:
+                work.results.cancel()
+            if alone:
+                alone.cancel()
+
+    async def _wait(self, result: Future[T]) -> T:
+        """Waits for a result; gives up if no worker has delivered for longer than any job may take."""
         stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
         began = time.monotonic()
-        judged = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._judge(fast, slow), self._loop))
-        try:
-            while not judged.done():
-                await asyncio.wait([judged], timeout=_LOOK_EVERY_S)
-                silent_s = time.monotonic() - max(began, self._last_progress)
-                if not judged.done() and (self._failure or silent_s > stuck_after_s):
-                    workers = self.worker_pids()
-                    raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
-        finally:
-            judged.cancel()
-        if judged.cancelled() and self._failure is not None:
+        waiting = asyncio.wrap_future(result)
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
+            silent_s = time.monotonic() - max(began, self._last_progress)
+            if not waiting.done() and (self._failure or silent_s > stuck_after_s):
+                workers = self.worker_pids()
+                raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        if waiting.cancelled() and self._failure is not None:
             raise self._failure
-        return judged.result()
+        return waiting.result()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that run now, for reports of who waits for whom."""
@@ -137,6 +165,9 @@ class RewardPool:
                 task.cancel()  # before it sees its process gone, and gives verdicts that say so
             for process in self._processes.copy():
                 await self._end(process)
+            for results in self._unfinished.copy():
+                with suppress(InvalidStateError):
+                    results.set_exception(self._failure or PoolError("reward pool: it has ended"))
 
     async def _serve(self, queue: asyncio.Queue[_Work]) -> None:
         """Starts a process, feeds it, replaces it when it is lost. A slow one starts when there is work for it."""
@@ -173,10 +204,11 @@ class RewardPool:
         """The next work: one slow job, or a worker's share of the fast ones that wait, without what was given up."""
         works = [await queue.get()]
         if queue is self._fast:
-            share = min(_BATCH_CHUNKS, 1 + queue.qsize() // self._config.workers)
-            characters = works[0].characters
-            while not queue.empty() and len(works) < share and characters < _BATCH_CHARACTERS:
+            share = 1 + queue.qsize() // self._config.workers
+            responses, characters = len(works[0].jobs), works[0].characters
+            while len(works) < share and responses < _BATCH_RESPONSES and characters < _BATCH_CHARACTERS:
                 works.append(queue.get_nowait())
+                responses += len(works[-1].jobs)
                 characters += works[-1].characters
         return [work for work in works if not work.results.done()]
 
@@ -187,38 +219,28 @@ class RewardPool:
             results = await process.judge(order, self._config.timeout_s)
         except WorkerLost as lost:
             for work in works:
-                if not work.results.done():
+                with suppress(InvalidStateError):  # its caller has just given up
                     work.results.set_exception(lost)
             return False
         self._last_progress = time.monotonic()
         at = 0
         for work in works:
-            if not work.results.done():
+            with suppress(InvalidStateError):
                 work.results.set_result(results[at : at + len(work.jobs)])
             at += len(work.jobs)
-        return not process.low_priority
+        return True
 
-    async def _judge(
-        self, fast: list[VerificationRequest], slow: list[VerificationRequest]
-    ) -> tuple[list[Verdict], list[Verdict]]:
-        chunks = [fast[at : at + _CHUNK] for at in range(0, len(fast), _CHUNK)]
-        waiting = [self._submit(self._fast, chunk, sum(len(each.response) for each in chunk)) for chunk in chunks]
-        alone = asyncio.gather(*map(self._judge_alone, slow))
-        results: list[Result] = []
-        try:
-            for chunk, judged in zip(chunks, waiting, strict=True):
-                try:
-                    results += await judged
-                except WorkerLost:  # each request gets another attempt by itself
-                    results += await asyncio.gather(*(self._judge_alone(request, last=True) for request in chunk))
-            deferred = iter(
-                await asyncio.gather(*(self._compare(each) for each in results if isinstance(each, Deferred)))
-            )
-            return [each if isinstance(each, Verdict) else next(deferred) for each in results], await alone
-        finally:
-            alone.cancel()
-            for future in waiting:
-                future.cancel()
+    def _enqueue(self, works: list[_Work]) -> None:
+        for work in works:
+            self._fast.put_nowait(work)
+            self._unfinished.add(work.results)
+            work.results.add_done_callback(self._unfinished.discard)
+
+    async def _judge_each(self, requests: list[VerificationRequest]) -> list[Verdict]:
+        return await asyncio.gather(*map(self._judge_alone, requests))
+
+    async def _settle_each(self, results: Sequence[Result | VerificationRequest]) -> list[Verdict]:
+        return await asyncio.gather(*map(self._settle, results))
 
     async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:
         """The verdict of a worker that has nothing else to do meanwhile.
@@ -226,38 +248,36 @@ class RewardPool:
         If a worker is lost that had done earlier work, which may be to blame, the job gets a second and last attempt.
         """
         try:
-            (result,) = await self._submit(self._slow, [job])
+            work = _Work([job])
+            self._slow.put_nowait(work)
+            (result,) = await asyncio.wrap_future(work.results)
         except WorkerLost as lost:
             if lost.again and not last:
                 return await self._judge_alone(job, last=True)
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-        return result if isinstance(result, Verdict) else await self._compare(result)
+        return await self._settle(result)
 
-    async def _compare(self, deferred: Deferred) -> Verdict:
-        """The verdict of algebra.
+    async def _settle(self, result: Result | VerificationRequest) -> Verdict:
+        """A verdict as it is; for a comparison the verdict of algebra; for a request another attempt by itself.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
-        key = (deferred.answer, deferred.truth)
+        if isinstance(result, Verdict):
+            return result
+        if isinstance(result, VerificationRequest):
+            return await self._judge_alone(result, last=True)
+        key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(deferred))
+            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
         verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
         if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
             self._comparisons.pop(key, None)
-        seconds = deferred.seconds + (0.0 if known else verdict.seconds)
-        return replace(verdict, extracted=deferred.extracted, seconds=seconds)
-
-    def _submit(
-        self, queue: asyncio.Queue[_Work], jobs: Sequence[Job], characters: int = 0
-    ) -> asyncio.Future[Sequence[Result]]:
-        """Queues jobs; their results, or WorkerLost."""
-        work = _Work(jobs, characters, self._loop.create_future())
-        queue.put_nowait(work)
-        return work.results
+        seconds = result.seconds + (0.0 if known else verdict.seconds)
+        return replace(verdict, extracted=result.extracted, seconds=seconds)
 
 
 def _queue(verifier: str) -> str:

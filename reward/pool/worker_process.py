@@ -12,11 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
-
-import psutil
 
 from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Order, Reply, Result, decode_reply, encode_order
 from reward.verdict import Verdict
@@ -24,11 +21,6 @@ from reward.verdict import Verdict
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
 
-LOW_PRIORITY_AFTER_S = 0.5
-"""A slow verdict that takes more CPU time continues at the lowest priority; most take hundredths of a second.
-Measured in CPU time, because on a busy machine a harmless one may wait long."""
-
-_CHECK_EVERY_S = 0.25
 _ONE_THREAD = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 }
@@ -66,8 +58,6 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._used = False
-        self.low_priority = False
-        """Whether it computes at the lowest priority, which cannot be raised again."""
         with theirs:
             settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
             self._process = subprocess.Popen(
@@ -115,7 +105,7 @@ class WorkerProcess:
                 if await self._ask(order) is not READY:
                     raise ValueError("an unexpected reply: the next one would belong to another request")
         async with asyncio.timeout(limit_s):
-            results = await (self._answer() if order.alone else self._ask(order))
+            results = await (self._receive() if order.alone else self._ask(order))
         if results is READY or len(results) != len(order.jobs):
             raise ValueError("a reply that is no result")
         if order.alone and isinstance(results[0], Verdict) and results[0].error == "memory":
@@ -143,23 +133,6 @@ class WorkerProcess:
                 raise EOFError("the other end is closed")
             received += part
         return received
-
-    async def _answer(self) -> Reply:
-        """The reply to one order; the worker continues at the lowest priority if it computes for long."""
-        watch = asyncio.create_task(self._watch())
-        try:
-            return await self._receive()
-        finally:
-            watch.cancel()
-
-    async def _watch(self) -> None:
-        with suppress(psutil.NoSuchProcess):  # who reads its answer sees that too
-            process = psutil.Process(self.pid)
-            before_s = sum(process.cpu_times()[:2])
-            while sum(process.cpu_times()[:2]) - before_s <= LOW_PRIORITY_AFTER_S:
-                await asyncio.sleep(_CHECK_EVERY_S)
-            self.low_priority = True
-            process.nice(19)
 
     async def _death(self) -> str:
         """`worker died (signal 11)`, for a process whose connection broke."""

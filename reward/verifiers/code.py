@@ -17,7 +17,6 @@ import signal
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from reward.code.sandbox import Sandbox
@@ -40,13 +39,6 @@ _LANGUAGES = frozenset({"", "py", "python", "python3"})
 _SLACK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Truth:
-    cpu_s: int
-    suite: Suite | None
-    cases: tuple[tuple[str, str], ...]
-
-
 def judge(request: VerificationRequest) -> Judgement:
     """Right if the code passes every test, or gives the expected output for every input.
 
@@ -54,15 +46,12 @@ def judge(request: VerificationRequest) -> Judgement:
         VerifierError: the ground truth has another form, or this system cannot confine a process.
         NotPlain: the tests pass the tested code a function of their own, or the like.
     """
-    truth = _truth(request.ground_truth)
+    cpu_s, wanted = _truth(request.ground_truth)
     source = last_program(request.response)
     if source is None:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     hide_memory()  # this process holds the ground truth
-    if truth.suite is not None:
-        passed = _passes_tests(source, truth.suite, truth.cpu_s)
-    else:
-        passed = _passes_cases(source, truth)
+    passed = _passes_tests(source, wanted, cpu_s) if isinstance(wanted, Suite) else _passes_cases(source, wanted, cpu_s)
     rule = RULE_TIMEOUT if passed is None else RULE
     return Judgement(accuracy=bool(passed), extracted=source[:EXTRACTED_LIMIT], rule=rule)
 
@@ -90,14 +79,14 @@ def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:
         return None if passed is False and sandbox.ended_by() == signal.SIGKILL else passed
 
 
-def _passes_cases(source: str, truth: _Truth) -> bool | None:
-    left_s: float = WALL_FACTOR * truth.cpu_s  # starts are not counted: they take long on a busy machine
-    for given, expected in truth.cases:
+def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool | None:
+    left_s: float = WALL_FACTOR * cpu_s  # starts are not counted: they take long on a busy machine
+    for case in cases:
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
-            stdin.write(given.encode("utf-8", "surrogatepass"))
+            stdin.write(case["input"].encode("utf-8", "surrogatepass"))
             stdin.seek(0)
-            with closing(Sandbox(source, mode="program", cpu_s=truth.cpu_s, stdin=stdin, stdout=stdout)) as sandbox:
-                if not sandbox.ready(file_bytes=4 * len(expected) + _SLACK_BYTES):
+            with closing(Sandbox(source, mode="program", cpu_s=cpu_s, stdin=stdin, stdout=stdout)) as sandbox:
+                if not sandbox.ready(file_bytes=4 * len(case["output"]) + _SLACK_BYTES):
                     return False
                 began = time.monotonic()
                 code = sandbox.exit_code(began + left_s)
@@ -105,7 +94,7 @@ def _passes_cases(source: str, truth: _Truth) -> bool | None:
             if code is None or code == -signal.SIGKILL:
                 return None
             stdout.seek(0)
-            if code != 0 or not same_output(stdout.read().decode("utf-8", "replace"), expected):
+            if code != 0 or not same_output(stdout.read().decode("utf-8", "replace"), case["output"]):
                 return False
     return True
 
@@ -119,7 +108,8 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _truth(ground_truth: str) -> _Truth:
+def _truth(ground_truth: str) -> tuple[int, Suite | list[dict[str, str]]]:
+    """(seconds of CPU, tests or cases)."""
     form = 'a JSON object with "tests" (Python, and "entry" for check(candidate)) or "cases" ({"input", "output"})'
     try:
         truth = json.loads(ground_truth)
@@ -136,13 +126,13 @@ def _truth(ground_truth: str) -> _Truth:
         if not isinstance(truth["tests"], str) or not isinstance(truth.get("entry", ""), str):
             raise VerifierError('verifier code: "tests" and "entry" must be texts')
         try:
-            return _Truth(cpu_s=cpu_s, suite=make_suite(truth["tests"], truth.get("entry")), cases=())
+            return cpu_s, make_suite(truth["tests"], truth.get("entry"))
         except ValueError as error:
             raise VerifierError(f"verifier code: {error}") from None
     cases = truth["cases"]
     if not isinstance(cases, list) or not cases or not all(map(_is_case, cases)) or "entry" in truth:
         raise VerifierError('verifier code: "cases" must be a list of {"input": text, "output": text}, not empty')
-    return _Truth(cpu_s=cpu_s, suite=None, cases=tuple((case["input"], case["output"]) for case in cases))
+    return cpu_s, cases
 
 
 def _is_case(case: Any) -> bool:

@@ -39,8 +39,8 @@ _WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
 )
-_REMOVED_WORDS = tuple(_WORDS.split())
-_REMOVED_MARKUP = (
+_REMOVED = (
+    *_WORDS.split(),
     *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
     *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
@@ -76,7 +76,7 @@ def normalise(text: str) -> str:
     text = text.rpartition("=")[2]
     for before, after in _FIRST:
         text = text.replace(before, after)
-    for removed in (*_REMOVED_WORDS, *_REMOVED_MARKUP):
+    for removed in _REMOVED:
         text = text.replace(removed, "")
     if "$" in text:
         text = "\n".join(_between_dollars(line) for line in text.split("\n"))
