@@ -10,14 +10,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -48,8 +47,6 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 PIECE_BYTES = 2**20
 """Written at a time: Linux takes a few of these faster than one large write."""
-WHOLE_ROW_BYTES = 2**15
-"""Rows up to this size are read whole where only some columns are wanted: a read for each row costs more."""
 
 
 class WeightsError(ValueError):
@@ -132,46 +129,12 @@ class SafetensorsReader:
         if dim == 0 or shape == list(place.shape):
             place.fill(target, start * place.row_bytes if dim == 0 else 0)
             return tensor
-        done = 0
-        for piece in _packed_columns(place, (0, shape[0]), (start, stop)):
-            target[done : done + len(piece)] = piece
-            done += len(piece)
+        at_once = max(1, PIECE_BYTES // place.row_bytes)
+        for row in range(0, shape[0], at_once):
+            rows = torch.empty((min(at_once, shape[0] - row), *place.shape[1:]), dtype=place.dtype)
+            place.fill(bytes_of(rows), row * place.row_bytes)
+            tensor[row : row + at_once] = rows[:, start:stop]
         return tensor
-
-    def pieces(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Iterator[memoryview]:
-        """The bytes of rows [start, stop), of them only the columns [begin, end) where `columns` says so; PIECE_BYTES
-        at a time, in memory that the next piece takes again: what is done with a piece finds it in the processor's
-        cache."""
-        place = self._places[name]
-        if columns is not None and columns != (0, place.shape[1]):
-            yield from _packed_columns(place, (start, stop), columns)
-            return
-        offset, end = start * place.row_bytes, stop * place.row_bytes
-        memory = memoryview(bytearray(min(PIECE_BYTES, end - offset)))
-        while offset < end:
-            piece = memory[: end - offset]
-            place.fill(piece, offset)
-            yield piece
-            offset += len(piece)
-
-
-def _packed_columns(place: TensorPlace, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[memoryview]:
-    """Part of a matrix row by row, without gaps; the memory is taken again as in `pieces`."""
-    width, begin, end = place.row_bytes, *(column * place.dtype.itemsize for column in columns)
-    if begin == end:
-        return
-    at_once = max(1, PIECE_BYTES // width)
-    packed: Any = np.empty((at_once, end - begin), np.uint8)
-    whole: Any = np.empty((at_once, width), np.uint8) if width <= WHOLE_ROW_BYTES else None
-    for row in range(rows[0], rows[1], at_once):
-        count = min(at_once, rows[1] - row)
-        if whole is not None:
-            place.fill(memoryview(whole[:count]).cast("B"), row * width)
-            packed[:count] = whole[:count, begin:end]
-        else:
-            for number in range(count):
-                place.fill(memoryview(packed[number]), (row + number) * width + begin)
-        yield memoryview(packed[:count]).cast("B")
 
 
 def _listed(folder: Path) -> tuple[Path, list[Path]]:
