@@ -106,7 +106,8 @@ class RewardPool:
         try:
             for work in works:
                 try:
-                    results += await self._wait(work.results)
+                    judged = await self._wait(work.results)
+                    results += judged
                 except WorkerLost:  # each request gets another attempt by itself
                     results += work.jobs
             verdicts = [result for result in results if isinstance(result, Verdict)]
@@ -124,12 +125,15 @@ class RewardPool:
         stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
         began = time.monotonic()
         waiting = asyncio.wrap_future(result)
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
-            silent_s = time.monotonic() - max(began, self._last_progress)
-            if not waiting.done() and (self._failure or silent_s > stuck_after_s):
-                workers = self.worker_pids()
-                raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
+                silent_s = time.monotonic() - max(began, self._last_progress)
+                if not waiting.done() and (self._failure or silent_s > stuck_after_s):
+                    workers = self.worker_pids()
+                    raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        finally:
+            waiting.cancel()
         if waiting.cancelled() and self._failure is not None:
             raise self._failure
         return waiting.result()
