@@ -27,9 +27,8 @@ from reward.verdict import PoolError, Verdict, VerificationRequest
 
 T = TypeVar("T")
 
-_CHUNK = 64
-"""Responses of one call that stay together in the fast queue, at most."""
 _BATCH_RESPONSES = 256
+"""Responses of one call that stay together in the fast queue, at most."""
 _BATCH_CHARACTERS = 4_000_000
 """A batch takes no more chunks once it has so many responses or characters."""
 
@@ -99,7 +98,7 @@ class RewardPool:
         """Verdicts of the workers. What fast workers have judged comes straight to the caller's event loop."""
         if self._failure is not None:
             raise self._failure
-        works = [_Work(fast[at : at + _CHUNK]) for at in range(0, len(fast), _CHUNK)]
+        works = [_Work(fast[at : at + _BATCH_RESPONSES]) for at in range(0, len(fast), _BATCH_RESPONSES)]
         self._loop.call_soon_threadsafe(self._enqueue, works)
         alone = asyncio.run_coroutine_threadsafe(self._judge_each(slow), self._loop) if slow else None
         results: list[Result | VerificationRequest] = []
