@@ -27,9 +27,8 @@ from reward.verdict import PoolError, Verdict, VerificationRequest
 
 T = TypeVar("T")
 
-_CHUNK = 64
-"""Responses of one call that stay together in the fast queue, at most."""
 _BATCH_RESPONSES = 256
+"""Responses of one call that stay together in the fast queue, at most."""
 _BATCH_CHARACTERS = 4_000_000
 """A batch takes no more chunks once it has so many responses or characters."""
 
@@ -99,7 +98,7 @@ class RewardPool:
         """Verdicts of the workers. What fast workers have judged comes straight to the caller's event loop."""
         if self._failure is not None:
             raise self._failure
-        works = [_Work(fast[at : at + _CHUNK]) for at in range(0, len(fast), _CHUNK)]
+        works = [_Work(fast[at : at + _BATCH_RESPONSES]) for at in range(0, len(fast), _BATCH_RESPONSES)]
         self._loop.call_soon_threadsafe(self._enqueue, works)
         alone = asyncio.run_coroutine_threadsafe(self._judge_each(slow), self._loop) if slow else None
         results: list[Result | VerificationRequest] = []
@@ -107,7 +106,7 @@ class RewardPool:
             for work in works:
                 try:
                     judged = await self._wait(work.results)
-                    results.extend(judged)
+                    results += judged
                 except WorkerLost:  # each request gets another attempt by itself
                     results += work.jobs
             verdicts = [result for result in results if isinstance(result, Verdict)]
@@ -125,12 +124,15 @@ class RewardPool:
         stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
         began = time.monotonic()
         waiting = asyncio.wrap_future(result)
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
-            silent_s = time.monotonic() - max(began, self._last_progress)
-            if not waiting.done() and (self._failure or silent_s > stuck_after_s):
-                workers = self.worker_pids()
-                raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
+                silent_s = time.monotonic() - max(began, self._last_progress)
+                if not waiting.done() and (self._failure or silent_s > stuck_after_s):
+                    workers = self.worker_pids()
+                    raise self._failure or PoolError(f"reward pool: no verdict for {silent_s:.0f} s; workers {workers}")
+        finally:
+            waiting.cancel()
         if waiting.cancelled() and self._failure is not None:
             raise self._failure
         return waiting.result()
