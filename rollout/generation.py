@@ -43,8 +43,8 @@ class SamplingParams:
 class GenerationRequest:
     """One response to draw.
 
-    The third of 16 responses to the prompt 5-17-9: GenerationRequest(request_id="step7/prompt41/2",
-    group_id="step7/prompt41", prompt_ids=np.array([5, 17, 9], np.int32), sampling=SamplingParams(max_new_tokens=64),
+    The third of 16 responses to the prompt 5-17-9: GenerationRequest(request_id="p41-v7-s2",
+    group_id="p41", prompt_ids=np.array([5, 17, 9], np.int32), sampling=SamplingParams(max_new_tokens=64),
     seed=8675309)
     """
 
@@ -64,7 +64,7 @@ class GenerationRequest:
 class ServedPart:
     """One server's answer to one request, or to the rest of it after an interruption, for logs and timelines.
 
-    ServedPart(request_id="step7/prompt41/2", url="http://127.0.0.1:30000", start=1763740000.2, end=1763740041.9,
+    ServedPart(request_id="p41-v7-s2", url="http://127.0.0.1:30000", start=1763740000.2, end=1763740041.9,
     prompt_tokens=212, tokens=4096, weight_version=6, finish_reason=FinishReason.STOP)
     """
 
@@ -85,7 +85,7 @@ class Generation:
     """One response with the engine's log-probs.
 
     Two tokens of version 6, then, after a publish, the end of text of version 7: Generation(
-    request_id="step7/prompt41/2", token_ids=np.array([31, 8, 2], np.int32),
+    request_id="p41-v7-s2", token_ids=np.array([31, 8, 2], np.int32),
     log_probs=np.array([-0.7, -0.1, -1.2], np.float32), weight_versions=np.array([6, 6, 7], np.int32),
     finish_reason=FinishReason.STOP)
     """

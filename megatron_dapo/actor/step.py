@@ -4,7 +4,7 @@
 
 Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch,
 however it is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
-(`logprob.gather_over_context`), so an objective never knows about ranks.
+(`log_prob.gather_over_context`), so an objective never knows about ranks.
 
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """

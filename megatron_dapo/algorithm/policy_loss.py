@@ -115,11 +115,11 @@ class PolicyObjective:
     def stat_names(self) -> tuple[str, ...]:
         """Keys of `TokenLoss.stats`. Each is 0 or a number a token; their means weigh every loss-carrying token alike.
 
-        ratio: r. approx_kl_old: k3 of pi_old against pi. clipped_low, clipped_high, clipped_dual: 1 where that clip
+        approx_kl_old: k3 of pi_old against pi. clipped_low, clipped_high, clipped_dual: 1 where that clip
         cuts the gradient. clipped_high_prob: pi_old where clipped_high is 1, else 0: the two sums give figure 3's mean.
         kl: to the reference.
         """
-        names = ("ratio", "approx_kl_old", "clipped_low", "clipped_high", "clipped_high_prob")
+        names = ("approx_kl_old", "clipped_low", "clipped_high", "clipped_high_prob")
         return names + ("clipped_dual",) * (self.clip_dual is not None) + ("kl",) * (self.kl_coefficient > 0)
 
     @property
@@ -174,7 +174,6 @@ class PolicyObjective:
         clipped_low = ((ratio < 1 - self.clip_low) & (columns.advantages < 0)).to(ratio.dtype)
         clipped_high = ((ratio > 1 + self.clip_high) & (columns.advantages > 0)).to(ratio.dtype)
         stats = {
-            "ratio": ratio,
             "approx_kl_old": kl_estimate(columns.old_log_probs, log_probs, "k3"),
             "clipped_low": clipped_low,
             "clipped_high": clipped_high,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NO_SERVER = -1
-"""In the place of a server's number: a port out of the last share of those that servers draw from."""
+"""Number for `free_port`: the last share of the ports, which no server uses."""
 
 
 class TrainerRank:

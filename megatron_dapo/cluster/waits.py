@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LAST_WORD_S = 30.0
-"""Seconds after the deadline of a blocking wait at which the process ends: the call lets no signal through."""
+"""Seconds past the deadline of a blocking call after which the process is ended: such a call handles no signal."""
 
 
 class Stalled(RuntimeError):

@@ -37,7 +37,7 @@ async def train(context: RunContext, progress: Progress) -> Progress:
         progress, metrics = await learn(context, progress, batch, timer)
         context.console.step(metrics, total=total)
         del batch
-        gc.collect()  # between two steps: within one, the thresholds of `run.tune_collector` prevent it
+        gc.collect()  # between two steps: within one, `tune_collector` (run.py) keeps the collector from it
     return progress
 
 
@@ -95,7 +95,7 @@ async def learn(
     seconds = timer.seconds()
     metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
     write_records(context, metrics, batch.admission)
-    if checkpoint:  # last: whatever a kill leaves undone before this line is done again, with its records
+    if checkpoint:  # last: after a kill before this line the step is done again, with its records
         await context.checkpoints.publish(checkpoint)
     return progress, metrics
 

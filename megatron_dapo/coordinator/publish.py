@@ -1,4 +1,4 @@
-"""New weights: from the Megatron ranks to every server, checked by checksum (law 6)."""
+"""New weights: from the Megatron ranks to every server, checked by checksum (docs/architecture.md, law 6)."""
 
 import shutil
 import time

@@ -34,6 +34,16 @@ BACKTRACKING = re.compile(
 """The response gives up what it wrote."""
 
 
+STATISTICS = {
+    "clipped_low": "clip_fraction/low",
+    "clipped_high": "clip_fraction/high",
+    "clipped_dual": "clip_fraction/dual",
+    "approx_kl_old": "kl/old",
+    "kl": "kl/reference",
+}
+"""Statistic of the policy objective -> the metric that is its mean. That of any other one is `objective/<name>`."""
+
+
 def step_metrics(
     config: Config,
     progress: Progress,
@@ -70,7 +80,7 @@ def step_metrics(
     }
     metrics |= _response_metrics(admission.generated or admission.kept)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
-    metrics |= _update_metrics(updates)
+    metrics |= update_metrics(updates)
     if correction is not None:
         metrics["correction/truncated"] = correction.truncated_share
         metrics["correction/masked"] = correction.masked_share
@@ -181,24 +191,20 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
     }
 
 
-def _update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
+def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     tokens = max(1, sum(update.tokens for update in updates))
-    sums = {name: sum(update.sums[name] for update in updates) for name in updates[0].sums}
+    names = updates[0].sums.keys() - {"log_prob", "entropy"}  # those two with every objective
+    sums = {name: sum(update.sums[name] for update in updates) for name in sorted(names)}
     metrics = {
         "loss": float(np.mean([update.loss for update in updates])),
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         "lr": updates[-1].lr,
-        "clip_fraction/low": sums["clipped_low"] / tokens,
-        "clip_fraction/high": sums["clipped_high"] / tokens,
-        "kl/old": sums["approx_kl_old"] / tokens,
     }
-    if sums["clipped_high"]:
-        metrics["clip_high_prob"] = sums["clipped_high_prob"] / sums["clipped_high"]
-    if "clipped_dual" in sums:
-        metrics["clip_fraction/dual"] = sums["clipped_dual"] / tokens
-    if "kl" in sums:
-        metrics["kl/reference"] = sums["kl"] / tokens
-    return metrics
+    clipped_prob = sums.pop("clipped_high_prob", 0.0)
+    if sums.get("clipped_high"):
+        metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
+    own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
+    return metrics | own
 
 
 def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float]) -> float:

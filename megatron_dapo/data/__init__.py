@@ -1,1 +1,1 @@
-"""Prompt files, templates, the prompt order and the ledger of what became of every prompt."""
+"""Prompt files, templates, tokenizers and the order of prompts."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class EngineAborted(RuntimeError):
-    """A server ended a response without finishing it, again and again."""
+    """A server answered without a token, or gave a response up."""
 
     exit_code = 5
 

@@ -90,6 +90,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("clip_high_prob", "share", RATIO, "Old probability of the tokens clipped from above.", "3a"),
         Metric("kl/old", "nats", MEAN, "KL of the old policy to the new one (k3), over the optimizer steps."),
         Metric("kl/reference", "nats", MEAN, "KL to the starting weights, where `algorithm.kl` is on."),
+        Metric("objective/*", "its own", MEAN, "A statistic of your own objective, over loss-carrying tokens."),
         Metric("correction/truncated", "share", MEAN, "Tokens whose importance weight met its upper bound."),
         Metric("correction/masked", "share", MEAN, "Tokens dropped by `algorithm.importance.mode: masked`."),
     ),
@@ -139,7 +140,7 @@ CATALOG: Mapping[str, Metric] = {metric.name: metric for group in GROUPS.values(
 def check_declared(names: Iterable[str]) -> None:
     """Raise `UndeclaredMetricError`, with the nearest declared name, for the first name that is not in the catalog."""
     for name in names:
-        if name not in CATALOG:
+        if name not in CATALOG and f"{name.partition('/')[0]}/*" not in CATALOG:
             near = get_close_matches(name, CATALOG, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "declare it in megatron_dapo/monitor/catalog.py"
             raise UndeclaredMetricError(f"metric {name!r}: not declared; {hint}")

@@ -1,9 +1,9 @@
-"""The ledger: an append-only record of what became of every prompt (law 4: nothing is lost, nothing is trained twice).
+"""The ledger: an append-only record of what became of every prompt (law 4: none lost, none trained twice).
 
 One JSON object a line. `prompt` is a position in the endless shuffled order. The life of a position:
 
     dispatched -> finished -> trained                 kept and used by an optimizer step
-                           -> filtered                all responses right or all wrong (or no response fit to train on)
+                           -> filtered                all responses right or all wrong
                            -> carried -> trained ...  finished past the end of a full batch, first in line for the next
                -> expired -> dispatched               its weights became too old, finished or not: generated again
 

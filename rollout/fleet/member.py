@@ -92,7 +92,7 @@ class Member:
 
     @property
     def serving(self) -> bool:
-        """Whether it holds the current weights and may have requests."""
+        """Whether it may have requests. While new weights are loaded and verified it is paused."""
         return self.state in (State.READY, State.SUSPECT)
 
     @property

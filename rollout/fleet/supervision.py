@@ -42,7 +42,7 @@ class Supervisor:
     gpu_memory: GpuMemory
     report: Callable[[str], None]
     start_deadline_s: float
-    """For a server's first start, and for each later one."""
+    """Deadline of each start of a server, the first one and restarts."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
 
     @property

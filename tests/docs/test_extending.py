@@ -13,8 +13,17 @@ import pytest
 import torch
 
 from tests.actor.gloo import RankPlace, end_workers, run_ranks
+from tests.actor.mini_batches import (
+    TEMPERATURE,
+    Columns,
+    actor_config,
+    columns,
+    mini_batch,
+    reference_log_probs,
+    start_actor,
+)
 from tests.actor.ranks import assemble, logits_of
-from tests.actor.tiny import load_reference, random_sequences, reference_logits
+from tests.actor.tiny import load_reference, random_sequences, reference_logits, save_tiny
 from tests.docs.documents import ROOT, blocks
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -90,12 +99,27 @@ def test_the_objective_is_what_its_text_says(tmp_path) -> None:
     assert torch.allclose(gradient(objective)[[0, 2, 3]], paper[[0, 2, 3]])
 
 
-def test_the_actor_takes_the_objective(tmp_path) -> None:
-    from megatron_dapo.algorithm.policy_loss import Objective
+def update_of(place: RankPlace, folder: Path, file: Path, data: Columns) -> Any:
+    config = actor_config()
+    actor = start_actor(place, folder, config)
+    batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
+    return actor.update([batch], imported(file).DetachedClipObjective(), TEMPERATURE)
 
-    objective: Objective = imported(written("detached_clip.py", tmp_path)).DetachedClipObjective()
-    assert objective.stat_names == ("ratio",)
-    assert not objective.uses_entropy_gradient
+
+def test_the_actor_trains_with_the_objective_and_its_statistic_is_a_metric(tmp_path) -> None:
+    from megatron_dapo.coordinator.step_metrics import update_metrics
+    from megatron_dapo.monitor.catalog import check_declared
+
+    model = save_tiny(tmp_path, "qwen3", tied=True)
+    data = columns(model)
+    (updates,) = run_ranks(1, update_of, model, written("detached_clip.py", tmp_path), data)
+    with torch.no_grad():
+        log_probs, _ = reference_log_probs(load_reference(model), data.responses)
+    ratio = (log_probs - torch.from_numpy(data.columns["old_log_probs"])).exp()[data.columns["weights"] > 0]
+    metrics = update_metrics(updates)
+    assert metrics["objective/ratio"] == pytest.approx(float(ratio.mean()), rel=1e-4)
+    assert metrics["grad_norm"] > 0
+    check_declared(metrics)
 
 
 @pytest.fixture
