@@ -9,7 +9,7 @@ import os
 from enum import StrEnum
 
 SWITCH = "ROLLOUT_SGLANG_CPU"
-"""Environment variable that `rollout.server.launch_server` sets for itself and for the processes that SGLang spawns."""
+"""Environment variable that `rollout.server.launch_server` sets for itself and for the processes that SGLang starts."""
 
 PREFILL_BACKEND = "batched_prefill"
 DECODE_BACKEND = "batched_decode"

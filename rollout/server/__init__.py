@@ -18,4 +18,5 @@ def end_with(parent: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; this process would outlive its parent")
     if os.getppid() != parent:
-        sys.exit(f"the process {parent} that started this one has ended")
+        print(f"the process {parent} that started this one has ended", file=sys.stderr, flush=True)
+        os._exit(1)  # Python ignores an exception, and so sys.exit, in a child that it has just forked

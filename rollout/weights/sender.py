@@ -71,13 +71,13 @@ class GroupCache:
         self._group = None
         if before is not None:
             before.close()
-        self._group = group = GroupTransport(
+            if not before.broken:  # of a broken one a server could wait for ever in this call
+                ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
+                await failures_of(ends)
+        self._group = GroupTransport(
             request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
         )
-        if before is not None and not before.broken:  # of a broken one a server could wait for ever in this call
-            ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
-            await failures_of(ends)
-        return group
+        return self._group
 
 
 class WeightSender:

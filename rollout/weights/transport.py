@@ -81,12 +81,14 @@ class SharedMemoryTransport:
             RolloutError: a target is on another machine.
         """
         for target in targets:
-            theirs, ours = _addresses(target.url)
-            if theirs != ours and not ip_address(ours).is_loopback:
-                raise RolloutError(
-                    f"{target.url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor "
-                    "shares with the servers; use distributed or disk"
-                )
+            with suppress(OSError):  # raised where there is no way to it
+                theirs, ours = _addresses(target.url)
+                if theirs == ours or ip_address(ours).is_loopback:
+                    continue
+            raise RolloutError(
+                f"{target.url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor "
+                "shares with the servers; use distributed or disk"
+            )
         self._ranks = {target.url: target.info.tensor_parallel for target in targets}
         self._device, self._deadline_s = device, deadline_s
         self._file = os.memfd_create("rollout-weights")
@@ -161,8 +163,7 @@ def _addresses(url: str) -> tuple[str, str]:
     """(a server's address, that of this machine as the server sees it); the same if it is on this machine."""
     family, _, _, _, where = socket.getaddrinfo(urlsplit(url).hostname, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        with suppress(OSError):  # without a way there it stays 0.0.0.0
-            probe.connect(where)  # sends nothing
+        probe.connect(where)  # sends nothing
         return str(where[0]), str(probe.getsockname()[0])
 
 

@@ -26,6 +26,7 @@ _OPTIONS = {
     "timeout": "UV_HTTP_TIMEOUT",
 }
 """pip's option to the variable by which uv takes the same."""
+_OLD_NAMES = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
 
 
 class InstallError(RuntimeError):
@@ -49,7 +50,11 @@ def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, s
     for option, name in _OPTIONS.items():
         if told.get(option):
             variables[name] = ("," if name == "UV_FIND_LINKS" else " ").join(told[option].split())
-    return {name: value for name, value in variables.items() if name not in environment}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in environment and _OLD_NAMES.get(name) not in environment
+    }
 
 
 class PackageInstaller:
@@ -109,13 +114,12 @@ class PackageInstaller:
         """Build a wheel into `folder` against the environment's own packages. Raises InstallError when that fails."""
         # A built wheel in pip's cache may have been built against another torch.
         options = ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-        self._environment |= variables
-        self.call(*self._pip, "wheel", "-v", *options, requirement)
+        self.call(*self._pip, "wheel", "-v", *options, requirement, env=self._environment | variables)
 
     def call(self, *command: str, must: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run a command. Raises InstallError where it `must` not fail and does."""
-        environment = self._environment
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, check=False, **options)
+        options = {"env": self._environment, "stdin": subprocess.DEVNULL, "text": True} | options
+        done = subprocess.run(command, check=False, **options)
         if must and done.returncode:
             raise InstallError(
                 f"`{' '.join(command)[:200]}` ended with status {done.returncode}; what it said stands above. What is "
