@@ -165,9 +165,13 @@ class LearningRate:
     peak: float
     warmup_steps: int = 0
     decay_steps: int | None = None
-    """Optimizer step, after the warm-up's, at which the cosine reaches its end; None: constant after the warm-up."""
+    """Optimizer step, warm-up included, at which the cosine reaches its end; None: constant after the warm-up."""
 
     final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}")
 
     @classmethod
     def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":

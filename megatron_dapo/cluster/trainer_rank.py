@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megatron_dapo.actor.actor import MegatronActor
 
 T = TypeVar("T")
-NO_SERVER = -1
-"""Number for `free_port`: the last share of the ports, which no server uses."""
 
 
 class TrainerRank:
@@ -48,7 +46,7 @@ class TrainerRank:
             os.dup2(file, stream.fileno())
         os.close(file)
         host = ray.util.get_node_ip_address()
-        return f"tcp://{host}:{free_port(host, NO_SERVER)}"  # bound only after seconds of imports
+        return f"tcp://{host}:{free_port(host)}"  # bound only after seconds of imports
 
     def pid(self) -> int:
         return os.getpid()
@@ -86,6 +84,7 @@ class TrainerRank:
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
         self.weights = RankWeights(self.actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        gc.collect()
         gc.freeze()
         gc.enable()
         return self.actor.describe()

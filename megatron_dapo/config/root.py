@@ -64,6 +64,9 @@ REFUSED = {
 """Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
 so."""
 
+SMALLEST_SHARE = 1e-9
+"""Share of the prompts below which a file of a mixture is there in name only."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
@@ -113,6 +116,13 @@ def _of_data(config: Config) -> Iterator[str]:
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
+    weights = [source.weight for source in config.data.mixture]
+    for number, weight in enumerate(weights):
+        if weight / max(weights) / len(weights) < SMALLEST_SHARE:
+            yield (
+                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} this file would give less than one "
+                "prompt in 1e9; raise it or leave the file out"
+            )
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s
     if remote.url is not None and remote.deadline_s >= step_deadline:
         yield f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = {step_deadline:g}"

@@ -195,7 +195,7 @@ class RunStart:
             observe=timeline.served if config.monitor.timeline_every else None,
         )
         stack.push_async_callback(fleet.close)
-        described = await self._start_both(self._start_trainer(trainer, placement, progress), fleet)
+        described = await self._start_both(self._start_trainer(trainer, fleet, placement, progress), fleet)
         run_dir.write_text("config.yaml", dump_config(config))
         run_dir.write_json("manifest.json", manifest(config, self._inputs, described))
         self._console.note(one_line(described))
@@ -232,7 +232,9 @@ class RunStart:
         self._stack.callback(watching.cancel)
         return cluster
 
-    async def _start_trainer(self, trainer: Trainer, placement: Placement | None, progress: Progress) -> dict[str, Any]:
+    async def _start_trainer(
+        self, trainer: Trainer, fleet: RolloutFleet, placement: Placement | None, progress: Progress
+    ) -> dict[str, Any]:
         """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
 
         `placement`: None starts a Ray of this machine's own first.
@@ -240,6 +242,7 @@ class RunStart:
         if placement is None:
             await asyncio.sleep(SERVERS_FIRST_S)
             self._cluster()
+            self._stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
             placement = await place(self._config, self._waits, use_gpu=trainer.on_gpu, servers=0)
         self._stack.push_async_callback(trainer.close)
         described = await trainer.start(placement)

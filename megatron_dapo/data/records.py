@@ -151,7 +151,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     columns = file.columns
     if isinstance(record, bytes):
         try:
-            record = json.loads(record)
+            record = json.loads(record.decode("utf-8-sig"))  # bytes alone: UTF-16 would be guessed, and cut wrong
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):

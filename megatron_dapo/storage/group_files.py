@@ -133,9 +133,8 @@ def _response(entry: dict[str, Any], ids: np.ndarray, log_probs: np.ndarray, ver
         finish_reason=FinishReason(entry["finish_reason"]),
     )
     verdict = Verdict(**entry["verdict"])
-    kept: dict[str, Any] = {
-        key: entry.get(key) for key in KEPT
-    }  # what an earlier version wrote has no `other_accuracy`
+    earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
+    kept = {key: (earlier | entry)[key] for key in KEPT}
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
 
 

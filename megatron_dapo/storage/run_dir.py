@@ -19,6 +19,7 @@ from megatron_dapo.storage.durable import (
     replace_file,
     replace_folder,
 )
+from megatron_dapo.storage.file_shapes import misshapen
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
@@ -157,13 +158,15 @@ class RunDir:
             keys: what it must hold.
 
         Raises:
-            RunDirError: the file is missing or damaged; names it.
+            RunDirError: the file is missing, damaged or of another shape; names it.
         """
         file = self.path / name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             if missing := [key for key in keys if not isinstance(content, dict) or key not in content]:
                 raise ValueError(f"without {', '.join(missing)}")
+            if wrong := misshapen(name, content):
+                raise ValueError(wrong)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else f"damaged ({error})"
             raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None

@@ -222,11 +222,13 @@ def choose_port(config: RolloutConfig, index: int) -> int:
     return port
 
 
-def free_port(host: str, index: int) -> int:
-    """A port that stays free while server `index` starts: on a busy machine it opens the port only after a minute. It
-    is outside the range that the kernel uses for outgoing connections, so it is not given away meanwhile."""
+def free_port(host: str, index: int | None = None) -> int:
+    """A port that stays free while server `index`, or something else, starts: on a busy machine it opens the port only
+    after a minute. It is outside the range that the kernel uses for outgoing connections, so it is not given away
+    meanwhile."""
     draw = random.SystemRandom()  # independent of the run's own random numbers
-    for port in draw.sample(_PORTS[index % _PORT_SHARES :: _PORT_SHARES], _PORT_ATTEMPTS):
+    ports = _PORTS if index is None else _PORTS[index % _PORT_SHARES :: _PORT_SHARES]
+    for port in draw.sample(ports, _PORT_ATTEMPTS):
         if _port_problem(host, port) is None:
             return port
     raise ServerStartError(f"rollout.host = {host}: {_port_problem(host, 0) or 'no free port'}; name a rollout.port")

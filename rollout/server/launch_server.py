@@ -134,6 +134,7 @@ def main(arguments: Sequence[str]) -> None:
     from rollout.wire import array_frames_server
 
     array_frames_server.add()
+    gc.collect()
     gc.freeze()
     gc.enable()
     try:

@@ -88,7 +88,7 @@ def test_a_mixture_of_prompt_files(file, tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("weight", ["0", "-1.0", ".inf", "inf", ".nan", "true"])
+@pytest.mark.parametrize("weight", ["0", "-1.0", "1e-300", ".inf", "inf", ".nan", "true"])
 def test_a_weight_by_which_no_prompt_would_be_drawn_is_refused(file, weight):
     mixture = f"data.mixture=[{{path: a.jsonl, weight: {weight}}}, {{path: b.jsonl, weight: 1.0}}]"
     with pytest.raises(ConfigError, match=r"data\.mixture\.0\.weight = "):

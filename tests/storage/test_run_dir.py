@@ -183,7 +183,7 @@ def test_a_resume_whose_accuracy_could_not_be_compared_is_refused_once_something
     check_resume(load_config(file, ["evaluation.limit=3"]), inputs(heldout="others"), run_dir)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"data": [], "before": null, "baseline": null}'])
 @pytest.mark.parametrize("name", ["manifest.json", "heldout_before.json"])
 def test_a_damaged_file_of_the_run_is_named_before_anything_starts(begun, name, content):
     run_dir, file = begun

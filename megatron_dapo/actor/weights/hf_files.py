@@ -267,7 +267,7 @@ def partial_folder(folder: Path) -> Path:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy config, generation config and tokenizer."""
     for file in source.iterdir():
-        if file.suffix in COMPANION_SUFFIXES and file.name != INDEX_FILE and file.is_file():
+        if file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
             shutil.copyfile(file, target / file.name)
 
 

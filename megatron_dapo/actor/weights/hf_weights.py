@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, partial_folder
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
 from megatron_dapo.actor.weights.shards import Fused, Shards, Single
 
 EXPORT_FILE_BYTES = 5 * 10**9
@@ -125,7 +125,7 @@ def export_hf(
                     watch(name, tensor)
                 plan.write(partial, name, tensor)
             written = plan.finish(partial, folder, source_folder)
-        except OSError as error:
+        except (OSError, WeightsError) as error:
             failure = str(error)
     for _ in tensors:
         pass  # the other ranks send all of them, also after a failure on rank 0
