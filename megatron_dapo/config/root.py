@@ -120,7 +120,7 @@ def _of_data(config: Config) -> Iterator[str]:
     for number, weight in enumerate(weights):
         if weight / max(weights) / len(weights) < SMALLEST_SHARE:
             yield (
-                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} this file would give less than one "
+                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one prompt "
                 "prompt in 1e9; raise it or leave the file out"
             )
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s

@@ -114,12 +114,12 @@ class PackageInstaller:
         """Build a wheel into `folder` against the environment's own packages. Raises InstallError when that fails."""
         # A built wheel in pip's cache may have been built against another torch.
         options = ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-        self.call(*self._pip, "wheel", "-v", *options, requirement, env=self._environment | variables)
+        self.call(*self._pip, "wheel", "-v", *options, requirement, env={**self._environment, **variables})
 
     def call(self, *command: str, must: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run a command. Raises InstallError where it `must` not fail and does."""
-        options = {"env": self._environment, "stdin": subprocess.DEVNULL, "text": True} | options
-        done = subprocess.run(command, check=False, **options)
+        options.setdefault("env", self._environment)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, text=True, check=False, **options)
         if must and done.returncode:
             raise InstallError(
                 f"`{' '.join(command)[:200]}` ended with status {done.returncode}; what it said stands above. What is "
