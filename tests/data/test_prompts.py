@@ -135,7 +135,7 @@ def test_numbers_become_plain_digits_exactly(tmp_path):
         (gzip.compress(b'{"prompt": "a", "answer": "1"}\n'), "not valid JSON"),
         (b"PAR1", "not valid JSON"),
         ('{"prompt": "\u6c42", "answer": "1"}\n'.encode("utf-16"), "not valid JSON"),
-        ('\n{"prompt": "\u6c421", "answer": "1"}\n'.encode("utf-16-le")[1:], "not valid JSON"),
+        ('\n{"prompt": "\u6c421", "answer": "1"}\n'.encode("utf-16-le")[1:-1], "not valid JSON"),
         (b'[{"prompt": "a",\n"answer": "1"}]', "each line must be one JSON object"),
     ],
     ids=["gzip", "parquet", "utf-16", "from the second line of utf-16", "json list"],
