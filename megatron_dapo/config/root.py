@@ -112,7 +112,10 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = config.data.max_prompt_tokens + rollout.max_new_tokens, config.model.context_length
     if longest > given:
-        yield f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        yield (
+            f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
+            "raise it or lower one of those"
+        )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"

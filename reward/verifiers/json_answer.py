@@ -9,7 +9,7 @@ Not fast: a schema may hold regular expressions, so each verdict has the wall-cl
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -68,6 +68,8 @@ def same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
+_IN_PLACE = ("not", "if", "then", "else")
+_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SHALLOW = 20
 """Levels of a value that no schema needs Python's whole stack for."""
@@ -77,15 +79,14 @@ class Schema:
     """A schema, ready to be applied. Schema({"type": "integer"}).holds(3) is true."""
 
     def __init__(self, schema: Any) -> None:
-        """Raises VerifierError: not a schema, or one that refers to what it does not hold. Nothing is fetched."""
+        """Raises VerifierError: not a schema, one that leads back to itself, or one that refers to what it does not
+        hold; nothing is fetched."""
         try:
             kind = jsonschema.validators.validator_for(schema)
             kind.check_schema(schema)
             root = Resource.from_contents(schema, default_specification=DRAFT202012)
             resolver = Registry().with_resource("", root).resolver()
-            for reference in (each[key] for each in _objects(schema) for key in _REFERENCES if key in each):
-                if isinstance(reference, str):
-                    resolver.lookup(reference)
+            _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
             raise VerifierError(f"the schema is not valid: {str(error)[:120]}") from error
         except Unresolvable as error:
@@ -106,6 +107,37 @@ class Schema:
             if _depth(value) <= _SHALLOW:
                 raise VerifierError("the schema leads back to itself and its checking never ends") from None
             return False
+
+
+def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
+    """A schema that applies itself to the very same value, as {"$ref": "#"}, is never done with it.
+
+    Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
+    """
+    done: set[int] = set()
+    for start in _objects(schema):
+        path: list[int] = []
+        todo: list[tuple[Any, bool]] = [(start, False)]
+        while todo:
+            subschema, leaving = todo.pop()
+            if leaving:
+                done.add(path.pop())
+            elif id(subschema) in path:
+                raise VerifierError("the schema leads back to itself on the same value: its checking never ends")
+            elif isinstance(subschema, dict) and id(subschema) not in done:
+                path.append(id(subschema))
+                todo.append((subschema, True))
+                todo.extend((each, False) for each in _in_place(subschema, lookup))
+
+
+def _in_place(schema: dict[str, Any], lookup: Callable[[str], Any]) -> Iterator[Any]:
+    """The subschemas that are applied to the value itself, not to a part of it."""
+    yield from (lookup(schema[key]) for key in _REFERENCES if isinstance(schema.get(key), str))
+    yield from (schema[key] for key in _IN_PLACE if key in schema)
+    for key in _IN_PLACE_LISTS:
+        yield from schema.get(key, ())
+    dependent = schema.get("dependentSchemas")
+    yield from dependent.values() if isinstance(dependent, dict) else ()
 
 
 def _children(value: Any) -> list[Any]:
