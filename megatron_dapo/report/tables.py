@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ PROVENANCE = {
     "model": "model.path",
 }
 """Label -> key of manifest.json."""
+SAMPLES = 4
+"""Right and wrong responses shown of each run: the newest."""
+
+share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
+"""12.5% and 12 345"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +58,11 @@ class AlarmPeriod:
     """Whether it still holds at the newest step."""
 
 
-def share(value: float) -> str:
-    """12.5%"""
-    return value_text(value, Unit.SHARE)
-
-
-def count(value: Any) -> str:
-    """12 345"""
-    return value_text(float(value), Unit.COUNT)
-
-
 def held_out(run: Run) -> list[HeldOut]:
     """Each way of answering that was measured; a run under way has no `after` yet."""
     tables = []
     for way in ("sampled", "greedy"):
-        known = {
-            stage: Accuracy(**run.before[stage][way]) for stage, _ in STAGES if way in (run.before.get(stage) or ())
-        }
+        known = {stage: found[way] for stage, found in run.before.items() if found and way in found}
         if not known:
             continue
         some = next(iter(known.values()))
@@ -172,10 +166,8 @@ def evaluation_rows(run: Run) -> list[list[str]]:
     """[name, where, way of answering, problems x answers, figures] of every evaluation."""
     rows = []
     for found in run.evaluations:
-        figures = "; ".join(
-            f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()
-        )
-        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", figures])
+        figures = [f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()]
+        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", "; ".join(figures)])
     return rows
 
 
@@ -201,6 +193,11 @@ def config_rows(run: Run) -> list[list[str]]:
 def breakable(key: str) -> Markup:
     """A config key as code that may be broken after its dots, on a narrow screen."""
     return Markup("<code>{}</code>").format(Markup(".<wbr>").join(key.split(".")))
+
+
+def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:
+    """The newest responses that were right, or wrong."""
+    return [line for line in run.samples if bool(line.get("accuracy")) is right][: -SAMPLES - 1 : -1]
 
 
 def provenance(run: Run) -> list[tuple[str, str]]:
