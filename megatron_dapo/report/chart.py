@@ -108,9 +108,7 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     if frame.to_one:
         panel.set_ylim(0, 1)
     elif frame.from_zero and not frame.stack:
-        drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if values is not None]
-        low = min((value for values in drawn for value in values), default=0)
-        panel.set_ylim(bottom=min(0, low), top=None if panel.get_ylim()[1] > 0 else 1)
+        panel.set_ylim(bottom=min(0, panel.dataLim.y0), top=None if panel.get_ylim()[1] > 0 else 1)
     return Drawn(frame=frame, curves=curves, svg=Markup(_svg_of(figure, salt)))
 
 

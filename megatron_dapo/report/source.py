@@ -52,7 +52,11 @@ class _Manifest(BaseModel, strict=True):
     command: list[Any] | None = None
 
 
-SHAPES = {"heldout_before.json": _Before, "summary.json": _Summary, "manifest.json": _Manifest}
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": _Before,
+    "summary.json": _Summary,
+    "manifest.json": _Manifest,
+}
 """What is read of a run's small JSON files: another program, or another version, may have written them."""
 _HELD_OUT = TypeAdapter(dict[str, dict[str, Accuracy] | None])
 
@@ -107,8 +111,9 @@ class Run:
     @property
     def health_limits(self) -> HealthLimits:
         """Those that its config sets, else the defaults."""
-        asked: dict[str, Any] = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
-        return HealthLimits(**{name: value for name, value in asked.items() if isinstance(value, int | float)})
+        asked = ((name, self.setting(f"monitor.{name}")) for name in ("mismatch_warn", "mismatch_stop"))
+        bounds: dict[str, Any] = {name: value for name, value in asked if isinstance(value, int | float)}
+        return HealthLimits(**bounds)
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""

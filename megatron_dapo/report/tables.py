@@ -1,24 +1,23 @@
 """What a report says in tables and in its headline figures: computed here, laid out by the template."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from megatron_dapo.config.config_diff import departures, differences, shown
 from megatron_dapo.config.load import flatten
-from megatron_dapo.monitor.console import duration
+from megatron_dapo.monitor.console import STAGES, duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, value_text
 from megatron_dapo.report.source import Run, look_up
 
-STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
 LONGEST = 4000
 """Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
 PROVENANCE = {
@@ -72,7 +71,7 @@ def held_out(run: Run) -> list[HeldOut]:
             change = difference(known["before"], known["after"])
             gain = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
         problems = f"{count(some.problems)} problems" + (f", {each} answers each" if each > 1 else "")
-        rows = [(label, known[stage]) for stage, label in STAGES if stage in known]
+        rows = [(label, known[stage]) for stage, label in STAGES.items() if stage in known]
         tables.append(HeldOut(way=way, problems=problems, rows=rows, gain=gain))
     return tables
 
@@ -112,23 +111,20 @@ def reflection_rows(run: Run) -> list[list[str]]:
         rate = _weighted(run, f"{name}_rate", "sampling/generated")
         if rate is None:
             continue
-        needed = (f"{name}_rate", "accuracy/mean")
-        lines = [line for line in run.lines if all(line.get(key) is not None for key in needed)]
-        measured = [line for line in lines if not line[f"{name}_rate"] or line.get(f"{name}_accuracy") is not None]
-        if not measured:
-            rows.append([name, share(rate), "not measured", "not measured"])
-            continue
-        rates = [line[f"{name}_rate"] for line in measured]
-        among = [line.get(f"{name}_accuracy") or 0.0 for line in measured]
-        hits = [rate * (line.get("sampling/generated") or 0) for rate, line in zip(rates, measured, strict=True)]
-        right = sum(a * number for a, number in zip(among, hits, strict=True))
-        found = correlation(rates, among, [line["accuracy/mean"] for line in measured])
-        accuracy = share(right / sum(hits)) if sum(hits) else "never seen"
-        rows.append([name, share(rate), accuracy, "–" if found is None else f"{found:+.2f}"])
+        keys = (f"{name}_rate", f"{name}_accuracy", "accuracy/mean", "sampling/generated")
+        steps = [[line.get(key) for key in keys] for line in run.lines]
+        measured = [step for step in steps if None not in (step[0], step[2]) and (not step[0] or step[1] is not None)]
+        right, phi = "not measured", "not measured"
+        if measured:
+            rates, among, accuracies, groups = np.nan_to_num(np.array(measured, dtype=float).T)
+            hits, found = rates * groups, correlation(rates, among, accuracies)
+            right = share((among * hits).sum() / hits.sum()) if hits.any() else "never seen"
+            phi = "–" if found is None else f"{found:+.2f}"
+        rows.append([name, share(rate), right, phi])
     return rows
 
 
-def correlation(rates: Sequence[float], among: Sequence[float], accuracies: Sequence[float]) -> float | None:
+def correlation(rates: ArrayLike, among: ArrayLike, accuracies: ArrayLike) -> float | None:
     """Correlation of "has the word" with "is right" inside rollout steps, over all steps.
 
     Each step's 2 x 2 table follows from three shares, so nothing but the metrics is needed. Covariances and variances
