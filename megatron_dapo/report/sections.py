@@ -129,9 +129,7 @@ def draw_evaluations(run: Run, salt: str) -> list[Drawn]:
     for where in (BESIDE, INSIDE):
         curves = []
         for colour, (label, points) in enumerate(over_steps(run.evaluations, where).items()):
-            steps, estimates = zip(*points, strict=True)
-            low, high = [each.low for each in estimates], [each.high for each in estimates]
-            values = [each.value for each in estimates]
+            steps, values, low, high = zip(*points, strict=True)
             curves.append(Curve(label=label, steps=steps, values=values, colour=colour, low=low, high=high))
         if any(len(curve.steps) > 1 for curve in curves):
             note = f"Evaluations {where}; pale: 95% intervals over problems."

@@ -61,7 +61,8 @@ def held_out(run: Run) -> list[HeldOut]:
     """Each way of answering that was measured; a run under way has no `after` yet."""
     tables = []
     for way in ("sampled", "greedy"):
-        known = {stage: found[way] for stage, found in run.before.items() if found and way in found}
+        measured = {stage: run.before.get(stage) or {} for stage in STAGES}
+        known = {stage: found[way] for stage, found in measured.items() if way in found}
         if not known:
             continue
         some = next(iter(known.values()))
