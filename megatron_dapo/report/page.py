@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
@@ -16,6 +17,7 @@ from megatron_dapo.report.source import Run
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+@cache
 def page_environment(templates: Path = TEMPLATES) -> Environment:
     """For a page that needs no network and runs no script: its templates, and the report's macros and style."""
     environment = Environment(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Section:
     charts: list[Chart]
 
 
+@cache
 def read_sections() -> list[Section]:
     """charts.yaml, every metric of it declared in the catalog."""
     sections = TypeAdapter(list[Section]).validate_python(yaml.safe_load(CHARTS.read_text(encoding="utf-8")))
