@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from markupsafe import Markup
 
 from examples.ablation.results import Outcome, accuracy_at, cumulative_tokens, useless_share
 from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE
 from megatron_dapo.monitor.writer import Line
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, value_text
-from megatron_dapo.report.sections import Drawn, Key
+from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves
 
 TOKEN_POINTS = 24
 """Points of a curve over tokens: budgets at equal distances, the same for all rungs."""
@@ -138,20 +136,9 @@ def draw(chart: Chart, outcomes: Sequence[Outcome], key: str) -> Drawn | None:
     if not found:
         return None
     curves = [
-        Curve(
-            steps=one.x,
-            values=one.mean,
-            colour=rungs.index(one.rung),
-            dash=0,
-            low=one.low,
-            high=one.high,
-        )
+        Curve(label=one.rung, steps=one.x, values=one.mean, colour=rungs.index(one.rung), low=one.low, high=one.high)
         for one in found
     ]
-    frame = Frame(unit=chart.unit, x_label=chart.x_label, last=max(one.x[-1] for one in found))
-    legend = [
-        Key(label=one.rung, colour=rungs.index(one.rung), dash=0, latest=value_text(one.mean[-1], chart.unit))
-        for one in found
-    ]
-    svg = Markup(draw_curves(curves, frame, salt=f"{key}-{chart.key}"))
-    return Drawn(title=chart.title, note=chart.note, figure="", band="", svg=svg, legend=legend)
+    last = max(one.x[-1] for one in found)
+    frame = Frame(title=chart.title, note=chart.note, unit=chart.unit, x_label=chart.x_label, last=last)
+    return draw_curves(curves, frame, salt=f"{key}-{chart.key}")

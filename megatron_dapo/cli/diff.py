@@ -23,41 +23,21 @@ def diff_command(one: str, other: str) -> None:
         one, other = other, one
     first = flatten_config(load_config(one))
     second = None if other == NAME_OF_THE_PAPER else flatten_config(load_config(other))
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDEST)
-    table = _from_paper(one, first) if second is None else _between(one, first, other, second)
+    table = Table(box=SIMPLE_HEAD)
+    for head in ("key", one, "paper", "stated in") if second is None else ("key", one, other, "paper"):
+        table.add_column(Text(head), overflow="fold")
+    stated = {setting.key: setting for setting in PAPER}
+    differing = [] if second is None else [difference.key for difference in differences(first, second)]
+    leaving = [departure.stated.key for departure in departures(first) if departure.stated.key not in differing]
+    for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
+        for key in keys:
+            of_paper = shown(stated[key].value) if key in stated else "not stated"
+            cells = (of_paper, stated[key].where) if second is None else (shown(second[key]), of_paper)
+            table.add_row(*map(Text, (key, shown(first[key]), *cells)))
+        table.add_section()
     if table.row_count:
-        console.print(table)
+        Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
     elif second is None:
         print(f"{one}: as in the paper, in the {len(PAPER)} settings that it states")
     else:
         print(f"{one} and {other} are the same, and as in the paper in the {len(PAPER)} settings that it states")
-
-
-def _from_paper(name: str, flat: dict) -> Table:
-    table = _table("key", name, "paper", "stated in")
-    for departure in departures(flat):
-        stated = departure.stated
-        table.add_row(*map(Text, (stated.key, shown(departure.value), shown(stated.value), stated.where)))
-    return table
-
-
-def _between(one: str, first: dict, other: str, second: dict) -> Table:
-    """Keys in which the two differ, then keys in which both leave the paper alike."""
-    stated = {setting.key: setting for setting in PAPER}
-    differing = {difference.key for difference in differences(first, second)}
-    leaving = {departure.stated.key for departure in departures(first)} - differing
-    table = _table("key", one, other, "paper")
-    for section, keys in enumerate((differing, leaving)):
-        for key in (key for key in first if key in keys):
-            of_paper = shown(stated[key].value) if key in stated else "not stated"
-            table.add_row(*map(Text, (key, shown(first[key]), shown(second[key]), of_paper)))
-        if section == 0:
-            table.add_section()
-    return table
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for head in heads:
-        table.add_column(Text(head), overflow="fold")
-    return table

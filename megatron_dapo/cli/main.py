@@ -205,7 +205,7 @@ def doctor(
 def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
     """Write the pages that are made from the code: config.md and metrics.md."""
     from megatron_dapo.config.config_page import reference_page
-    from megatron_dapo.report.metrics_page import metrics_page
+    from megatron_dapo.report.page import metrics_page
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.md").write_text(reference_page())

@@ -59,14 +59,13 @@ def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
         return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]
     newest = run.lines[-1]
     recent = [line["timing/step"] for line in run.lines[-RECENT:] if line.get("timing/step")]
-    wanted = {"accuracy/mean", "truncated_fraction", "response_length/mean", "entropy", "tokens/generated"}
-    wanted.add("timing/step")
     text = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
-    if not all(newest.get(name) is not None for name in wanted):
-        return [f"{text}; {kept}"]
     total = max(planned or 0, run.steps)
-    left = (total - run.steps) * sum(recent) / len(recent)
-    return [f"{text}; {kept}", step_line(newest, total=total, seconds_left=left)]
+    try:
+        left = (total - run.steps) * sum(recent) / len(recent)
+        return [f"{text}; {kept}", step_line(newest, total=total, seconds_left=left)]
+    except (KeyError, TypeError, ZeroDivisionError):  # a line that lacks some of these figures
+        return [f"{text}; {kept}"]
 
 
 def _error(beat: Heartbeat | None) -> list[str]:

@@ -22,6 +22,8 @@ from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 Figures = Mapping[str, Any]
 WAYS = ("greedy", "sampled")
 MADE_TO_WORK = "made to work"
+STAGES = {"before": "before", "baseline": f"before, {MADE_TO_WORK}", "after": "after"}
+"""Held-out measurements of a run, in their order, with their labels."""
 _MADE_TO_WORK_NOTE = (
     "made to work: the model before training, not allowed to begin a response with\n"
     "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
@@ -152,7 +154,7 @@ def _accuracy_table(summary: Figures) -> Table:
     for way in ways:
         each = after[way].n // after[way].problems
         table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
-    for stage, label in (("before", "before"), ("baseline", f"before, {MADE_TO_WORK}"), ("after", "after")):
+    for stage, label in STAGES.items():
         if found := measured.get(stage):
             table.add_row(label, *(_interval(found[way]) if way in found else "" for way in ways))
     for stage, label in (("before", "gain, points"), ("baseline", f"gain over {MADE_TO_WORK}")):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import matplotlib
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -40,6 +41,7 @@ class Unit(StrEnum):
 class Curve:
     """Values over rollout steps: a line, or a layer of a stack."""
 
+    label: str
     steps: Sequence[int]
     values: Sequence[float]
     colour: int
@@ -54,21 +56,39 @@ class Curve:
 class Frame:
     """What a chart has around its curves."""
 
-    unit: Unit
-    x_label: str
-    last: int
-    """Newest rollout step of any run on the page: all charts share the axis."""
+    title: str
+    note: str
+    unit: Unit = Unit.NUMBER
+    x_label: str = "rollout step"
     first: int = 1
+    last: int = 1
+    """Newest rollout step of any run on the page: all charts share the axis."""
     from_zero: bool = True
     to_one: bool = False
     stack: bool = False
     """The curves are layers on each other, the first at the bottom."""
+    figure: str = ""
+    """The paper's."""
     band: tuple[float, float] | None = None
-    """Range of the paper's figure, drawn behind the curves."""
+    """Range of that figure, drawn behind the curves."""
 
 
-def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
-    """SVG element. `salt` must differ between the charts of a page: ids are made from it."""
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One chart on the page."""
+
+    frame: Frame
+    curves: Sequence[Curve]
+    svg: Markup
+
+    @property
+    def legend(self) -> list[tuple[Curve, str]]:
+        """Each curve with its last value."""
+        return [(curve, value_text(curve.values[-1], self.frame.unit)) for curve in self.curves]
+
+
+def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
+    """`salt` must differ between the charts of a page: ids are made from it."""
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
     panel = figure.add_axes(
         (_LEFT / WIDTH, _BOTTOM / HEIGHT, 1 - (_LEFT + _RIGHT) / WIDTH, 1 - (_BOTTOM + _TOP) / HEIGHT)
@@ -88,10 +108,8 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> str:
     if frame.to_one:
         panel.set_ylim(0, 1)
     elif frame.from_zero and not frame.stack:
-        drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if values is not None]
-        low = min((value for values in drawn for value in values), default=0)
-        panel.set_ylim(bottom=min(0, low), top=None if panel.get_ylim()[1] > 0 else 1)
-    return _svg_of(figure, salt)
+        panel.set_ylim(bottom=min(0, panel.dataLim.y0), top=None if panel.get_ylim()[1] > 0 else 1)
+    return Drawn(frame=frame, curves=curves, svg=Markup(_svg_of(figure, salt)))
 
 
 def _draw_lines(panel: Axes, curves: Sequence[Curve]) -> None:
@@ -115,15 +133,15 @@ def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:
         base = top
 
 
-def value_text(value: float, unit: Unit) -> str:
+def value_text(value: float, unit: str) -> str:
     """A value as text: `12.5%`, `4 680`, `0.314`, `1.2e-06`."""
-    if unit is Unit.SHARE:
+    if unit == Unit.SHARE:
         return f"{100 * value:.1f}%" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"
-    if unit is Unit.SECONDS:
+    if unit == Unit.SECONDS:
         return f"{value:.1f} s"
-    if unit is Unit.COUNT and abs(value) < 100 and value != int(value):
+    if unit == Unit.COUNT and abs(value) < 100 and value != int(value):
         return f"{value:.1f}"
-    if unit is Unit.COUNT or abs(value) >= 1000:
+    if unit == Unit.COUNT or abs(value) >= 1000:
         return f"{value:,.0f}".replace(",", "\u2009")
     return f"{value:.3g}"
 

@@ -56,13 +56,13 @@ def _ways(name: str, last_step: int, ways: Mapping[str, Any]) -> Iterator[Evalua
         )
 
 
-def over_steps(evaluations: Sequence[Evaluation], where: str) -> dict[str, list[tuple[int, Estimate]]]:
-    """Label -> (rollout step, estimate), of the evaluations `where` whose step is known: sampled answers, where there
-    are any, else greedy ones."""
+def over_steps(evaluations: Sequence[Evaluation], where: str) -> dict[str, list[tuple[int, float, float, float]]]:
+    """Label -> (rollout step, value, low, high), of the evaluations `where` whose step is known: sampled answers, where
+    there are any, else greedy ones."""
     sampled = {each.name for each in evaluations if each.way == SAMPLED}
-    series: dict[str, list[tuple[int, Estimate]]] = {}
+    series: dict[str, list[tuple[int, float, float, float]]] = {}
     for each in evaluations:
         if each.where == where and each.step is not None and (each.way == SAMPLED or each.name not in sampled):
-            for name, estimate in each.figures.items():
-                series.setdefault(f"{name}, {each.way}", []).append((each.step, estimate))
+            for name, found in each.figures.items():
+                series.setdefault(f"{name}, {each.way}", []).append((each.step, found.value, found.low, found.high))
     return series

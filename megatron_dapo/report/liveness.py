@@ -3,8 +3,8 @@
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -15,8 +15,7 @@ STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Liveness:
+class Liveness(NamedTuple):
     """Whether a run goes on, and how that is known."""
 
     alive: bool
@@ -60,22 +59,21 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     """
     age = (time.time() if now is None else now) - beat.written if beat else 0.0
     if holder is not None:
-        text = f"running, process {holder} on this machine holds the lock"
-        if beat and beat.pid == holder and age > STALE_S:
-            text += f"; no sign of life for {duration(age)}: the coordinator is busy or stuck"
-        return Liveness(alive=True, text=text)
+        stuck = beat and beat.pid == holder and age > STALE_S
+        late = f"; no sign of life for {duration(age)}: the coordinator is busy or stuck" if stuck else ""
+        return Liveness(True, f"running, process {holder} on this machine holds the lock{late}")
     if beat is None:
-        text = "finished" if finished else "not running: no process of this machine holds the lock, and no status.json"
-        return Liveness(alive=False, text=text)
+        none = "not running: no process of this machine holds the lock, and no status.json"
+        return Liveness(False, "finished" if finished else none)
     elsewhere = beat.host != socket.gethostname()
     if beat.state == "running" and elsewhere and abs(age) <= STALE_S:
-        return Liveness(alive=True, text=f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
+        return Liveness(True, f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
     if beat.state == "running":
         unless = " (or its coordinator is stuck)" if elsewhere else ""
         when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
         return Liveness(
-            alive=False,
-            text=f"died without an error message{unless}: process {beat.pid} on {beat.host} gave its last sign of life "
+            False,
+            f"died without an error message{unless}: process {beat.pid} on {beat.host} gave its last sign of life "
             f"{when}; look at the end of logs/, continue with run.resume=true",
         )
     how = {
@@ -83,4 +81,4 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
         "stopped": "stopped by a signal, continue with run.resume=true",
         "failed": "failed, see the last error",
     }
-    return Liveness(alive=False, text=f"{how.get(beat.state, beat.state)} ({duration(age)} ago)")
+    return Liveness(False, f"{how.get(beat.state, beat.state)} ({duration(age)} ago)")

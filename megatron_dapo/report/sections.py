@@ -1,18 +1,18 @@
 """The curves of one run or two, as charts.yaml lists them: drawn, with legend, last values and a table of numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, value_text
+from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
+from megatron_dapo.report.evaluations import BESIDE, INSIDE, over_steps
 from megatron_dapo.report.source import Run
 
 CHARTS = Path(__file__).with_name("charts.yaml")
@@ -20,28 +20,18 @@ SIZE_32B = (30e9, 35e9)
 """Parameters of a model to which the ranges of the paper's figures apply: Qwen2.5-32B has 32.8 billion."""
 
 _STRICT = ConfigDict(extra="forbid")
-Points = Mapping[int, float]
-"""Rollout step -> value, of the steps that measured it."""
 
 
 @declared(frozen=True, kw_only=True, config=_STRICT)
-class Chart:
+class Chart(Frame):
     """One chart as charts.yaml declares it; the head of that file says what the fields mean."""
 
-    key: str
-    title: str
-    note: str
     series: dict[str, str]
-    unit: Unit = Unit.NUMBER
-    share_of: list[str] = Field(default_factory=list)
-    colours: list[int] = Field(default_factory=list)
-    figure: str = ""
-    band: tuple[float, float] | None = None
-    to_one: bool = False
-    from_zero: bool = True
-    stack: bool = False
+    share_of: tuple[str, ...] = ()
+    colours: tuple[int, ...] = ()
 
-    def points(self, run: Run, metric: str) -> Points:
+    def points(self, run: Run, metric: str) -> dict[int, float]:
+        """Rollout step -> value, of the steps that measured it."""
         known = ((line["rollout_step"], self._value(line, metric)) for line in run.lines)
         return {step: value for step, value in known if value is not None}
 
@@ -70,59 +60,24 @@ def read_sections() -> list[Section]:
     return sections
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """One entry of a legend."""
-
-    label: str
-    colour: int
-    dash: int = 0
-    latest: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """One chart on the page."""
-
-    title: str
-    note: str
-    figure: str = ""
-    band: str = ""
-    """What the shaded range is; empty where there is none."""
-    svg: Markup
-    legend: list[Key]
+def draw_section(section: Section, runs: Sequence[Run]) -> tuple[list[Drawn], list[list[str]], list[str]]:
+    """The charts that have something to show, [what, first, lowest, highest, last] of every series, and the titles of
+    charts that no run measured anything of."""
+    drawn: list[Drawn] = []
+    numbers: list[list[str]] = []
+    missing: list[str] = []
+    for chart in section.charts:
+        about = next(iter(chart.series))
+        if any(chart.points(run, about) for run in runs):
+            drawn += _draw(chart, runs, section.key, numbers)
+        else:
+            missing.append(chart.title)
+    return drawn, numbers, missing
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrawnSection:
-    section: Section
-    charts: list[Drawn]
-    missing: list[str]
-    """Titles of charts that no run measured anything of."""
-    numbers: list[list[str]]
-    """[what, first, lowest, highest, last] of every series."""
-
-
-def draw_sections(runs: Sequence[Run]) -> list[DrawnSection]:
-    """All sections, each with the charts that have something to show."""
-    drawn = []
-    for section in read_sections():
-        about = {chart.key: next(iter(chart.series)) for chart in section.charts}
-        shown = [chart for chart in section.charts if any(chart.points(run, about[chart.key]) for run in runs)]
-        drawn.append(
-            DrawnSection(
-                section=section,
-                charts=[each for chart in shown for each in _draw(chart, runs)],
-                missing=[chart.title for chart in section.charts if chart not in shown],
-                numbers=[row for chart in shown for row in _numbers(chart, runs)],
-            )
-        )
-    return drawn
-
-
-def has_paper_ranges(run: Run) -> bool:
-    """Whether the paper's figures are about a model of this size."""
-    return run.parameters is not None and SIZE_32B[0] <= run.parameters <= SIZE_32B[1]
+def has_paper_ranges(runs: Sequence[Run]) -> bool:
+    """Whether the paper's figures are about models of this size."""
+    return all(SIZE_32B[0] <= (run.parameters or 0) <= SIZE_32B[1] for run in runs)
 
 
 def step_label(runs: Sequence[Run]) -> str:
@@ -134,54 +89,52 @@ def step_label(runs: Sequence[Run]) -> str:
     return "rollout step"
 
 
-def _draw(chart: Chart, runs: Sequence[Run]) -> list[Drawn]:
-    """One run: a colour a series. Two runs: a colour a run, a dash a series; of stacks a chart a run, for layers of two
-    runs cannot lie on each other."""
-    band = chart.band if all(has_paper_ranges(run) for run in runs) else None
-    shaded = f"Shaded: what figure {chart.figure} of the paper spans for Qwen2.5-32B." if band else ""
-    frame = Frame(
-        unit=chart.unit,
-        x_label=step_label(runs),
-        last=max(run.steps for run in runs),
-        from_zero=chart.from_zero,
-        to_one=chart.to_one,
-        stack=chart.stack,
-        band=band,
-    )
+def _draw(chart: Chart, runs: Sequence[Run], key: str, numbers: list[list[str]]) -> list[Drawn]:
+    """One chart; of stacks of two runs a chart a run, for layers of two runs cannot lie on each other. `numbers` gets a
+    row a series."""
+    band = chart.band if has_paper_ranges(runs) else None
+    frame = replace(chart, x_label=step_label(runs), last=max(run.steps for run in runs), band=band)
     drawn = []
-    for number, group in enumerate([[run] for run in runs] if chart.stack else [runs]):
-        curves, legend = _curves(chart, group)
+    for group in [[run] for run in runs] if chart.stack else [runs]:
+        title = f"{chart.title}: {group[0].name}" if len(group) < len(runs) else chart.title
+        curves: list[Curve] = []
+        for at, measured in enumerate(_curves(chart, group)):
+            for curve in measured:
+                figures = (curve.values[0], min(curve.values), max(curve.values), curve.values[-1])
+                numbers.append([f"{title}, {curve.label}", *(value_text(value, chart.unit) for value in figures)])
+            if at == 0 or any(any(curve.values) for curve in measured):
+                curves += measured  # a series that is all zero beside another one says nothing
         if curves:
-            named = chart.stack and len(runs) > 1
-            title = f"{chart.title}: {group[0].name}" if named else chart.title
-            svg = Markup(draw_curves(curves, frame, salt=f"{chart.key}{number}"))
-            drawn.append(Drawn(title=title, note=chart.note, figure=chart.figure, band=shaded, svg=svg, legend=legend))
+            drawn.append(draw_curves(curves, replace(frame, title=title), salt=f"{key} {title}"))
     return drawn
 
 
-def _curves(chart: Chart, runs: Sequence[Run]) -> tuple[list[Curve], list[Key]]:
-    found = [[chart.points(run, metric) for metric in chart.series] for run in runs]
-    curves, legend = [], []
-    for number, run in enumerate(runs):
-        for at, (label, points) in enumerate(zip(chart.series.values(), found[number], strict=True)):
-            if not points or (at and not any(value for each in found for value in each[at].values())):
-                continue  # a series that is all zero beside another one says nothing
-            own = chart.colours[at] if chart.colours else at
-            colour, dash = (number, at) if len(runs) > 1 else (own, 0)
-            values = list(points.values())
-            curves.append(Curve(steps=list(points), values=values, colour=colour, dash=dash))
-            name = label if len(runs) == 1 else f"{run.name}: {label}"
-            legend.append(Key(label=name, colour=colour, dash=dash, latest=value_text(values[-1], chart.unit)))
-    return curves, legend
+def _curves(chart: Chart, runs: Sequence[Run]) -> list[list[Curve]]:
+    """Of each series the runs that measured it. One run: a colour a series. Two: a colour a run, a dash a series."""
+    series: list[list[Curve]] = []
+    for at, (metric, label) in enumerate(chart.series.items()):
+        own = chart.colours[at] if chart.colours else at
+        measured = []
+        for number, run in enumerate(runs):
+            if points := chart.points(run, metric):
+                name, colour, dash = (label, own, 0) if len(runs) == 1 else (f"{run.name}: {label}", number, at)
+                values = list(points.values())
+                measured.append(Curve(label=name, steps=list(points), values=values, colour=colour, dash=dash))
+        series.append(measured)
+    return series
 
 
-def _numbers(chart: Chart, runs: Sequence[Run]) -> list[list[str]]:
-    rows = []
-    for run in runs:
-        for metric, label in chart.series.items():
-            values = list(chart.points(run, metric).values())
-            if values:
-                name = f"{chart.title}, {label}" + (f" ({run.name})" if len(runs) > 1 else "")
-                figures = (values[0], min(values), max(values), values[-1])
-                rows.append([name, *(value_text(value, chart.unit) for value in figures)])
-    return rows
+def draw_evaluations(run: Run, salt: str) -> list[Drawn]:
+    """A chart of the evaluations inside the run, and of those beside it, where there are two steps or more."""
+    last = max([run.steps, *(each.step or 0 for each in run.evaluations)])
+    drawn = []
+    for where in (BESIDE, INSIDE):
+        curves = []
+        for colour, (label, points) in enumerate(over_steps(run.evaluations, where).items()):
+            steps, values, low, high = zip(*points, strict=True)
+            curves.append(Curve(label=label, steps=steps, values=values, colour=colour, low=low, high=high))
+        if any(len(curve.steps) > 1 for curve in curves):
+            note = f"Evaluations {where}; pale: 95% intervals over problems."
+            frame = Frame(title="Over the training", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True)
+            drawn.append(draw_curves(curves, frame, salt=f"{salt} {where}"))
+    return drawn

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from megatron_dapo.monitor.health import HealthLimits
+from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 from megatron_dapo.report.evaluations import Evaluation, read_evaluations
 from megatron_dapo.report.outcomes import Outcomes, count_outcomes
@@ -16,6 +18,9 @@ from megatron_dapo.storage.file_shapes import misshapen
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
 """A folder that holds none of these is no run."""
+
+
+_HELD_OUT = TypeAdapter(dict[str, dict[str, Accuracy] | None])
 
 
 class ReportError(ValueError):
@@ -36,7 +41,7 @@ class Run:
     """config.yaml as it is on disk: a report must also be made of runs of another version."""
     summary: Mapping[str, Any]
     """summary.json: only a finished run has it."""
-    before: Mapping[str, Any]
+    before: Mapping[str, Mapping[str, Accuracy] | None]
     """Held-out figures before training (`before`, `baseline`), also of a run under way."""
     manifest: Mapping[str, Any]
     samples: list[dict[str, Any]]
@@ -68,10 +73,8 @@ class Run:
     @property
     def health_limits(self) -> HealthLimits:
         """Those that its config sets, else the defaults."""
-        bounds: dict[str, Any] = {}
-        for name in ("mismatch_warn", "mismatch_stop"):
-            if isinstance(value := self.setting(f"monitor.{name}"), int | float):
-                bounds[name] = value
+        asked = ((name, self.setting(f"monitor.{name}")) for name in ("mismatch_warn", "mismatch_stop"))
+        bounds: dict[str, Any] = {name: value for name, value in asked if isinstance(value, int | float)}
         return HealthLimits(**bounds)
 
     def total(self, name: str) -> float:
@@ -109,10 +112,8 @@ def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool =
     notes: list[str] = []
     summary = _mapping(folder / "summary.json", notes)
     stored = _mapping(folder / "heldout_before.json", notes)
-    before = {
-        part: {way: answers["figures"] for way, answers in (stored.get(part) or {}).items()}
-        for part in ("before", "baseline")
-    }
+    begun = {part: stored.get(part) or {} for part in ("before", "baseline")}
+    before = {part: {way: answers["figures"] for way, answers in ways.items()} for part, ways in begun.items()}
     lines = read_metrics(folder)
     if needs_files and not (folder / FILE).exists():
         notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
@@ -122,7 +123,7 @@ def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool =
         lines=lines,
         config=_mapping(folder / "config.yaml", notes),
         summary=summary,
-        before=summary.get("heldout") or before,
+        before=_HELD_OUT.validate_python(summary.get("heldout") or before),
         manifest=_mapping(folder / "manifest.json", notes),
         samples=_samples(folder / "samples.jsonl", notes),
         outcomes=count_outcomes(folder / "ledger.jsonl", notes) if needs_ledger else None,
@@ -145,7 +146,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         notes.append(f"{path.name} holds no object.")
         return {}
-    if wrong := misshapen(path.name, content):
+    if wrong := misshapen(path.name, text):
         notes.append(f"{path.name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
         return {}
     return content

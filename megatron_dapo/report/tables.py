@@ -1,23 +1,23 @@
 """What a report says in tables and in its headline figures: computed here, laid out by the template."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from megatron_dapo.config.config_diff import departures, differences, shown
 from megatron_dapo.config.load import flatten
-from megatron_dapo.monitor.console import duration
+from megatron_dapo.monitor.console import STAGES, duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, value_text
 from megatron_dapo.report.source import Run, look_up
 
-STAGES = (("before", "before"), ("baseline", "before, made to work"), ("after", "after"))
 LONGEST = 4000
 """Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
 PROVENANCE = {
@@ -28,6 +28,11 @@ PROVENANCE = {
     "model": "model.path",
 }
 """Label -> key of manifest.json."""
+SAMPLES = 4
+"""Right and wrong responses shown of each run: the newest."""
+
+share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
+"""12.5% and 12 345"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +57,12 @@ class AlarmPeriod:
     """Whether it still holds at the newest step."""
 
 
-def share(value: float) -> str:
-    """12.5%"""
-    return value_text(value, Unit.SHARE)
-
-
-def count(value: Any) -> str:
-    """12 345"""
-    return value_text(float(value), Unit.COUNT)
-
-
 def held_out(run: Run) -> list[HeldOut]:
     """Each way of answering that was measured; a run under way has no `after` yet."""
     tables = []
     for way in ("sampled", "greedy"):
-        known = {
-            stage: Accuracy(**run.before[stage][way]) for stage, _ in STAGES if way in (run.before.get(stage) or ())
-        }
+        measured = {stage: run.before.get(stage) or {} for stage in STAGES}
+        known = {stage: found[way] for stage, found in measured.items() if way in found}
         if not known:
             continue
         some = next(iter(known.values()))
@@ -78,7 +72,7 @@ def held_out(run: Run) -> list[HeldOut]:
             change = difference(known["before"], known["after"])
             gain = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
         problems = f"{count(some.problems)} problems" + (f", {each} answers each" if each > 1 else "")
-        rows = [(label, known[stage]) for stage, label in STAGES if stage in known]
+        rows = [(label, known[stage]) for stage, label in STAGES.items() if stage in known]
         tables.append(HeldOut(way=way, problems=problems, rows=rows, gain=gain))
     return tables
 
@@ -118,23 +112,20 @@ def reflection_rows(run: Run) -> list[list[str]]:
         rate = _weighted(run, f"{name}_rate", "sampling/generated")
         if rate is None:
             continue
-        needed = (f"{name}_rate", "accuracy/mean")
-        lines = [line for line in run.lines if all(line.get(key) is not None for key in needed)]
-        measured = [line for line in lines if not line[f"{name}_rate"] or line.get(f"{name}_accuracy") is not None]
-        if not measured:
-            rows.append([name, share(rate), "not measured", "not measured"])
-            continue
-        rates = [line[f"{name}_rate"] for line in measured]
-        among = [line.get(f"{name}_accuracy") or 0.0 for line in measured]
-        hits = [rate * (line.get("sampling/generated") or 0) for rate, line in zip(rates, measured, strict=True)]
-        right = sum(a * number for a, number in zip(among, hits, strict=True))
-        found = correlation(rates, among, [line["accuracy/mean"] for line in measured])
-        accuracy = share(right / sum(hits)) if sum(hits) else "never seen"
-        rows.append([name, share(rate), accuracy, "–" if found is None else f"{found:+.2f}"])
+        keys = (f"{name}_rate", f"{name}_accuracy", "accuracy/mean", "sampling/generated")
+        steps = [[line.get(key) for key in keys] for line in run.lines]
+        measured = [step for step in steps if None not in (step[0], step[2]) and (not step[0] or step[1] is not None)]
+        right, phi = "not measured", "not measured"
+        if measured:
+            rates, among, accuracies, groups = np.nan_to_num(np.array(measured, dtype=float).T)
+            hits, found = rates * groups, correlation(rates, among, accuracies)
+            right = share((among * hits).sum() / hits.sum()) if hits.any() else "never seen"
+            phi = "–" if found is None else f"{found:+.2f}"
+        rows.append([name, share(rate), right, phi])
     return rows
 
 
-def correlation(rates: Sequence[float], among: Sequence[float], accuracies: Sequence[float]) -> float | None:
+def correlation(rates: ArrayLike, among: ArrayLike, accuracies: ArrayLike) -> float | None:
     """Correlation of "has the word" with "is right" inside rollout steps, over all steps.
 
     Each step's 2 x 2 table follows from three shares, so nothing but the metrics is needed. Covariances and variances
@@ -172,10 +163,8 @@ def evaluation_rows(run: Run) -> list[list[str]]:
     """[name, where, way of answering, problems x answers, figures] of every evaluation."""
     rows = []
     for found in run.evaluations:
-        figures = "; ".join(
-            f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()
-        )
-        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", figures])
+        figures = [f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()]
+        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", "; ".join(figures)])
     return rows
 
 
@@ -201,6 +190,11 @@ def config_rows(run: Run) -> list[list[str]]:
 def breakable(key: str) -> Markup:
     """A config key as code that may be broken after its dots, on a narrow screen."""
     return Markup("<code>{}</code>").format(Markup(".<wbr>").join(key.split(".")))
+
+
+def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:
+    """The newest responses that were right, or wrong."""
+    return [line for line in run.samples if bool(line.get("accuracy")) is right][: -SAMPLES - 1 : -1]
 
 
 def provenance(run: Run) -> list[tuple[str, str]]:

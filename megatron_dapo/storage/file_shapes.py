@@ -4,82 +4,58 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-
-class Figures(BaseModel, extra="forbid", strict=True):
-    """Fields of `statistics.Accuracy`."""
-
-    accuracy: float
-    low: float
-    high: float
-    n: int
-    problems: int
+from megatron_dapo.monitor.statistics import Accuracy
 
 
-class Answers(BaseModel, strict=True):
+class _Answers(BaseModel, strict=True):
     """One way of answering the held-out problems."""
 
-    figures: Figures
+    figures: Accuracy
     texts: list[str] = []
     correct: list[bool] = []
 
 
-class Before(BaseModel, strict=True):
-    """heldout_before.json."""
-
-    before: dict[str, Answers] = {}
-    baseline: dict[str, Answers] | None = None
+class _Before(BaseModel, strict=True):
+    before: dict[str, _Answers] = {}
+    baseline: dict[str, _Answers] | None = None
 
 
-class Summary(BaseModel, strict=True):
-    """summary.json."""
-
+class _Summary(BaseModel, strict=True):
     rollout_steps: int = 0
-    heldout: dict[str, dict[str, Figures] | None] | None = None
+    heldout: dict[str, dict[str, Accuracy] | None] | None = None
     examples: list[Any] | None = None
 
 
-class Source(BaseModel, strict=True):
-    """A prompt file."""
-
+class _PromptFile(BaseModel, strict=True):
     sha256: str
 
 
-class Data(BaseModel, strict=True):
-    """The prompts that a run was begun with."""
-
-    train: Source
-    heldout: Source
-
-
-class Trainer(BaseModel, strict=True):
-    """What the trainer was."""
-
-    device: str | None = None
+class _Trainer(BaseModel, strict=True):
     layout: dict[str, int | bool | None] | None = None
     parameters: int | None = None
 
 
-class Manifest(BaseModel, strict=True):
-    """manifest.json."""
-
+class _Manifest(BaseModel, strict=True):
     versions: dict[str, Any] | None = None
-    host: dict[str, Any] | None = None
-    trainer: Trainer | None = None
-    model: dict[str, Any] | None = None
-    data: Data | None = None
+    trainer: _Trainer | None = None
+    data: dict[str, _PromptFile] | None = None
     command: list[Any] | None = None
 
 
-SHAPES: dict[str, type[BaseModel]] = {"heldout_before.json": Before, "summary.json": Summary, "manifest.json": Manifest}
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": _Before,
+    "summary.json": _Summary,
+    "manifest.json": _Manifest,
+}
 
 
-def misshapen(name: str, content: Any) -> str | None:
-    """What is wrong with the content of the file `name`, and where in it; None where nothing is, or no shape is known.
+def misshapen(name: str, text: str) -> str | None:
+    """What is wrong with the JSON of the file `name`, and where in it; None where nothing is, or no shape is known.
     More keys than are known are nothing wrong."""
     if name not in SHAPES:
         return None
     try:
-        SHAPES[name].model_validate(content)
+        SHAPES[name].model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].lower()}"

@@ -162,10 +162,11 @@ class RunDir:
         """
         file = self.path / name
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            content = json.loads(text)
             if missing := [key for key in keys if not isinstance(content, dict) or key not in content]:
                 raise ValueError(f"without {', '.join(missing)}")
-            if wrong := misshapen(name, content):
+            if wrong := misshapen(name, text):
                 raise ValueError(wrong)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else f"damaged ({error})"

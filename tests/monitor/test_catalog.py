@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.monitor.catalog import CATALOG, GROUPS, UndeclaredMetricError, check_declared
-from megatron_dapo.report.metrics_page import metrics_page
+from megatron_dapo.report.page import metrics_page
 
 WATCHED = {
     "rollout_step",
@@ -73,10 +73,15 @@ def test_seconds_are_seconds():
     assert {metric.unit for name, metric in CATALOG.items() if name.startswith("timing/")} == {"s"}
 
 
+def test_every_metric_says_how_the_values_inside_a_step_become_one():
+    assert {metric.reduce for metric in CATALOG.values()} == {"mean", "sum", "max", "95th percentile", "ratio", "last"}
+    assert all(metric.help.endswith(".") and metric.unit for metric in CATALOG.values())
+
+
 def test_an_undeclared_name_is_refused_with_the_nearest_one():
     with pytest.raises(UndeclaredMetricError, match=r"'acuracy/mean': not declared; did you mean 'accuracy/mean'\?"):
         check_declared(["entropy", "acuracy/mean"])
-    with pytest.raises(UndeclaredMetricError, match=r"catalog\.py"):
+    with pytest.raises(UndeclaredMetricError, match=r"catalog\.yaml"):
         check_declared(["xyzzy"])
 
 

@@ -4,19 +4,21 @@ import re
 
 from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves
 
-FRAME = Frame(unit=Unit.SHARE, x_label="rollout step", last=4)
+FRAME = Frame(title="", note="", unit=Unit.SHARE, last=4)
 
 
 def test_a_spread_is_shaded_behind_its_curve_in_the_same_colour() -> None:
-    curve = Curve(steps=[1, 2, 4], values=[0.2, 0.4, 0.3], colour=2, low=[0.1, 0.3, 0.2], high=[0.3, 0.5, 0.4])
-    with_spread = draw_curves([curve], FRAME, salt="a")
+    curve = Curve(
+        label="", steps=[1, 2, 4], values=[0.2, 0.4, 0.3], colour=2, low=[0.1, 0.3, 0.2], high=[0.3, 0.5, 0.4]
+    )
+    with_spread = draw_curves([curve], FRAME, salt="a").svg
     (shade,) = re.findall(r'style="fill: var\(--c2\); fill-opacity: 0\.16[^"]*"', with_spread)
     assert with_spread.index(shade) < with_spread.index("stroke: var(--c2)")
-    alone = draw_curves([Curve(steps=[1, 2, 4], values=[0.2, 0.4, 0.3], colour=2)], FRAME, salt="a")
+    alone = draw_curves([Curve(label="", steps=[1, 2, 4], values=[0.2, 0.4, 0.3], colour=2)], FRAME, salt="a").svg
     assert "fill-opacity" not in alone
 
 
 def test_the_axis_reaches_below_zero_where_only_the_spread_does() -> None:
-    curve = Curve(steps=[1, 2], values=[0.1, 0.1], colour=0, low=[-0.5, -0.5], high=[0.2, 0.2])
-    shown = draw_curves([curve], Frame(unit=Unit.NUMBER, x_label="x", last=2), salt="b")
+    curve = Curve(label="", steps=[1, 2], values=[0.1, 0.1], colour=0, low=[-0.5, -0.5], high=[0.2, 0.2])
+    shown = draw_curves([curve], Frame(title="", note="", last=2), salt="b").svg
     assert ">-0.4<" in shown
