@@ -1,6 +1,5 @@
 """What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own."""
 
-import json
 import shlex
 import shutil
 import sys
@@ -41,11 +40,14 @@ def check_run_dir(facts: Facts) -> Iterator[Finding]:
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """The model's shape, whether the layout divides it, whether its weights are all there.
+    """The model's shape, whether the layout divides it, whether its weights are all there and none is cut.
 
     Raises:
         ConfigError: a config.json that is not supported, or a layout that does not divide the model.
+        WeightsError: a file of weights is missing or damaged.
     """
+    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+
     config = facts.given
     folder, length = Path(config.model.path), config.model.context_length
     hf = HFModelConfig.load(folder)
@@ -53,10 +55,8 @@ def check_model(facts: Facts) -> Iterator[Finding]:
     if length > hf.max_position_embeddings:
         found = f"model.context_length = {length}, the model knows {hf.max_position_embeddings}"
         yield failed(found, "lower model.context_length")
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    if away := sorted(file for file in files if not (folder / file).is_file()):
-        yield failed(f"{folder}: {away[0]} is not there ({len(away)} in all)", "get the files anew")
+    with SafetensorsReader(folder):
+        pass
     yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters; the layout divides it")
 
 

@@ -18,7 +18,6 @@ from megatron_dapo.doctor.probing import (
     run,
     warning,
 )
-from megatron_dapo.plan.scenario import share_gpus
 
 INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
 _IMPORT_FIX = (
@@ -63,18 +62,12 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield failed(f"{shown}; trainer and servers need {needed}", fix)
     else:
         yield passed(shown)
-    modes = sorted({gpu.compute_mode for gpu in gpus} & {"Prohibited", "Exclusive_Process"})
-    if modes:
-        two_a_gpu = config is not None and share_gpus(config)
-        make = failed if two_a_gpu or "Prohibited" in modes else warning
-        fix = "nvidia-smi -c 0 (as root); Exclusive_Process has one process a GPU, and run.mode: colocated needs two"
-        yield make(f"compute mode {', '.join(modes)}", fix)
     if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:
         yield warning(f"memory of GPU {', '.join(busy)} is in use", "end what uses it: nvidia-smi lists the processes")
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """A CUDA build that the driver can run, which sees all GPUs and loads the NCCL that was installed with it."""
+    """A CUDA build that the driver can run, which sees all GPUs."""
     torch, count = facts.torch, len(facts.gpus)
     if "cause" in torch:
         yield failed(f"cannot be imported: {torch['cause']}", INSTALL)
@@ -93,12 +86,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif torch["devices"] < count:
         found = f"{shown} sees {torch['devices']} of {count} GPUs"
         yield warning(found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
-    loaded = ".".join(map(str, torch["nccl"]))
-    if (wheel := facts.installed.get(f"nvidia-nccl-cu{facts.cuda_major}", loaded)) != loaded:
-        fix = "take the other libnccl.so.2 out of LD_LIBRARY_PATH and LD_PRELOAD"
-        yield warning(f"NCCL {loaded} is loaded, {wheel} is installed", fix)
-    else:
-        yield passed(f"{shown}, NCCL {loaded}")
+    yield passed(shown)
 
 
 def check_imports(facts: Facts) -> Iterator[Finding]:

@@ -27,12 +27,6 @@ _SHARED_MEMORY_GPU = 10e9
 
 _OPEN_FILES = 4096
 _CONNECT_S = 3.0
-_SLOW = {
-    "NCCL_P2P_DISABLE": "GPUs of this node talk through host memory, not NVLink",
-    "NCCL_SHM_DISABLE": "ranks of this node talk over the network",
-    "NCCL_IB_DISABLE": "nodes talk over TCP, not InfiniBand",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-}
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
@@ -56,8 +50,8 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
         if name != "pip" and pins.get(name, version).partition("+")[0] != version.partition("+")[0]
     ]
     if other:
-        more = f" and {len(other) - _SHOWN_DIFFERENCES} more" if len(other) > _SHOWN_DIFFERENCES else ""
-        found = f"not the versions that were run together: {', '.join(other[:_SHOWN_DIFFERENCES])}{more}"
+        shown = ", ".join(other[:_SHOWN_DIFFERENCES])
+        found = f"{len(other)} packages are not of the versions that were run together: {shown}"
         yield warning(found, f"if something fails, make clean-venv {target} takes {lock.name} as it is")
     shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
     yield passed(f"{len(needed)} packages inside their bounds: {shown}")
@@ -101,7 +95,7 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """How GPU nodes find and reach each other: its name, NCCL's variables."""
+    """Whether other nodes can reach this one by its name."""
     host, address = socket.gethostname(), "nothing"
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None)[0][4][0])
@@ -110,30 +104,22 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         make = failed if facts.several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ else warning
         fix = f"give {host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
         yield make(f"{host} resolves to {address}: a run on several nodes would not meet", fix)
-    for name, what in _SLOW.items():
-        if os.environ.get(name) == "1":
-            yield warning(f"{name} = 1: {what}", f"unset {name}")
-    yield passed(f"{host} is {address}; no variable of NCCL or CUDA is in the way")
+    yield passed(f"{host} is {address}")
 
 
 def check_infiniband(facts: Facts) -> Iterator[Finding]:
     """Whether a port of an adapter is up, and NCCL may use it; else nodes talk over TCP, which is slow."""
-    folder = "sys/class/infiniband"
-    states = {
-        f"{adapter}:{port}": facts.text(f"{folder}/{adapter}/ports/{port}/state")
-        for adapter in facts.names(folder)
-        for port in facts.names(f"{folder}/{adapter}/ports")
-    }
-    active = [port for port, state in states.items() if state.endswith("ACTIVE")]
+    ports = sorted((facts.root / "sys/class/infiniband").glob("*/ports/*/state"))
+    states = [f"{port.parents[2].name}:{port.parent.name} {port.read_text().strip()}" for port in ports]
+    active = [state for state in states if state.endswith("ACTIVE")]
     if not active:
-        shown = ", ".join(f"{port} {state}" for port, state in states.items())
         fix = "check driver (lspci), cable, switch and subnet manager (ibstat), or keep a run on one node"
-        yield warning(f"no InfiniBand or RoCE port is up ({shown or 'no adapter'})", fix)
-    elif not any(name.startswith("uverbs") for name in facts.names("dev/infiniband")):
-        found = f"{', '.join(active)} up, but no /dev/infiniband/uverbs*: this container cannot use it"
+        yield warning(f"no InfiniBand or RoCE port is up ({', '.join(states) or 'no adapter'})", fix)
+    elif not list((facts.root / "dev/infiniband").glob("uverbs*")):
+        found = f"{', '.join(active)}, but no /dev/infiniband/uverbs*: this container cannot use it"
         yield warning(found, "give the container /dev/infiniband (docker: --device /dev/infiniband)")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if active and locked != resource.RLIM_INFINITY:
         found = f"at most {locked / 1024:.0f} KiB of locked memory; InfiniBand locks NCCL's buffers"
         yield warning(found, "ulimit -l unlimited before the run (docker: --ulimit memlock=-1)")
-    yield passed(f"ports up: {', '.join(active)}")
+    yield passed(", ".join(active))

@@ -49,7 +49,7 @@ class Calibration:
     gather_bandwidth: Positive
     checksum_bandwidth: Positive
     mean_response: Positive
-    response_sigma: Positive
+    response_sigma: Number
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
     mean_prompt: Positive
 

@@ -93,8 +93,6 @@ def _right(slope: float | np.ndarray) -> float | np.ndarray:
 
 def _steepness(workload: Workload) -> float:
     """k, by bisection over a fixed sample of difficulties."""
-    if not 0 < workload.pass_rate < 1:
-        raise ValueError(f"pass rate {workload.pass_rate:g}: must be above 0 and below 1")
     difficulty = np.random.default_rng(0).standard_normal(_SAMPLE)
     low, high = 0.0, _STEEPEST
     for _ in range(50):

@@ -183,10 +183,10 @@ def server_memory(case: Scenario) -> ServerMemory:
     rollout, parallel = case.config.rollout, case.config.rollout.tensor_parallel
     weights = case.model_bytes / parallel
     token = kv_bytes_per_token(case.hf, parallel, case.dtype_bytes)
-    cache = rollout.memory_fraction * case.gpu_memory - weights
+    cache = rollout.memory_fraction * case.constants.gpu_memory - weights
     if rollout.kv_cache_tokens is not None:
         cache = min(cache, rollout.kv_cache_tokens * token)
-    rest = (1 - rollout.memory_fraction) * case.gpu_memory
+    rest = (1 - rollout.memory_fraction) * case.constants.gpu_memory
     return ServerMemory(weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=rest)
 
 

@@ -1,6 +1,5 @@
 """The sizes of the model to plan for: its folder's config.json, or built-in ones where the folder is not there yet."""
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -15,26 +14,17 @@ BUILT_IN = {name: HFModelConfig.of(fields, shown=f"models.yaml, {name}") for nam
 """By the name of the model's folder, as the models are published."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelDimensions:
-    """A model's sizes and where they were found."""
-
-    hf: HFModelConfig
-    source: str
-
-
-def model_dimensions(path: str) -> ModelDimensions:
-    """The sizes of the model in folder `path`.
+def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
+    """The sizes of the model in folder `path`, and where they were found.
 
     Raises:
         ConfigError: the folder has no config.json and its name is not a built-in one, or the config is not supported.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
-        return ModelDimensions(hf=HFModelConfig.load(folder), source=str(folder / "config.json"))
+        return HFModelConfig.load(folder), str(folder / "config.json")
     if folder.name in BUILT_IN:
-        source = f"built-in shape of {folder.name}; {folder} is not there"
-        return ModelDimensions(hf=BUILT_IN[folder.name], source=source)
+        return BUILT_IN[folder.name], f"built-in shape of {folder.name}; {folder} is not there"
     raise ConfigError(
         f"model.path = {path}: no config.json there, and no built-in shape of that folder's name "
         f"({', '.join(BUILT_IN)}); give the folder of the model, or only its config.json in a folder"

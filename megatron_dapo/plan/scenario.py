@@ -38,16 +38,6 @@ def share_gpus(config: Config) -> bool:
     return not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumptions:
-    """What the user may set instead of the calibration's and the config's values."""
-
-    gpu_memory: float | None = None
-    mean_response: float | None = None
-    sigma: float | None = None
-    pass_rate: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """All that a plan depends on."""
@@ -55,16 +45,12 @@ class Scenario:
     config: Config
     hf: HFModelConfig
     constants: Calibration
-    assumed: Assumptions = Assumptions()
+    pass_rate: float | None = None
+    """None: the config's `initial_pass_rate`."""
 
     def changed(self, changes: Changes) -> "Scenario":
         """With keys of the config set."""
         return dataclasses.replace(self, config=changed(self.config, changes))
-
-    @property
-    def gpu_memory(self) -> float:
-        """Bytes of one GPU."""
-        return self.assumed.gpu_memory or self.constants.gpu_memory
 
     @property
     def dtype_bytes(self) -> int:
@@ -77,11 +63,6 @@ class Scenario:
         return float(model_parameters(self.hf) * self.dtype_bytes)
 
     @property
-    def tensor_parallel(self) -> int:
-        """GPUs of one server."""
-        return self.config.rollout.tensor_parallel
-
-    @property
     def servers(self) -> int:
         """How many, whoever runs them."""
         return len(self.config.rollout.urls) or self.config.rollout.servers
@@ -89,33 +70,27 @@ class Scenario:
     @property
     def server_gpus(self) -> int:
         """Of all servers."""
-        return self.servers * self.tensor_parallel
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Trainer and servers are on the same GPUs, in turns."""
-        return share_gpus(self.config)
+        return self.servers * self.config.rollout.tensor_parallel
 
     @property
     def gpus(self) -> int:
         """Of trainer and servers together, those that both use counted once."""
-        return self.config.actor.layout.world_size + (0 if self.shares_gpus else self.server_gpus)
+        return self.config.actor.layout.world_size + (0 if share_gpus(self.config) else self.server_gpus)
 
     @property
     def workload(self) -> Workload:
-        """Lengths and pass rate: the user's, or else the calibration's and `initial_pass_rate`.
+        """Lengths and pass rate.
 
         Raises:
             ConfigError: the pass rate is impossible.
         """
-        config, constants, assumed = self.config, self.constants, self.assumed
-        group = config.algorithm.group_size
-        rate = assumed.pass_rate or config.algorithm.dynamic_sampling.initial_pass_rate
+        config, constants, group = self.config, self.constants, self.config.algorithm.group_size
+        rate = self.pass_rate or config.algorithm.dynamic_sampling.initial_pass_rate
         if not 0 < rate < 1:
             raise ConfigError(f"pass rate {rate:g}: must be above 0 and below 1; give --pass-rate")
         return Workload(
-            mean_response=assumed.mean_response or constants.mean_response,
-            sigma=constants.response_sigma if assumed.sigma is None else assumed.sigma,
+            mean_response=constants.mean_response,
+            sigma=constants.response_sigma,
             difficulty_share=constants.difficulty_share,
             mean_prompt=min(constants.mean_prompt, config.data.max_prompt_tokens),
             pass_rate=min(rate, highest_pass_rate(group)),

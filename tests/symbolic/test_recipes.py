@@ -23,7 +23,7 @@ def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None
     config = load_config(path, overrides)
     asked = telling_ranks(config.actor.layout) if ranks is None else ranks
     traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)
-    return Findings.of(traces, config, model_dimensions(config.model.path).hf, load_calibration())
+    return Findings(traces, config, model_dimensions(config.model.path)[0], load_calibration())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
