@@ -180,7 +180,8 @@ def plan(
     from megatron_dapo.cli.plan import plan_command
 
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
-    raise typer.Exit(plan_command(config, overrides or [], assumed, pass_rate, calibration, as_json=json))
+    assumed["pass_rate"] = pass_rate
+    raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
 from megatron_dapo.plan.rank_state import model_parameters
-from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
+from megatron_dapo.plan.scenario import Changes, Scenario, model_dimensions, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan
 
 WIDTH = 120
@@ -26,24 +25,15 @@ GB = 1e9
 
 
 def plan_command(
-    path: Path,
-    overrides: Sequence[str],
-    assumed: Mapping[str, float | None],
-    pass_rate: float | None,
-    calibration: Path | None,
-    *,
-    as_json: bool,
+    path: Path, overrides: Sequence[str], calibration: Path | None, *, as_json: bool, **assumed: float | None
 ) -> ExitCode:
-    """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none.
-
-    Args:
-        assumed: constants of the calibration that take another value, where it is not None.
-    """
+    """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none. `assumed`: constants that
+    take another value than the calibration's, where one is given."""
     try:
         config, constants = load_config(path, overrides), load_calibration(calibration)
         hf, source = model_dimensions(config.model.path)
         constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
-        plan = make_plan(Scenario(config, hf, constants, pass_rate))
+        plan = make_plan(Scenario(config, hf, constants))
         splits, ways = (other_splits(plan), []) if plan.fits else ([], remedies(plan.case))
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -121,7 +111,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
     if not case.config.algorithm.dynamic_sampling.enabled:
         sampling = "every group is trained: dynamic sampling is off"
-    elif work.pass_rate < (case.pass_rate or 0):
+    elif work.pass_rate < (case.constants.pass_rate or 0):
         sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
     console.print(
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
@@ -168,10 +158,10 @@ def _split_table(plan: Plan, splits: Sequence[Plan]) -> Table:
         layout, step = split.case.config.actor.layout, split.step
         gpus = f"{layout.world_size} GPUs{' *' if split is plan else ''}"
         sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
-        figures: tuple[float, ...] = ()
+        cells = ["does not fit"]
         if step is not None:
             figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
-        cells = [f"{value:.0f}" for value in figures] or ["does not fit"]
+            cells = [f"{value:.0f}" for value in figures]
         table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *cells)
     return table
 

@@ -16,7 +16,7 @@ from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Scenario
-from megatron_dapo.storage.run_dir import OWN_NAMES, has_run
+from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
 
 _OPTIMIZER_BYTES = 12
 _CPU_PROCESS_BYTES = 1.6e9
@@ -27,16 +27,11 @@ _LAST_LINES = 6
 
 
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
-    """`train` refuses a directory that holds a run, unless it is to go on."""
-    run_config = facts.given.run
-    folder, resume = Path(run_config.dir), run_config.resume
-    holds, taken = has_run(folder), [name for name in OWN_NAMES if (folder / name).exists()]
-    if holds and not resume:
-        yield failed(f"{folder} holds a run", "set run.resume=true to go on, or another run.dir")
-    elif taken and not resume:
-        yield failed(f"{folder} holds {', '.join(taken)} but no run", "set run.dir to an empty one")
-    else:
-        yield passed(f"{folder} {'goes on' if holds else 'is free'}")
+    """Raise RunDirError for a directory that `train` refuses."""
+    folder = Path(facts.given.run.dir)
+    if not facts.given.run.resume:
+        refuse_what_is_there(folder)
+    yield passed(f"{folder} {'goes on' if has_run(folder) else 'is free'}")
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:

@@ -8,16 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_dapo.doctor.probing import (
-    IMPORT_DEADLINE_S,
-    Facts,
-    Finding,
-    failed,
-    needed_gpus,
-    passed,
-    run,
-    warning,
-)
+from megatron_dapo.doctor.probing import IMPORT_DEADLINE_S, Facts, Finding, failed, needed_gpus, passed, run, warning
 
 INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
 _IMPORT_FIX = (
@@ -132,7 +123,7 @@ def check_compilers(facts: Facts) -> Iterator[Finding]:
     search = f"{Path(facts.python[0]).parent}:{os.environ.get('PATH', '')}"  # as servers have it
     if missing := [program for program in ("c++", "ninja") if shutil.which(program, path=search) is None]:
         yield failed(f"no {', '.join(missing)} on PATH: servers compile kernels by it", f"install g++; {INSTALL}")
-    major, nvcc = facts.cuda_major or "13", shutil.which("nvcc")
+    major, nvcc = (facts.torch.get("cuda") or "13").partition(".")[0], shutil.which("nvcc")
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     home = Path(named) if named else Path(nvcc).parents[1] if nvcc else facts.root / "usr/local/cuda"
     # Where SGLang and flashinfer look.

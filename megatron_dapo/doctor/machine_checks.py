@@ -5,10 +5,8 @@ import os
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
@@ -16,22 +14,18 @@ from packaging.utils import canonicalize_name
 
 from megatron_dapo.doctor.probing import Facts, Finding, failed, passed, warning
 
-LOCKS = Path(__file__).parents[2] / "requirements"
-"""There in a checkout; a wheel has none."""
-
 _SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
-_SHOWN_DIFFERENCES = 4
 _SHARED_MEMORY = 2e9
 _SHARED_MEMORY_GPU = 10e9
 """Ray puts the object store of a large node on the disk below /tmp where there is less."""
 
-_OPEN_FILES = 4096
 _CONNECT_S = 3.0
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """Every requirement inside its bounds, and the packages those of the lock, which were run together."""
-    installed, declared = facts.installed, map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
+    """Every requirement inside its bounds."""
+    declared = map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
+    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name}
     # The extra names what training and generation need on any device.
     needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": "cpu"})]
     for one in needed:
@@ -40,19 +34,6 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
             there = "is not installed" if version is None else f"{version} is installed"
             fix = f'make install, or pip install --no-deps "{one.name}{one.specifier}"'
             yield failed(f"{one.name} {there}; needed: {one.specifier or 'any version'}", fix)
-    kind, target = ("gpu", "install-gpu") if "sglang-kernel" in installed else ("py", "install")
-    lock = LOCKS / f"{kind}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
-    lines = lock.read_text().splitlines() if lock.is_file() else []
-    pins = dict(line.partition("#")[0].strip().split("==") for line in lines if "==" in line.partition("#")[0])
-    other = [
-        f"{name} {version} (locked {pins[name]})"
-        for name, version in sorted(installed.items())
-        if name != "pip" and pins.get(name, version).partition("+")[0] != version.partition("+")[0]
-    ]
-    if other:
-        shown = ", ".join(other[:_SHOWN_DIFFERENCES])
-        found = f"{len(other)} packages are not of the versions that were run together: {shown}"
-        yield warning(found, f"if something fails, make clean-venv {target} takes {lock.name} as it is")
     shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
     yield passed(f"{len(needed)} packages inside their bounds: {shown}")
 
@@ -81,17 +62,13 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """Shared memory, through which Ray's object store and the ranks of a node talk, and open files, of which Ray, the
-    servers and the HTTP client hold many."""
+    """Shared memory, through which Ray's object store and the ranks of a node talk."""
     path, wanted = facts.root / "dev/shm", _SHARED_MEMORY_GPU if facts.on_gpus else _SHARED_MEMORY
     free = shutil.disk_usage(path).free if path.is_dir() else 0
     if free < wanted:
         fix = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
         yield warning(f"{free / 1e9:.1f} GB of shared memory free in {path}", fix)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < _OPEN_FILES:
-        yield warning(f"at most {files} open files a process", f"ulimit -n {_OPEN_FILES} before the run")
-    yield passed(f"{free / 1e9:.1f} GB of shared memory free in {path}; open files: {files}")
+    yield passed(f"{free / 1e9:.1f} GB of shared memory free in {path}")
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:

@@ -1,6 +1,5 @@
 """What a check reports, and what the checks know of this machine, each thing asked once."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -15,8 +14,6 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from packaging.utils import canonicalize_name
 
 from megatron_dapo.config import Config
 from megatron_dapo.plan.scenario import share_gpus
@@ -185,12 +182,6 @@ class Facts:
         return self.config is not None and 0 < len(self.gpus) < needed_gpus(self.config)
 
     @cached_property
-    def installed(self) -> dict[str, str]:
-        """Version of every installed package, by normalised name."""
-        found = importlib.metadata.distributions()
-        return {canonicalize_name(name): one.version for one in found if (name := one.metadata["Name"]) is not None}
-
-    @cached_property
     def torch(self) -> dict[str, Any]:
         """As a process of its own finds it: version, cuda (None: a build for the CPU), devices, error (why CUDA could
         not be started). Where torch cannot be imported only `cause`."""
@@ -198,8 +189,3 @@ class Facts:
         if answer.code != 0:
             return {"cause": answer.cause}
         return dict(json.loads(answer.output.splitlines()[-1]))
-
-    @property
-    def cuda_major(self) -> str:
-        """That torch is built for: "13"; empty without CUDA."""
-        return str(self.torch.get("cuda") or "").partition(".")[0]

@@ -15,8 +15,7 @@ from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import bytes_on_disk, needed_host_memory
 from megatron_dapo.doctor.examine import ON_GPUS, examine, findings_of
 from megatron_dapo.doctor.probing import Facts, Status
-from megatron_dapo.plan.model_dimensions import BUILT_IN
-from megatron_dapo.plan.scenario import changed
+from megatron_dapo.plan.scenario import BUILT_IN, changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 

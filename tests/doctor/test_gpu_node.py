@@ -331,12 +331,8 @@ def test_adapters_that_are_down_or_absent_or_not_in_the_container_are_a_warning(
 
 
 def test_limits_that_are_too_low_are_warnings(machine, monkeypatch):
-    low = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
-    monkeypatch.setattr(resource, "getrlimit", lambda name: (low[name], low[name]))
-    assert [(status, found) for status, _, found in machine.problems()] == [
-        (WARNING, "at most 1024 open files a process"),
-        (WARNING, "at most 64 KiB of locked memory; InfiniBand locks NCCL's buffers"),
-    ]
+    monkeypatch.setattr(resource, "getrlimit", lambda name: (65536, 65536))
+    assert only(machine)[2] == "at most 64 KiB of locked memory; InfiniBand locks NCCL's buffers"
     shutil.rmtree(machine.root / "dev/shm")
     assert machine.problems()[0][2].startswith("0.0 GB of shared memory free")
 

@@ -18,8 +18,7 @@ from megatron_dapo.plan.memory import (
     server_memory,
     trainer_memory,
 )
-from megatron_dapo.plan.model_dimensions import BUILT_IN
-from megatron_dapo.plan.scenario import Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.plan.model_dimensions import BUILT_IN, model_dimensions
 from megatron_dapo.plan.planner import find_misfits, make_plan, other_splits, remedies
-from megatron_dapo.plan.scenario import Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, model_dimensions
 from tests.plan.conftest import RECIPES
 
 FITTING = {
@@ -28,10 +27,10 @@ FITTING = {
 WITHOUT_LAYOUT = {"paper", "verl"}
 
 
-def planned(constants, recipe: str, changes: dict | None = None, pass_rate: float | None = None, **assumed):
+def planned(constants, recipe: str, changes: dict | None = None, **assumed):
     config = changed(load_config(RECIPES / f"{recipe}.yaml"), changes or {})
     hf = model_dimensions(config.model.path)[0]
-    return make_plan(Scenario(config, hf, dataclasses.replace(constants, **assumed), pass_rate), steps=1)
+    return make_plan(Scenario(config, hf, dataclasses.replace(constants, **assumed)), steps=1)
 
 
 def test_every_recipe_is_planned_here():

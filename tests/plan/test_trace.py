@@ -28,7 +28,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace import one_rank, rank_processes
 from megatron_dapo.plan.trace.findings import (
     CLOSE,

@@ -23,7 +23,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import row_tokens
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace.findings import RankTrace, Wait
 from megatron_dapo.plan.trace.meter import Meter
 from megatron_dapo.plan.trace.recorder import RecordingGloo, RecordingGroup

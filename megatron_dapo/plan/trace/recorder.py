@@ -1,6 +1,5 @@
 """Process groups that note every call and send nothing, in the place of torch's NCCL and gloo groups."""
 
-import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,15 +11,12 @@ from torch.utils._pytree import tree_leaves
 from megatron_dapo.plan.trace.findings import Call
 from megatron_dapo.plan.trace.meter import Meter, place
 
-_COLLECTIVES = re.findall(
-    r"\w+",
-    """
+_COLLECTIVES = """
     broadcast allreduce allreduce_coalesced reduce allgather reduce_scatter gather scatter alltoall alltoall_base
     _allgather_base _reduce_scatter_base allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced
     all_gather_single reduce_scatter_single all_to_all_single all_gather_single_coalesced
     reduce_scatter_single_coalesced
-    """,
-)
+"""
 """Methods of a process group; those of the last two lines since torch 2.13."""
 
 _Work: Any = dist._Work
@@ -102,5 +98,5 @@ def _collective(name: str) -> Any:
     return call
 
 
-for _name in _COLLECTIVES:
+for _name in _COLLECTIVES.split():
     setattr(RecordingGroup, _name, _collective(_name))
