@@ -15,15 +15,11 @@ _IMPORT_FIX = (
     f"{INSTALL}; TransformerEngine is built after torch: pip install --no-build-isolation transformer-engine[pytorch]"
 )
 _BUSY_SHARE = 0.1
-_NO_DRIVER = (
-    "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
-)
+_NO_DRIVER = "drain the node; reload the driver (modprobe nvidia) or reboot; without: actor.device=cpu"
 _TRAINER = ("megatron.core", "transformer_engine.pytorch")
 _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.entrypoints.http_server")
 _LOST = {
-    "transformer_engine.pytorch": (
-        "the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8"
-    ),
+    "transformer_engine.pytorch": "the trainer takes Megatron's own layers: slower, more memory, no FP8",
     "flashinfer": "servers sample by PyTorch's kernels, which is slower",
     "torch_memory_saver.utils": "no run.mode: colocated, whose servers give their memory back by it",
 }

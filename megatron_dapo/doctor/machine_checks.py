@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from megatron_dapo.doctor.probing import Facts, Finding, failed, passed, warning
 
-_SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
+_SHOWN = [canonicalize_name(name) for name in ("torch", "megatron-core", "sglang", "ray", "transformers")]
 _SHARED_MEMORY = 2e9
 _SHARED_MEMORY_GPU = 10e9
 """Ray puts the object store of a large node on the disk below /tmp where there is less."""

@@ -22,7 +22,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
-from megatron_dapo.plan.rank_state import StateBytes, rank_state
+from megatron_dapo.plan.rank_state import MOMENT_BYTES, StateBytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -37,9 +37,6 @@ _TOKEN_BYTES = 28
 
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
-
-_MOMENT_BYTES = 8
-"""Of a parameter: the two moments."""
 
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
 CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
@@ -210,7 +207,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     parameters = state.parameters / size
     # With the distributed optimizer every rank writes its own part of the state, else the first data-parallel ranks
     # all of it; these write the weights too.
-    written = state.moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
+    written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {

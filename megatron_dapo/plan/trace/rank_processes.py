@@ -93,8 +93,9 @@ def trace_ranks(
                 out = Path(folder, f"{rank}.json")
                 of_rank = json.dumps(job | {"rank": rank, "out": str(out)})
                 command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", of_rank]
-                pipes: dict[str, int] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-                process = subprocess.Popen(command, env=environment, text=True, **pipes)
+                process = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
                 started.append(process)
                 errors = process.communicate(timeout=RANK_SECONDS)[1].strip()
                 if process.returncode:
