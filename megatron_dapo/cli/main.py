@@ -178,15 +178,10 @@ def plan(
             trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
         )
     from megatron_dapo.cli.plan import plan_command
-    from megatron_dapo.plan.scenario import Assumptions
 
-    assumed = Assumptions(
-        gpu_memory=None if gpu_memory is None else gpu_memory * 1e9,
-        mean_response=mean_length,
-        sigma=sigma,
-        pass_rate=pass_rate,
-    )
-    raise typer.Exit(plan_command(config, overrides or [], assumed, calibration, as_json=json))
+    assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
+    assumed["pass_rate"] = pass_rate
+    raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
 @app.command()

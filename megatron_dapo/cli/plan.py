@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.model_dimensions import model_dimensions
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
 from megatron_dapo.plan.rank_state import model_parameters
-from megatron_dapo.plan.scenario import Assumptions, Changes, Scenario
+from megatron_dapo.plan.scenario import Changes, Scenario, model_dimensions, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan
 
 WIDTH = 120
@@ -26,21 +25,23 @@ GB = 1e9
 
 
 def plan_command(
-    path: Path, overrides: Sequence[str], assumed: Assumptions, calibration: Path | None, *, as_json: bool
+    path: Path, overrides: Sequence[str], calibration: Path | None, *, as_json: bool, **assumed: float | None
 ) -> ExitCode:
-    """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none."""
+    """Print the plan. FINISHED if everything fits, CONFIG if not or if the config is none. `assumed`: constants that
+    take another value than the calibration's, where one is given."""
     try:
         config, constants = load_config(path, overrides), load_calibration(calibration)
-        model = model_dimensions(config.model.path)
-        plan = make_plan(Scenario(config, model.hf, constants, assumed))
+        hf, source = model_dimensions(config.model.path)
+        constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
+        plan = make_plan(Scenario(config, hf, constants))
         splits, ways = (other_splits(plan), []) if plan.fits else ([], remedies(plan.case))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
     if as_json:
-        print(json.dumps(_tree(model.source, plan, splits, ways), indent=2))
+        print(json.dumps(_tree(source, plan, splits, ways), indent=2))
     else:
-        _print(model.source, plan, splits, ways)
+        _print(source, plan, splits, ways)
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
@@ -50,7 +51,7 @@ def _tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Change
     return {
         "model": {"source": source, "parameters": model_parameters(plan.case.hf)},
         "fits": plan.fits,
-        "gpu_memory": plan.case.gpu_memory,
+        "gpu_memory": plan.case.constants.gpu_memory,
         "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
         "server": plan.server and asdict(plan.server),
         "host": plan.host,
@@ -75,8 +76,8 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     case, server, step, layout = plan.case, plan.server, plan.step, plan.case.config.actor.layout
     console.print(f"Model: {model_parameters(case.hf) / 1e9:.2f} billion parameters, {source}")
-    generate = f"{case.server_gpus} generate ({case.servers} servers of {case.tensor_parallel})"
-    if case.shares_gpus:
+    generate = f"{case.server_gpus} generate ({case.servers} servers of {case.config.rollout.tensor_parallel})"
+    if share_gpus(case.config):
         generate = f"which the servers share ({case.config.rollout.memory_fraction:g} of each)"
     sizes = f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data}"
     console.print(f"{layout.world_size} GPUs train ({sizes}), {generate}")
@@ -88,7 +89,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
         )
     console.print("Host memory: " + "; ".join(f"{what} {_gb(value)}" for what, value in plan.host.items()))
     if step is None:
-        console.print(f"\nDoes not fit {_gb(case.gpu_memory)} a GPU:", style="bold")
+        console.print(f"\nDoes not fit {_gb(case.constants.gpu_memory)} a GPU:", style="bold")
         for one in plan.misfits:
             console.print(f"  {one.part}, {one.what}: needs {_gb(one.needed)}, there are {_gb(one.there)}")
         keys = " ".join(f"{key}={json.dumps(value)}" for way in ways for key, value in way.items())
@@ -96,7 +97,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
         if 0 < len(ways) < len({misfit.part for misfit in plan.misfits}):
             console.print("  but for the other of trainer and server, for which no change is known")
         return
-    console.print(f"\nEverything fits {_gb(case.gpu_memory)} a GPU. A rollout step, modelled:")
+    console.print(f"\nEverything fits {_gb(case.constants.gpu_memory)} a GPU. A rollout step, modelled:")
     console.print(_time_table(step))
     steps, generated = case.config.run.rollout_steps, step.generated_tokens / step.seconds / step.gpus
     console.print(
@@ -110,7 +111,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
     if not case.config.algorithm.dynamic_sampling.enabled:
         sampling = "every group is trained: dynamic sampling is off"
-    elif work.pass_rate < (case.assumed.pass_rate or 0):
+    elif work.pass_rate < (case.constants.pass_rate or 0):
         sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"
     console.print(
         f"\nAssumed: responses lognormal, mean {work.mean_response:.0f} tokens before the cut at {work.longest}, sigma "
@@ -157,10 +158,10 @@ def _split_table(plan: Plan, splits: Sequence[Plan]) -> Table:
         layout, step = split.case.config.actor.layout, split.step
         gpus = f"{layout.world_size} GPUs{' *' if split is plan else ''}"
         sizes = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data}"
-        figures: tuple[float, ...] = ()
+        cells = ["does not fit"]
         if step is not None:
             figures = (step.rollout_s, step.update_s, step.seconds, step.tokens_per_s_per_gpu, split.gpu_hours)
-        cells = [f"{value:.0f}" for value in figures] or ["does not fit"]
+            cells = [f"{value:.0f}" for value in figures]
         table.add_row(gpus, sizes, str(split.case.config.rollout.servers), *cells)
     return table
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.model_dimensions import model_dimensions
-from megatron_dapo.plan.trace.findings import Findings, RankTrace
+from megatron_dapo.plan.scenario import model_dimensions
+from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.rank_processes import TraceError, telling_ranks, trace_ranks
 
 
@@ -25,18 +25,14 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
             raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
         asked = range(layout.world_size) if ranks == "all" else sorted(set(map(int, filter(None, ranks.split(",")))))
         asked = asked or telling_ranks(layout)
-        constants, hf = load_calibration(), model_dimensions(config.model.path).hf
+        constants, hf = load_calibration(), model_dimensions(config.model.path)[0]
         print(f"tracing ranks {', '.join(map(str, asked))} of {layout.world_size}, about a minute each", flush=True)
-        traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=jobs, told=_tell)
+        traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=jobs)
     except (ConfigError, TraceError) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIG
-    findings = Findings.of(traces, config, hf, constants)
+    findings = Findings(traces, config, hf, constants)
     print(f"\n{traces[0].kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
     print(findings.tables())
     print("\n".join(["", "Faults:", *findings.faults] if findings.faults else ["", "No fault was found."]))
     return ExitCode.FAILED if findings.faults else ExitCode.FINISHED
-
-
-def _tell(trace: RankTrace) -> None:
-    print(f"rank {trace.rank}: {len(trace.calls)} calls, {trace.seconds:.0f} s", file=sys.stderr, flush=True)

@@ -220,7 +220,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        raise TokenizerError(f"{file}: {error.strerror}; give a folder in Hugging Face format") from None
+        raise TokenizerError(f"{file}: {error.strerror}; give the folder of a model in Hugging Face format") from None
     except ValueError as error:
         raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
     if not isinstance(content, dict):

@@ -1,6 +1,5 @@
 """What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own."""
 
-import json
 import shlex
 import shutil
 import sys
@@ -17,7 +16,7 @@ from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Scenario
-from megatron_dapo.storage.run_dir import OWN_NAMES, has_run
+from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
 
 _OPTIMIZER_BYTES = 12
 _CPU_PROCESS_BYTES = 1.6e9
@@ -28,24 +27,22 @@ _LAST_LINES = 6
 
 
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
-    """`train` refuses a directory that holds a run, unless it is to go on."""
-    run_config = facts.given.run
-    folder, resume = Path(run_config.dir), run_config.resume
-    holds, taken = has_run(folder), [name for name in OWN_NAMES if (folder / name).exists()]
-    if holds and not resume:
-        yield failed(f"{folder} holds a run", "set run.resume=true to go on, or another run.dir")
-    elif taken and not resume:
-        yield failed(f"{folder} holds {', '.join(taken)} but no run", "set run.dir to an empty one")
-    else:
-        yield passed(f"{folder} {'goes on' if holds else 'is free'}")
+    """Raise RunDirError for a directory that `train` refuses."""
+    folder = Path(facts.given.run.dir)
+    if not facts.given.run.resume:
+        refuse_what_is_there(folder)
+    yield passed(f"{folder} {'goes on' if has_run(folder) else 'is free'}")
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """The model's shape, whether the layout divides it, whether its weights are all there.
+    """The model's shape, whether the layout divides it, whether its weights are all there and none is cut.
 
     Raises:
         ConfigError: a config.json that is not supported, or a layout that does not divide the model.
+        WeightsError: a file of weights is missing or damaged.
     """
+    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+
     config = facts.given
     folder, length = Path(config.model.path), config.model.context_length
     hf = HFModelConfig.load(folder)
@@ -53,10 +50,8 @@ def check_model(facts: Facts) -> Iterator[Finding]:
     if length > hf.max_position_embeddings:
         found = f"model.context_length = {length}, the model knows {hf.max_position_embeddings}"
         yield failed(found, "lower model.context_length")
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    if away := sorted(file for file in files if not (folder / file).is_file()):
-        yield failed(f"{folder}: {away[0]} is not there ({len(away)} in all)", "get the files anew")
+    with SafetensorsReader(folder):
+        pass
     yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters; the layout divides it")
 
 

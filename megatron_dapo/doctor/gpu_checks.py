@@ -8,32 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_dapo.doctor.probing import (
-    IMPORT_DEADLINE_S,
-    Facts,
-    Finding,
-    failed,
-    needed_gpus,
-    passed,
-    run,
-    warning,
-)
-from megatron_dapo.plan.scenario import share_gpus
+from megatron_dapo.doctor.probing import IMPORT_DEADLINE_S, Facts, Finding, failed, needed_gpus, passed, run, warning
 
 INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
 _IMPORT_FIX = (
     f"{INSTALL}; TransformerEngine is built after torch: pip install --no-build-isolation transformer-engine[pytorch]"
 )
 _BUSY_SHARE = 0.1
-_NO_DRIVER = (
-    "drain the node; reload the driver (modprobe nvidia; dmesg | grep NVRM) or reboot; without: actor.device=cpu"
-)
+_NO_DRIVER = "drain the node; reload the driver (modprobe nvidia) or reboot; without: actor.device=cpu"
 _TRAINER = ("megatron.core", "transformer_engine.pytorch")
 _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.entrypoints.http_server")
 _LOST = {
-    "transformer_engine.pytorch": (
-        "the trainer takes Megatron's own layers: slower, more memory with context parallelism, no FP8"
-    ),
+    "transformer_engine.pytorch": "the trainer takes Megatron's own layers: slower, more memory, no FP8",
     "flashinfer": "servers sample by PyTorch's kernels, which is slower",
     "torch_memory_saver.utils": "no run.mode: colocated, whose servers give their memory back by it",
 }
@@ -63,18 +49,12 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield failed(f"{shown}; trainer and servers need {needed}", fix)
     else:
         yield passed(shown)
-    modes = sorted({gpu.compute_mode for gpu in gpus} & {"Prohibited", "Exclusive_Process"})
-    if modes:
-        two_a_gpu = config is not None and share_gpus(config)
-        make = failed if two_a_gpu or "Prohibited" in modes else warning
-        fix = "nvidia-smi -c 0 (as root); Exclusive_Process has one process a GPU, and run.mode: colocated needs two"
-        yield make(f"compute mode {', '.join(modes)}", fix)
     if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:
         yield warning(f"memory of GPU {', '.join(busy)} is in use", "end what uses it: nvidia-smi lists the processes")
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """A CUDA build that the driver can run, which sees all GPUs and loads the NCCL that was installed with it."""
+    """A CUDA build that the driver can run, which sees all GPUs."""
     torch, count = facts.torch, len(facts.gpus)
     if "cause" in torch:
         yield failed(f"cannot be imported: {torch['cause']}", INSTALL)
@@ -93,12 +73,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif torch["devices"] < count:
         found = f"{shown} sees {torch['devices']} of {count} GPUs"
         yield warning(found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
-    loaded = ".".join(map(str, torch["nccl"]))
-    if (wheel := facts.installed.get(f"nvidia-nccl-cu{facts.cuda_major}", loaded)) != loaded:
-        fix = "take the other libnccl.so.2 out of LD_LIBRARY_PATH and LD_PRELOAD"
-        yield warning(f"NCCL {loaded} is loaded, {wheel} is installed", fix)
-    else:
-        yield passed(f"{shown}, NCCL {loaded}")
+    yield passed(shown)
 
 
 def check_imports(facts: Facts) -> Iterator[Finding]:
@@ -144,7 +119,7 @@ def check_compilers(facts: Facts) -> Iterator[Finding]:
     search = f"{Path(facts.python[0]).parent}:{os.environ.get('PATH', '')}"  # as servers have it
     if missing := [program for program in ("c++", "ninja") if shutil.which(program, path=search) is None]:
         yield failed(f"no {', '.join(missing)} on PATH: servers compile kernels by it", f"install g++; {INSTALL}")
-    major, nvcc = facts.cuda_major or "13", shutil.which("nvcc")
+    major, nvcc = (facts.torch.get("cuda") or "13").partition(".")[0], shutil.which("nvcc")
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     home = Path(named) if named else Path(nvcc).parents[1] if nvcc else facts.root / "usr/local/cuda"
     # Where SGLang and flashinfer look.

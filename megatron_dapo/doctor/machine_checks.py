@@ -5,10 +5,8 @@ import os
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
@@ -16,28 +14,18 @@ from packaging.utils import canonicalize_name
 
 from megatron_dapo.doctor.probing import Facts, Finding, failed, passed, warning
 
-LOCKS = Path(__file__).parents[2] / "requirements"
-"""There in a checkout; a wheel has none."""
-
-_SHOWN = ("torch", "megatron-core", "sglang", "ray", "transformers")
-_SHOWN_DIFFERENCES = 4
+_SHOWN = [canonicalize_name(name) for name in ("torch", "megatron-core", "sglang", "ray", "transformers")]
 _SHARED_MEMORY = 2e9
 _SHARED_MEMORY_GPU = 10e9
 """Ray puts the object store of a large node on the disk below /tmp where there is less."""
 
-_OPEN_FILES = 4096
 _CONNECT_S = 3.0
-_SLOW = {
-    "NCCL_P2P_DISABLE": "GPUs of this node talk through host memory, not NVLink",
-    "NCCL_SHM_DISABLE": "ranks of this node talk over the network",
-    "NCCL_IB_DISABLE": "nodes talk over TCP, not InfiniBand",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-}
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """Every requirement inside its bounds, and the packages those of the lock, which were run together."""
-    installed, declared = facts.installed, map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
+    """Every requirement inside its bounds."""
+    declared = map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
+    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name}
     # The extra names what training and generation need on any device.
     needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": "cpu"})]
     for one in needed:
@@ -46,19 +34,6 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
             there = "is not installed" if version is None else f"{version} is installed"
             fix = f'make install, or pip install --no-deps "{one.name}{one.specifier}"'
             yield failed(f"{one.name} {there}; needed: {one.specifier or 'any version'}", fix)
-    kind, target = ("gpu", "install-gpu") if "sglang-kernel" in installed else ("py", "install")
-    lock = LOCKS / f"{kind}{sys.version_info[0]}{sys.version_info[1]}.lock.txt"
-    lines = lock.read_text().splitlines() if lock.is_file() else []
-    pins = dict(line.partition("#")[0].strip().split("==") for line in lines if "==" in line.partition("#")[0])
-    other = [
-        f"{name} {version} (locked {pins[name]})"
-        for name, version in sorted(installed.items())
-        if name != "pip" and pins.get(name, version).partition("+")[0] != version.partition("+")[0]
-    ]
-    if other:
-        more = f" and {len(other) - _SHOWN_DIFFERENCES} more" if len(other) > _SHOWN_DIFFERENCES else ""
-        found = f"not the versions that were run together: {', '.join(other[:_SHOWN_DIFFERENCES])}{more}"
-        yield warning(found, f"if something fails, make clean-venv {target} takes {lock.name} as it is")
     shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
     yield passed(f"{len(needed)} packages inside their bounds: {shown}")
 
@@ -87,21 +62,17 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """Shared memory, through which Ray's object store and the ranks of a node talk, and open files, of which Ray, the
-    servers and the HTTP client hold many."""
+    """Shared memory, through which Ray's object store and the ranks of a node talk."""
     path, wanted = facts.root / "dev/shm", _SHARED_MEMORY_GPU if facts.on_gpus else _SHARED_MEMORY
     free = shutil.disk_usage(path).free if path.is_dir() else 0
     if free < wanted:
         fix = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
         yield warning(f"{free / 1e9:.1f} GB of shared memory free in {path}", fix)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < _OPEN_FILES:
-        yield warning(f"at most {files} open files a process", f"ulimit -n {_OPEN_FILES} before the run")
-    yield passed(f"{free / 1e9:.1f} GB of shared memory free in {path}; open files: {files}")
+    yield passed(f"{free / 1e9:.1f} GB of shared memory free in {path}")
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
-    """How GPU nodes find and reach each other: its name, NCCL's variables."""
+    """Whether other nodes can reach this one by its name."""
     host, address = socket.gethostname(), "nothing"
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None)[0][4][0])
@@ -110,30 +81,22 @@ def check_network(facts: Facts) -> Iterator[Finding]:
         make = failed if facts.several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ else warning
         fix = f"give {host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
         yield make(f"{host} resolves to {address}: a run on several nodes would not meet", fix)
-    for name, what in _SLOW.items():
-        if os.environ.get(name) == "1":
-            yield warning(f"{name} = 1: {what}", f"unset {name}")
-    yield passed(f"{host} is {address}; no variable of NCCL or CUDA is in the way")
+    yield passed(f"{host} is {address}")
 
 
 def check_infiniband(facts: Facts) -> Iterator[Finding]:
     """Whether a port of an adapter is up, and NCCL may use it; else nodes talk over TCP, which is slow."""
-    folder = "sys/class/infiniband"
-    states = {
-        f"{adapter}:{port}": facts.text(f"{folder}/{adapter}/ports/{port}/state")
-        for adapter in facts.names(folder)
-        for port in facts.names(f"{folder}/{adapter}/ports")
-    }
-    active = [port for port, state in states.items() if state.endswith("ACTIVE")]
+    ports = sorted((facts.root / "sys/class/infiniband").glob("*/ports/*/state"))
+    states = [f"{port.parents[2].name}:{port.parent.name} {port.read_text().strip()}" for port in ports]
+    active = [state for state in states if state.endswith("ACTIVE")]
     if not active:
-        shown = ", ".join(f"{port} {state}" for port, state in states.items())
         fix = "check driver (lspci), cable, switch and subnet manager (ibstat), or keep a run on one node"
-        yield warning(f"no InfiniBand or RoCE port is up ({shown or 'no adapter'})", fix)
-    elif not any(name.startswith("uverbs") for name in facts.names("dev/infiniband")):
-        found = f"{', '.join(active)} up, but no /dev/infiniband/uverbs*: this container cannot use it"
+        yield warning(f"no InfiniBand or RoCE port is up ({', '.join(states) or 'no adapter'})", fix)
+    elif not list((facts.root / "dev/infiniband").glob("uverbs*")):
+        found = f"{', '.join(active)}, but no /dev/infiniband/uverbs*: this container cannot use it"
         yield warning(found, "give the container /dev/infiniband (docker: --device /dev/infiniband)")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if active and locked != resource.RLIM_INFINITY:
         found = f"at most {locked / 1024:.0f} KiB of locked memory; InfiniBand locks NCCL's buffers"
         yield warning(found, "ulimit -l unlimited before the run (docker: --ulimit memlock=-1)")
-    yield passed(f"ports up: {', '.join(active)}")
+    yield passed(", ".join(active))

@@ -1,6 +1,5 @@
 """What a check reports, and what the checks know of this machine, each thing asked once."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -10,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from packaging.utils import canonicalize_name
 
 from megatron_dapo.config import Config
 from megatron_dapo.plan.scenario import share_gpus
@@ -26,7 +23,7 @@ IMPORT_DEADLINE_S = 180.0
 """Libraries of gigabytes, perhaps from a network file system."""
 
 _REAP_S = 2.0
-_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_mode"
+_GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _TORCH = """
 import json, torch
 error, cuda = "", torch.version.cuda
@@ -35,9 +32,8 @@ try:
 except Exception as raised:
     error = str(raised)
 devices = torch.cuda.device_count() if cuda and not error else 0
-nccl = torch.cuda.nccl.version()[:3] if cuda else ()
 print()
-print(json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, nccl=nccl, error=error)))
+print(json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, error=error)))
 """
 
 
@@ -124,8 +120,6 @@ class Gpu(NamedTuple):
     memory: float
     used: float
     driver: str
-    compute_mode: str
-    """Default, Exclusive_Process or Prohibited."""
 
 
 def gpus_of(text: str) -> list[Gpu]:
@@ -135,7 +129,7 @@ def gpus_of(text: str) -> list[Gpu]:
         return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0  # "[N/A]"
 
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [Gpu(row[0], number(row[1]), number(row[2]), row[3], row[4]) for row in rows if len(row) == len(Gpu._fields)]
+    return [Gpu(row[0], number(row[1]), number(row[2]), row[3]) for row in rows if len(row) == len(Gpu._fields)]
 
 
 def needed_gpus(config: Config) -> int:
@@ -150,10 +144,8 @@ class Facts:
 
     config: Config | None = None
     root: Path = Path("/")
-    """Of /sys, /proc, /dev and /usr/local."""
+    """Of /sys, /dev and /usr/local."""
     python: tuple[str, ...] = (sys.executable,)
-    packages: Sequence[str] = field(default_factory=lambda: list(sys.path))
-    """Folders of installed packages."""
 
     @property
     def given(self) -> Config:
@@ -190,32 +182,10 @@ class Facts:
         return self.config is not None and 0 < len(self.gpus) < needed_gpus(self.config)
 
     @cached_property
-    def installed(self) -> dict[str, str]:
-        """Version of every installed package, by normalised name."""
-        found = importlib.metadata.distributions(path=list(self.packages))
-        return {canonicalize_name(name): one.version for one in found if (name := one.metadata["Name"]) is not None}
-
-    @cached_property
     def torch(self) -> dict[str, Any]:
-        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices, nccl, error (why CUDA
-        could not be started). Where torch cannot be imported only `cause`."""
+        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices, error (why CUDA could
+        not be started). Where torch cannot be imported only `cause`."""
         answer = run([*self.python, "-c", _TORCH], IMPORT_DEADLINE_S)
         if answer.code != 0:
             return {"cause": answer.cause}
         return dict(json.loads(answer.output.splitlines()[-1]))
-
-    @property
-    def cuda_major(self) -> str:
-        """That torch is built for: "13"; empty without CUDA."""
-        return str(self.torch.get("cuda") or "").partition(".")[0]
-
-    def text(self, path: str) -> str:
-        """Of a file below `root`; empty without one."""
-        try:
-            return (self.root / path).read_text().strip()
-        except OSError:
-            return ""
-
-    def names(self, folder: str) -> list[str]:
-        """What a folder below `root` holds."""
-        return sorted(path.name for path in (self.root / folder).glob("*"))

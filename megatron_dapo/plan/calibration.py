@@ -49,9 +49,11 @@ class Calibration:
     gather_bandwidth: Positive
     checksum_bandwidth: Positive
     mean_response: Positive
-    response_sigma: Positive
+    response_sigma: Number
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
     mean_prompt: Positive
+    pass_rate: Share | None = None
+    """None: `algorithm.dynamic_sampling.initial_pass_rate`."""
 
     def link(self, ranks: int) -> float:
         """Bytes/s that collectives of `ranks` neighbouring GPUs reach: NVLink inside a node, else the network."""

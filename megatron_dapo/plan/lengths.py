@@ -5,6 +5,7 @@ between prompts and goes with difficulty z, standard normal: a hard prompt has l
 probability 1 / (1 + exp(k z)); k is such that the share of groups that dynamic sampling keeps is the pass rate given.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,46 +56,31 @@ class Group:
         return keep_group(self.correct, len(self.lengths))
 
 
-class GroupModel:
-    """Draws groups of a workload. A prompt's difficulty is standard normal; its responses are drawn anew each time."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._steepness = _steepness(workload)
-        self._between = workload.sigma * math.sqrt(workload.difficulty_share)
-        self._within = workload.sigma * math.sqrt(1 - workload.difficulty_share)
-        self._median = math.log(workload.mean_response) - workload.sigma**2 / 2
-
-    def group(self, difficulty: float, random: np.random.Generator) -> Group:
-        """All responses of one prompt."""
-        workload = self._workload
-        logs = self._median + self._between * difficulty + self._within * random.standard_normal(workload.group_size)
-        lengths = np.clip(np.exp(logs), 1, workload.longest).astype(int)
-        right = random.binomial(workload.group_size, _right(self._steepness * difficulty))
-        return Group(lengths=tuple(lengths.tolist()), correct=int(right))
+def draw_group(workload: Workload, difficulty: float, random: np.random.Generator) -> Group:
+    """All responses to a prompt of this difficulty, drawn anew each time."""
+    between = workload.sigma * math.sqrt(workload.difficulty_share)
+    within = workload.sigma * math.sqrt(1 - workload.difficulty_share)
+    median = math.log(workload.mean_response) - workload.sigma**2 / 2
+    logs = median + between * difficulty + within * random.standard_normal(workload.group_size)
+    lengths = np.clip(np.exp(logs), 1, workload.longest).astype(int)
+    right = random.binomial(workload.group_size, _right(_steepness(workload) * difficulty))
+    return Group(lengths=tuple(lengths.tolist()), correct=int(right))
 
 
 def groups(workload: Workload, seed: int) -> Iterator[Group]:
     """Groups without end, the same for the same seed."""
     random = np.random.default_rng(seed)
-    model = GroupModel(workload)
     while True:
-        yield model.group(random.standard_normal(), random)
-
-
-def highest_pass_rate(group_size: int) -> float:
-    """Share of groups kept when every response is right with probability 1/2."""
-    return 1 - 2 * 0.5**group_size
+        yield draw_group(workload, random.standard_normal(), random)
 
 
 def _right(slope: float | np.ndarray) -> float | np.ndarray:
     return 1 / (1 + np.exp(np.clip(slope, -500, 500)))
 
 
+@functools.cache
 def _steepness(workload: Workload) -> float:
     """k, by bisection over a fixed sample of difficulties."""
-    if not 0 < workload.pass_rate < 1:
-        raise ValueError(f"pass rate {workload.pass_rate:g}: must be above 0 and below 1")
     difficulty = np.random.default_rng(0).standard_normal(_SAMPLE)
     low, high = 0.0, _STEEPEST
     for _ in range(50):

@@ -22,7 +22,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
-from megatron_dapo.plan.rank_state import StateBytes, rank_state
+from megatron_dapo.plan.rank_state import MOMENT_BYTES, StateBytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -37,9 +37,6 @@ _TOKEN_BYTES = 28
 
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
-
-_MOMENT_BYTES = 8
-"""Of a parameter: the two moments."""
 
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
 CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
@@ -183,10 +180,10 @@ def server_memory(case: Scenario) -> ServerMemory:
     rollout, parallel = case.config.rollout, case.config.rollout.tensor_parallel
     weights = case.model_bytes / parallel
     token = kv_bytes_per_token(case.hf, parallel, case.dtype_bytes)
-    cache = rollout.memory_fraction * case.gpu_memory - weights
+    cache = rollout.memory_fraction * case.constants.gpu_memory - weights
     if rollout.kv_cache_tokens is not None:
         cache = min(cache, rollout.kv_cache_tokens * token)
-    rest = (1 - rollout.memory_fraction) * case.gpu_memory
+    rest = (1 - rollout.memory_fraction) * case.constants.gpu_memory
     return ServerMemory(weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=rest)
 
 
@@ -210,7 +207,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     parameters = state.parameters / size
     # With the distributed optimizer every rank writes its own part of the state, else the first data-parallel ranks
     # all of it; these write the weights too.
-    written = state.moments / _MOMENT_BYTES if config.actor.optimizer.distributed else parameters
+    written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
     responses = config.algorithm.prompts_per_step * config.algorithm.group_size
     return {

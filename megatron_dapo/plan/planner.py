@@ -13,7 +13,7 @@ from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
-from megatron_dapo.plan.scenario import Changes, Scenario
+from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan, plan_step
 from megatron_dapo.plan.sync import server_bytes
 
@@ -69,10 +69,10 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
         ConfigError: the layout does not divide the model, or an assumption is impossible.
     """
     check_layout(case.hf, case.config.actor.layout)
-    workload, heads = case.workload, case.hf.num_attention_heads
-    if heads % case.tensor_parallel:
+    workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
+    if heads % parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {case.tensor_parallel}: must divide the model's num_attention_heads = {heads}"
+            f"rollout.tensor_parallel = {parallel}: must divide the model's num_attention_heads = {heads}"
         )
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None
@@ -86,10 +86,10 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
 
 def find_misfits(case: Scenario) -> list[Misfit]:
     """What needs more of a GPU than there is, the trainer's pipeline stages first."""
-    config, gpu_memory, framework = case.config, case.gpu_memory, case.constants.framework_memory
+    config, gpu_memory, framework = case.config, case.constants.gpu_memory, case.constants.framework_memory
     server = server_memory(case)
     room = dict.fromkeys(PHASES, gpu_memory)
-    if case.shares_gpus:  # beside the server
+    if share_gpus(case.config):  # beside the server
         room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
     if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
         room = dict.fromkeys(PHASES, gpu_memory - framework) | {"rollout": room["rollout"]}
@@ -136,7 +136,7 @@ def remedies(case: Scenario) -> list[Changes]:
 
 def _trainer_ways(case: Scenario) -> Iterator[Changes]:
     actor, context, share = case.config.actor, case.config.model.context_length, case.config.rollout.memory_fraction
-    if case.shares_gpus:  # the server can be given less of it
+    if share_gpus(case.config):  # the server can be given less of it
         yield {"rollout.memory_fraction": round(share / 2, 2)}
     budgets: list[dict[str, Any]] = [{}]
     if actor.micro_batch_tokens > context:
@@ -181,13 +181,13 @@ def other_splits(plan: Plan) -> list[Plan]:
     where nothing can be divided: one GPU, or servers that someone else runs.
     """
     case = plan.case
-    if case.shares_gpus or case.config.rollout.urls:
+    if share_gpus(case.config) or case.config.rollout.urls:
         return []
     own = case.config.actor.layout
     found: dict[LayoutConfig, Plan] = {}
     for layout in _layouts_like(own):
         rows = sum(other.world_size == layout.world_size for other in found)
-        servers = (case.gpus - layout.world_size) // case.tensor_parallel
+        servers = (case.gpus - layout.world_size) // case.config.rollout.tensor_parallel
         if servers < 1 or rows == _SPLITS_OF_A_SIZE or len(found) == _SPLITS:
             continue
         actor = dataclasses.replace(case.config.actor, layout=layout)

@@ -65,25 +65,25 @@ def rank_state(
         overlap: whether gradients are reduced while backward runs (on CUDA with several data-parallel ranks); it cuts
             the first stage's buffers into smaller buckets.
     """
-    layout, size = actor.layout, DTYPE_BYTES[dtype]
+    layout = actor.layout
     ranks = layout.data * layout.context
-    parameters = gradients = owned = 0
+    held = owned = 0
     for chunk in range(layout.virtual_pipeline or 1):
         tensors = list(chunk_parameters(hf, layout, stage=stage, chunk=chunk))
-        elements = sum(tensor.elements for tensor in tensors)
         if not actor.optimizer.distributed:
-            parameters, gradients, owned = parameters + elements, gradients + elements, owned + elements
+            held = owned = held + sum(tensor.elements for tensor in tensors)
             continue
         bucketed = overlap and stage == 0 and chunk == 0
         limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * ranks) if bucketed else None
-        places, buckets = _lay_out(tensors, ranks, limit)
-        parameters, gradients = parameters + buckets[-1][1], gradients + buckets[-1][1]
-        owned += sum(_owned(places, bucket, data_rank, ranks) for bucket in buckets)
+        for places in _buckets(tensors, limit):
+            size = round_up(places[-1][1], math.lcm(ranks, _BUCKET_ALIGNMENT))
+            held += size
+            owned += _owned(places, size // ranks, data_rank)
     # Weights that are float32 already are their own master weights.
     masters = owned if dtype != "float32" else 0
     return StateBytes(
-        parameters=parameters * size,
-        gradients=gradients * GRADIENT_BYTES,
+        parameters=held * DTYPE_BYTES[dtype],
+        gradients=held * GRADIENT_BYTES,
         master_weights=masters * MASTER_BYTES,
         moments=owned * MOMENT_BYTES,
     )
@@ -124,34 +124,23 @@ def _layer_parameters(hf: HFModelConfig, tensor: int) -> Iterator[Parameter]:
     yield from (Parameter(2 * ffn * hidden), Parameter(hidden * ffn))
 
 
-def _lay_out(
-    tensors: Sequence[Parameter], ranks: int, limit: int | None
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(start, end) of every parameter in the padded buffer, and of every bucket."""
-    multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
+def _buckets(tensors: Sequence[Parameter], limit: int | None) -> Iterator[list[tuple[int, int]]]:
+    """Of one bucket after the other: (start, end) of its parameters, in elements from the bucket's own start."""
     places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    start = at = 0
-
-    def close() -> int:
-        buckets.append((start, round_up(at, multiple)))
-        return buckets[-1][1]
-
     for tensor in reversed(tensors):
-        at = round_up(at, _PARAMETER_ALIGNMENT)
-        if tensor.shared and at > start:
-            start = at = close()
-        places.append((at, at + tensor.elements))
-        at += tensor.elements
-        if tensor.shared or (limit is not None and at - start >= limit):
-            start = at = close()
-    if at > start:
-        close()
-    return places, buckets
+        if tensor.shared and places:
+            yield places
+            places = []
+        start = round_up(places[-1][1] if places else 0, _PARAMETER_ALIGNMENT)
+        places.append((start, start + tensor.elements))
+        if tensor.shared or (limit is not None and places[-1][1] >= limit):
+            yield places
+            places = []
+    if places:
+        yield places
 
 
-def _owned(places: Sequence[tuple[int, int]], bucket: tuple[int, int], rank: int, ranks: int) -> int:
-    """Elements of parameters in the rank's equal part of a bucket; what pads it belongs to nobody."""
-    part = (bucket[1] - bucket[0]) // ranks
-    low, high = bucket[0] + rank * part, bucket[0] + (rank + 1) * part
+def _owned(places: Sequence[tuple[int, int]], part: int, rank: int) -> int:
+    """Elements of a bucket's parameters in the rank's `part` of it; what pads the bucket belongs to nobody."""
+    low, high = rank * part, (rank + 1) * part
     return sum(max(0, min(end, high) - max(start, low)) for start, end in places)

@@ -50,28 +50,7 @@ class Fleet:
         return max(self.fixed_s + self.cache_s * context, self.overhead_s + self.response_s * running)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filled:
-    """One batch, filled."""
-
-    seconds: float
-    tokens: int
-    """Generated in this step; what was carried into it not counted."""
-
-    groups: int
-    """Generated in this step."""
-
-    lengths: tuple[int, ...]
-    """Response tokens of the batch's responses."""
-
-    tail_s: float
-    """From when fewer responses run than half the slots, to the end."""
-
-    carried: int
-    """Groups that the next step begins with."""
-
-
-def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list[Filled]:
+def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list["RolloutStep"]:
     """`steps` rollout steps one after the other; the first has nothing carried over."""
     sampling = algorithm.dynamic_sampling
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
@@ -79,10 +58,8 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
     limit = int((sampling.max_oversampling if sampling.enabled else 1) * algorithm.prompts_per_step)
     done = []
     for _ in range(steps):
-        step = _Step(fleet, source, carried if sampling.max_staleness else deque())
-        kept: list[Group] = []
-        while len(kept) < algorithm.prompts_per_step:
-            missing = algorithm.prompts_per_step - len(kept)
+        step = RolloutStep(fleet, source, carried if sampling.max_staleness else deque())
+        while missing := algorithm.prompts_per_step - len(step.kept):
             expected = rate.mean if sampling.enabled else 1.0
             more = prompts_to_dispatch(missing, len(step.flight), expected, sampling.margin)
             step.dispatch(min(more, limit - step.groups))
@@ -91,37 +68,43 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
             group = step.head()
             rate = rate.update(kept=int(group.kept), filtered=int(not group.kept))
             if group.kept or not sampling.enabled:
-                kept.append(group)
+                step.kept.append(group)
         step.drain()
         carried = deque(group for group, _ in step.flight)
-        done.append(
-            Filled(
-                seconds=step.now,
-                tokens=step.tokens,
-                groups=step.groups,
-                lengths=tuple(length for group in kept for length in group.lengths),
-                tail_s=step.now - step.full_until,
-                carried=len(carried),
-            )
-        )
+        done.append(step)
     return done
 
 
-class _Step:
-    """The clock of one rollout step. Every running response grows alike, so one is finished when the tokens of a
-    response that had run from the start reach a mark of its own: a heap of marks is all that is needed."""
+class RolloutStep:
+    """One batch being filled, and its clock. Every running response grows alike, so one is finished when the tokens of
+    a response that had run from the start reach a mark of its own: a heap of marks is all that is needed.
+
+    `seconds` have passed; `kept` is the batch; in `flight` are the groups not looked at yet, at the end those that the
+    next step begins with; `groups` and their `tokens` were sent in this step, what was carried into it not counted.
+    """
 
     def __init__(self, fleet: Fleet, source: Iterator[Group], carried: "deque[Group]") -> None:
         self.fleet = fleet
         self.source = source
         self.flight: deque[tuple[Group, int]] = deque((group, -1) for group in carried)
-        self.now = self.full_until = 0.0
+        self.kept: list[Group] = []
+        self.seconds = self._full_until = 0.0
         self.tokens = self.groups = 0
         self._clock = 0.0
         self._running: list[tuple[float, int, int]] = []
         self._context = 0.0
         self._waiting: deque[tuple[int, int]] = deque()
         self._left: list[int] = []
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Response tokens of the batch's responses."""
+        return tuple(length for group in self.kept for length in group.lengths)
+
+    @property
+    def tail_s(self) -> float:
+        """From when fewer responses run than half the slots, to the end."""
+        return self.seconds - self._full_until
 
     def dispatch(self, count: int) -> None:
         """Send the next `count` prompts."""
@@ -152,16 +135,16 @@ class _Step:
             length, number = self._waiting.popleft()
             heapq.heappush(self._running, (self._clock + length, number, length))
             self._context += self.fleet.mean_prompt
-            self.now += self.fleet.prefill_s
+            self.seconds += self.fleet.prefill_s
         if len(self._running) * 2 >= self.fleet.slots:
-            self.full_until = self.now
+            self._full_until = self.seconds
 
     def _advance(self) -> None:
         """To the end of the next response."""
         mark, number, length = heapq.heappop(self._running)
         running, tokens = len(self._running) + 1, mark - self._clock
         grown = running * tokens
-        self.now += tokens * self.fleet.step_s(running, self._context + grown / 2)
+        self.seconds += tokens * self.fleet.step_s(running, self._context + grown / 2)
         self._clock = mark
         self._left[number] -= 1
         self._context += grown - length - self.fleet.mean_prompt

@@ -1,18 +1,46 @@
-"""What is planned: a config, its model, the hardware's constants, and what the user assumes."""
+"""What is planned: a config, its model, and constants.
+
+The model's sizes come from its folder's config.json, or are built-in ones where the folder is not there yet."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.lengths import Workload, highest_pass_rate
+from megatron_dapo.plan.lengths import Workload
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+
+_MODELS = yaml.safe_load((resources.files(__package__) / "models.yaml").read_text())
+
+BUILT_IN = {name: HFModelConfig.of(fields, shown=f"models.yaml, {name}") for name, fields in _MODELS.items()}
+"""By the name of the model's folder, as the models are published."""
 
 Changes = Mapping[str, Any]
 """{"actor.recompute": "full"}: keys of a config and other values for them."""
+
+
+def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
+    """The sizes of the model in folder `path`, and where they were found.
+
+    Raises:
+        ConfigError: the folder has no config.json and its name is not a built-in one, or the config is not supported.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return HFModelConfig.load(folder), str(folder / "config.json")
+    if folder.name in BUILT_IN:
+        return BUILT_IN[folder.name], f"built-in shape of {folder.name}; {folder} is not there"
+    raise ConfigError(
+        f"model.path = {path}: no config.json there, and no built-in shape of that folder's name "
+        f"({', '.join(BUILT_IN)}); give the folder of the model, or only its config.json in a folder"
+    )
 
 
 def changed(config: Any, changes: Changes) -> Any:
@@ -38,16 +66,6 @@ def share_gpus(config: Config) -> bool:
     return not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumptions:
-    """What the user may set instead of the calibration's and the config's values."""
-
-    gpu_memory: float | None = None
-    mean_response: float | None = None
-    sigma: float | None = None
-    pass_rate: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """All that a plan depends on."""
@@ -55,16 +73,10 @@ class Scenario:
     config: Config
     hf: HFModelConfig
     constants: Calibration
-    assumed: Assumptions = Assumptions()
 
     def changed(self, changes: Changes) -> "Scenario":
         """With keys of the config set."""
         return dataclasses.replace(self, config=changed(self.config, changes))
-
-    @property
-    def gpu_memory(self) -> float:
-        """Bytes of one GPU."""
-        return self.assumed.gpu_memory or self.constants.gpu_memory
 
     @property
     def dtype_bytes(self) -> int:
@@ -77,11 +89,6 @@ class Scenario:
         return float(model_parameters(self.hf) * self.dtype_bytes)
 
     @property
-    def tensor_parallel(self) -> int:
-        """GPUs of one server."""
-        return self.config.rollout.tensor_parallel
-
-    @property
     def servers(self) -> int:
         """How many, whoever runs them."""
         return len(self.config.rollout.urls) or self.config.rollout.servers
@@ -89,36 +96,24 @@ class Scenario:
     @property
     def server_gpus(self) -> int:
         """Of all servers."""
-        return self.servers * self.tensor_parallel
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Trainer and servers are on the same GPUs, in turns."""
-        return share_gpus(self.config)
+        return self.servers * self.config.rollout.tensor_parallel
 
     @property
     def gpus(self) -> int:
         """Of trainer and servers together, those that both use counted once."""
-        return self.config.actor.layout.world_size + (0 if self.shares_gpus else self.server_gpus)
+        return self.config.actor.layout.world_size + (0 if share_gpus(self.config) else self.server_gpus)
 
     @property
     def workload(self) -> Workload:
-        """Lengths and pass rate: the user's, or else the calibration's and `initial_pass_rate`.
-
-        Raises:
-            ConfigError: the pass rate is impossible.
-        """
-        config, constants, assumed = self.config, self.constants, self.assumed
-        group = config.algorithm.group_size
-        rate = assumed.pass_rate or config.algorithm.dynamic_sampling.initial_pass_rate
-        if not 0 < rate < 1:
-            raise ConfigError(f"pass rate {rate:g}: must be above 0 and below 1; give --pass-rate")
+        """Lengths and pass rate."""
+        config, constants, group = self.config, self.constants, self.config.algorithm.group_size
+        rate = constants.pass_rate or config.algorithm.dynamic_sampling.initial_pass_rate
         return Workload(
-            mean_response=assumed.mean_response or constants.mean_response,
-            sigma=constants.response_sigma if assumed.sigma is None else assumed.sigma,
+            mean_response=constants.mean_response,
+            sigma=constants.response_sigma,
             difficulty_share=constants.difficulty_share,
             mean_prompt=min(constants.mean_prompt, config.data.max_prompt_tokens),
-            pass_rate=min(rate, highest_pass_rate(group)),
+            pass_rate=min(rate, 1 - 2 * 0.5**group),  # no more are kept than where each is right in half the cases
             longest=config.rollout.max_new_tokens,
             group_size=group,
         )

@@ -18,7 +18,7 @@ from megatron_dapo.plan.lengths import groups
 from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rank_state import StateBytes
 from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
 
@@ -104,7 +104,7 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
         max(parts[-1].seconds, total - one.seconds)
         for one, total, (parts, _) in zip(filled, whole, passes, strict=True)
     ]
-    after = case.shares_gpus or config.run.mode == "async"
+    after = share_gpus(case.config) or config.run.mode == "async"
     updates = [update for _, own in passes for update in own]
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
@@ -151,10 +151,10 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     context = mean_running_context(lengths, workload.mean_prompt)
     each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
-    reductions = 2 * hf.num_layers if case.tensor_parallel > 1 else 0
+    reductions = 2 * hf.num_layers if case.config.rollout.tensor_parallel > 1 else 0
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
-    speed = constants.peak_flops * constants.prefill_efficiency * case.tensor_parallel
+    speed = constants.peak_flops * constants.prefill_efficiency * case.config.rollout.tensor_parallel
     return Fleet(
         slots=count * each,
         mean_prompt=workload.mean_prompt,

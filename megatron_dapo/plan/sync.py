@@ -25,7 +25,8 @@ def sync_seconds(case: Scenario) -> float:
     gather = model * (1 - 1 / shards) / constants.link(shards)
     if way == "tensor":
         # To the host once; then every rank of every server takes its share, each over a link of its own.
-        return gather + model / constants.host_bandwidth + model / case.tensor_parallel / constants.host_bandwidth
+        share = model / case.config.rollout.tensor_parallel
+        return gather + model / constants.host_bandwidth + share / constants.host_bandwidth
     # A broadcast is a pipeline through all ranks: each passes on what it receives.
     return gather + model / constants.link(layout.world_size + case.server_gpus)
 

@@ -203,11 +203,7 @@ def _all_joined(job: Job, address: str) -> str | None:
     )
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", code, address],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         return None

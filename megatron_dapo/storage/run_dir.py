@@ -82,6 +82,15 @@ def has_run(path: Path) -> bool:
     return False
 
 
+def refuse_what_is_there(path: Path) -> None:
+    """Raise RunDirError where a new run may not begin: another one did, or files of another kind are there."""
+    if has_run(path):
+        raise RunDirError(f"run.dir = {path}: holds a run already; set run.resume=true or choose another directory")
+    taken = [name for name in OWN_NAMES if (path / name).exists()]
+    if taken and not (path / "manifest.json").exists():
+        raise RunDirError(f"run.dir = {path}: holds {', '.join(taken)} but no run; choose an empty directory")
+
+
 class RunDir:
     """Files of one run. Holds the directory's lock until `close`."""
 
@@ -103,20 +112,10 @@ class RunDir:
                 (self.path / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
             self._identity = _identity(self.path)
             if not resume:
-                self._refuse_what_is_there()
+                refuse_what_is_there(self.path)
         except RunDirError:
             self.close()
             raise
-
-    def _refuse_what_is_there(self) -> None:
-        """For a new run."""
-        if has_run(self.path):
-            raise RunDirError(
-                f"run.dir = {self.path}: holds a run already; set run.resume=true or choose another directory"
-            )
-        taken = [name for name in OWN_NAMES if (self.path / name).exists()]
-        if taken and not (self.path / "manifest.json").exists():
-            raise RunDirError(f"run.dir = {self.path}: holds {', '.join(taken)} but no run; choose an empty directory")
 
     @property
     def ledger(self) -> Path:

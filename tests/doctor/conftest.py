@@ -13,7 +13,7 @@ import pytest
 from megatron_dapo.doctor.examine import examine
 from megatron_dapo.doctor.probing import Facts, Finding, Status
 
-GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Default"
+GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06"
 GCC = """#!/bin/sh
 while [ $# -gt 0 ]; do
     if [ "$1" = -I ]; then
@@ -36,10 +36,6 @@ class cuda:
 
     def device_count():
         return 8
-
-    class nccl:
-        def version():
-            return (2, 28, 9)
 """
 NO_DRIVER = TORCH.replace("pass", "raise RuntimeError('Error 802: system not yet initialized')")
 MODULES = {
@@ -77,7 +73,6 @@ class GpuMachine:
         self.program("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', root / "venv/bin")
         for module, code in MODULES.items():
             self.write(f"site/{module.replace('.', '/')}/__init__.py", code)
-        self.package("nvidia-nccl-cu13", "2.28.9")
         paths = sysconfig.get_paths() | {"include": str(root / "include"), "purelib": str(self.site)}
         limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
@@ -118,22 +113,13 @@ class GpuMachine:
         else:
             (folder / "__init__.py").write_text(code)
 
-    def package(self, name: str, version: str) -> None:
-        """Installed in that version."""
-        stem = name.replace("-", "_")
-        for other in self.site.glob(f"{stem}-*.dist-info"):
-            shutil.rmtree(other)
-        self.write(
-            f"site/{stem}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-
     def gpus(self, line: str) -> None:
         """What nvidia-smi says of each."""
         self.program("nvidia-smi", f'#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo "{line}"; done\n')
 
     def facts(self, config=None) -> Facts:
         python = (str(self.root / "venv/bin/python"), "-S")  # without this environment's own packages
-        return Facts(config, root=self.root, python=python, packages=[str(self.site)])
+        return Facts(config, root=self.root, python=python)
 
     def examine(self, config=None) -> list[tuple[str, Finding]]:
         """All but `versions`, which are those of a whole environment, and what the config names."""

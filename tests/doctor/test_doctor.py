@@ -15,8 +15,7 @@ from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import bytes_on_disk, needed_host_memory
 from megatron_dapo.doctor.examine import ON_GPUS, examine, findings_of
 from megatron_dapo.doctor.probing import Facts, Status
-from megatron_dapo.plan.model_dimensions import BUILT_IN
-from megatron_dapo.plan.scenario import changed
+from megatron_dapo.plan.scenario import BUILT_IN, changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 
@@ -81,11 +80,11 @@ def test_a_laptop_hears_nothing_of_gpu_nodes(tmp_path, monkeypatch):
 
 
 def test_the_command_asks_the_nvidia_smi_on_the_path(machine):
-    """One whose GPUs nobody may use."""
-    machine.gpus("NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, Prohibited")
+    """One that fails."""
+    machine.program("nvidia-smi", "#!/bin/sh\nexit 9\n")
     answer = doctor()
     assert answer.exit_code == 1
-    assert "fail    GPUs: compute mode Prohibited\n        fix: nvidia-smi -c 0 (as root)" in answer.stdout
+    assert "fail    GPUs: nvidia-smi is here but lists no GPU (exit code 9): no output\n        fix: " in answer.stdout
 
 
 def test_a_fault_is_a_line_with_its_fix_told_once(tmp_path):
@@ -127,8 +126,22 @@ def test_a_missing_weight_file_is_named(config):
     [(status, found)] = of(config_checks.check_model, config)
     assert status is FAIL
     assert "model-00002-of-00002.safetensors" in found
-    (folder / "model.safetensors.index.json").write_text("{")
-    assert of(config_checks.check_model, config)[0][0] is FAIL
+
+
+@pytest.mark.parametrize("index", ["{", "{}", "[]", '{"weight_map": null}'])
+def test_a_damaged_index_of_the_weights_is_named(index, config):
+    (Path(config.model.path) / "model.safetensors.index.json").write_text(index)
+    [(status, found)] = of(config_checks.check_model, config)
+    assert status is FAIL
+    assert "model.safetensors.index.json is damaged" in found
+
+
+def test_a_weight_file_that_is_cut_is_named(config):
+    file = Path(config.model.path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    [(status, found)] = of(config_checks.check_model, config)
+    assert status is FAIL
+    assert "fetch it again" in found
 
 
 def test_tokenizer_and_data_pass_with_end_tokens_and_counts(config):

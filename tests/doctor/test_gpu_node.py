@@ -43,7 +43,7 @@ def test_on_a_good_node_everything_passes(machine, config):
     assert machine.problems() == []
     found = [finding.found for _, finding in machine.examine(config)]
     assert "8 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.65.06" in found
-    assert "2.11.0+cu130, CUDA 13.0, NCCL 2.28.9" in found
+    assert "2.11.0+cu130, CUDA 13.0" in found
     assert set(MODULES) - {"torch"} <= set(found)
 
 
@@ -67,32 +67,14 @@ def test_servers_that_someone_else_runs_need_no_gpu_and_no_kernels_here(machine,
     assert {check for _, check, _ in machine.problems(config)} >= {"GPUs", "imports", "compilers"}
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "said"),
-    [
-        (("Default", "Prohibited"), FAIL, "compute mode Prohibited"),
-        (("Default", "Exclusive_Process"), WARNING, "compute mode Exclusive_Process"),
-        ((" 4,", " 60000,"), WARNING, "memory of GPU 0, 1, 2, 3, 4, 5, 6, 7 is in use"),
-    ],
-)
-def test_a_gpu_that_cannot_be_used_as_it_is(change, status, said, machine):
-    machine.gpus(GPU.replace(*change))
-    found = only(machine)
-    assert found[:2] == (status, "GPUs")
-    assert said in found[2]
-    assert "nvidia-smi" in found[3]
-
-
-def test_two_processes_a_gpu_need_a_gpu_that_takes_two(machine, config):
-    machine.gpus(GPU.replace("Default", "Exclusive_Process"))
-    assert only(machine, config)[0] is WARNING
-    colocated = changed(config, {"run.mode": "colocated"})
-    assert only(machine, colocated)[0] is FAIL
+def test_gpus_whose_memory_is_in_use_are_a_warning(machine):
+    machine.gpus(GPU.replace(" 4,", " 60000,"))
+    assert only(machine)[:3] == (WARNING, "GPUs", "memory of GPU 0, 1, 2, 3, 4, 5, 6, 7 is in use")
 
 
 @pytest.mark.parametrize("memory", ["[N/A]", "1.2.3", "."])
 def test_a_cell_that_is_no_number_counts_as_none(memory):
-    [gpu] = gpus_of(f"NVIDIA GB10, {memory}, {memory}, 580.95.05, Default\n")
+    [gpu] = gpus_of(f"NVIDIA GB10, {memory}, {memory}, 580.95.05\n")
     assert (gpu.memory, gpu.used) == (0.0, 0.0)
 
 
@@ -155,11 +137,6 @@ def test_a_torch_that_cannot_use_the_gpus_says_why(code, status, said, machine):
 def test_the_driver_that_a_cuda_needs_is_named(machine):
     machine.module("torch", NO_DRIVER)
     assert "CUDA 13 driver 580" in only(machine)[3]
-
-
-def test_another_nccl_than_the_installed_one_is_a_warning(machine):
-    machine.package("nvidia-nccl-cu13", "2.29.7")
-    assert machine.problems() == [(WARNING, "torch", "NCCL 2.28.9 is loaded, 2.29.7 is installed")]
 
 
 # imports
@@ -343,14 +320,6 @@ def test_a_run_on_more_gpus_than_this_node_has_is_on_several_nodes(machine, conf
     assert machine.facts(changed(config, {"actor.layout.data": 16})).several_nodes
 
 
-@pytest.mark.parametrize("name", ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING"])
-def test_a_variable_that_makes_nccl_slow_is_a_warning(name, machine):
-    machine.set(**{name: "1"})
-    assert only(machine)[2].startswith(f"{name} = 1")
-    machine.set(**{name: "0"})
-    assert machine.problems() == []
-
-
 def test_adapters_that_are_down_or_absent_or_not_in_the_container_are_a_warning(machine):
     machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "2: INIT\n")
     assert "(mlx5_0:1 2: INIT, mlx5_1:1 1: DOWN)" in only(machine)[2]
@@ -362,12 +331,8 @@ def test_adapters_that_are_down_or_absent_or_not_in_the_container_are_a_warning(
 
 
 def test_limits_that_are_too_low_are_warnings(machine, monkeypatch):
-    low = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
-    monkeypatch.setattr(resource, "getrlimit", lambda name: (low[name], low[name]))
-    assert [(status, found) for status, _, found in machine.problems()] == [
-        (WARNING, "at most 1024 open files a process"),
-        (WARNING, "at most 64 KiB of locked memory; InfiniBand locks NCCL's buffers"),
-    ]
+    monkeypatch.setattr(resource, "getrlimit", lambda name: (65536, 65536))
+    assert only(machine)[2] == "at most 64 KiB of locked memory; InfiniBand locks NCCL's buffers"
     shutil.rmtree(machine.root / "dev/shm")
     assert machine.problems()[0][2].startswith("0.0 GB of shared memory free")
 

@@ -18,8 +18,7 @@ from megatron_dapo.plan.memory import (
     server_memory,
     trainer_memory,
 )
-from megatron_dapo.plan.model_dimensions import BUILT_IN
-from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 
@@ -144,7 +143,7 @@ def test_backward_of_a_layer_counts_where_no_logits_are_larger(constants):
 
 def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):
     config = load_config(RECIPES / "h100_32.yaml")
-    server = server_memory(Scenario(config, HF, constants, Assumptions(gpu_memory=80e9)))
+    server = server_memory(Scenario(config, HF, constants))
     assert server.kv_bytes_per_token * config.rollout.tensor_parallel == 256 * 1024
     assert server.weights * 4 == pytest.approx(65.5e9, rel=0.001)
     assert server.kv_cache == pytest.approx(0.8 * 80e9 - server.weights)
@@ -153,10 +152,7 @@ def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):
 def test_more_ranks_than_key_heads_store_them_twice(constants):
     config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"rollout.tensor_parallel": 8})
     hf = BUILT_IN["Qwen2.5-7B"]
-    assert (
-        server_memory(Scenario(config, hf, constants, Assumptions(gpu_memory=80e9))).kv_bytes_per_token
-        == 2 * 28 * 128 * 2
-    )
+    assert server_memory(Scenario(config, hf, constants)).kv_bytes_per_token == 2 * 28 * 128 * 2
 
 
 def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):

@@ -1,5 +1,6 @@
 """Whole plans: every recipe, what does not fit and what is said then, other splits."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,9 +10,8 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.plan.model_dimensions import BUILT_IN, model_dimensions
 from megatron_dapo.plan.planner import find_misfits, make_plan, other_splits, remedies
-from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, model_dimensions
 from tests.plan.conftest import RECIPES
 
 FITTING = {
@@ -29,8 +29,8 @@ WITHOUT_LAYOUT = {"paper", "verl"}
 
 def planned(constants, recipe: str, changes: dict | None = None, **assumed):
     config = changed(load_config(RECIPES / f"{recipe}.yaml"), changes or {})
-    hf = model_dimensions(config.model.path).hf
-    return make_plan(Scenario(config, hf, constants, Assumptions(**assumed)), steps=1)
+    hf = model_dimensions(config.model.path)[0]
+    return make_plan(Scenario(config, hf, dataclasses.replace(constants, **assumed)), steps=1)
 
 
 def test_every_recipe_is_planned_here():
@@ -63,7 +63,7 @@ def test_one_without_a_layout_does_not_and_the_keys_that_help_are_named(recipe, 
 def test_what_costs_time_only_is_named_before_more_gpus(constants):
     config = changed(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), {"actor.recompute": "none"})
     hf = BUILT_IN["Qwen2.5-7B"]
-    [way] = remedies(Scenario(config, hf, constants, Assumptions(gpu_memory=60e9)))
+    [way] = remedies(Scenario(config, hf, dataclasses.replace(constants, gpu_memory=60e9)))
     assert not any(key.startswith("actor.layout") for key in way)
 
 
@@ -72,7 +72,7 @@ def test_ways_for_trainer_and_servers_fit_together(constants):
     overrides = ["actor.layout.pipeline=4", "actor.recompute=none", "rollout.memory_fraction=0.3"]
     config = load_config(RECIPES / "h100_32_colocated.yaml", overrides)
     hf = BUILT_IN["Qwen2.5-32B"]
-    case = together = Scenario(config, hf, constants, Assumptions(gpu_memory=24e9))
+    case = together = Scenario(config, hf, dataclasses.replace(constants, gpu_memory=24e9))
     ways = remedies(case)
     for way in ways:
         together = together.changed(way)
@@ -187,6 +187,6 @@ def test_a_colocated_trainer_may_fill_the_gpu_when_the_servers_have_left(constan
     all_away = planned(constants, "qwen2.5_1.5b_1gpu", changes | {"actor.offload.between_phases": "all"})
     assert all_away.fits, all_away.misfits
     peak = max(max(rank.peaks.values()) for rank in all_away.ranks)
-    assert peak > 0.2 * all_away.case.gpu_memory, (
+    assert peak > 0.2 * all_away.case.constants.gpu_memory, (
         "more than what the server leaves free: the test shows nothing otherwise"
     )

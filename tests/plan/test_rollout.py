@@ -38,7 +38,7 @@ def test_slots_are_taken_in_order_and_the_longest_ends_the_step():
     # Two slots: 10 and 30 begin; 5 follows at 10; 40 at 15 and ends at 55, alone since 30.
     assert step.seconds == 55
     assert step.tail_s == 25
-    assert (step.tokens, step.groups, step.lengths, step.carried) == (85, 2, (10, 30, 5, 40), 0)
+    assert (step.tokens, step.groups, step.lengths, len(step.flight)) == (85, 2, (10, 30, 5, 40), 0)
 
 
 def test_a_decode_step_costs_what_its_context_costs():
@@ -57,9 +57,9 @@ def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():
     source = itertools.chain([useless], itertools.repeat(useful))
     first, second = fill_batches(algorithm(2, initial_pass_rate=0.5, margin=0.0), SECOND_A_TOKEN, source, 2)
     # Four are sent for two. The useless one brings the pass rate from 2/4 to 2/5: five must be in flight, three are.
-    assert (first.groups, first.lengths, first.carried) == (6, (2, 2, 2, 2), 3)
+    assert (first.groups, first.lengths, len(first.flight)) == (6, (2, 2, 2, 2), 3)
     # Two of three were kept, the rate is 4/7: four must be in flight for the next two, three are.
-    assert (second.groups, second.lengths, second.carried, second.seconds) == (1, (2, 2, 2, 2), 2, 2.0)
+    assert (second.groups, second.lengths, len(second.flight), second.seconds) == (1, (2, 2, 2, 2), 2, 2.0)
 
 
 def test_the_limit_of_oversampling_ends_a_batch_that_cannot_be_filled():

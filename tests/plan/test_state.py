@@ -8,8 +8,8 @@ import torch
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from megatron_dapo.plan.model_dimensions import BUILT_IN
 from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state
+from megatron_dapo.plan.scenario import BUILT_IN
 from tests.actor.tiny import save_tiny
 
 LAYOUTS = [

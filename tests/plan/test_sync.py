@@ -7,10 +7,9 @@ import pytest
 from megatron_dapo.config import load_config
 from megatron_dapo.plan import sync
 from megatron_dapo.plan.memory import host_memory, trainer_memory
-from megatron_dapo.plan.model_dimensions import BUILT_IN
 from megatron_dapo.plan.planner import make_plan, remedies
 from megatron_dapo.plan.rank_state import model_parameters
-from megatron_dapo.plan.scenario import Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-32B"]

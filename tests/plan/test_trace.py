@@ -28,7 +28,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace import one_rank, rank_processes
 from megatron_dapo.plan.trace.findings import (
     CLOSE,
@@ -113,9 +113,9 @@ def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
 
 def test_the_tables_hold_peaks_waits_and_faults(constants: Calibration) -> None:
     config = load_config(RECIPES / "qwen2.5_1.5b_1gpu.yaml", [])
-    hf = model_dimensions(config.model.path).hf
+    hf = model_dimensions(config.model.path)[0]
     waits = [Wait("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", "forward_backward_x", 2)]
-    findings = Findings.of([trace(0, call(), waits=waits, peak=10**9)], config, hf, constants)
+    findings = Findings([trace(0, call(), waits=waits, peak=10**9)], config, hf, constants)
     assert "| 0 | TP0 PP0 CP0 DP0 | 1.00 (-96.4%) |" in findings.tables()
     assert "`megatron_dapo/actor/step.py:9 _loss`, 2 times (not accepted)" in findings.tables()
     assert len(findings.faults) == 1 + len(PHASES)

@@ -7,9 +7,8 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.plan.model_dimensions import BUILT_IN
 from megatron_dapo.plan.rank_state import StateBytes
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario
 from megatron_dapo.plan.trainer_time import forward_flops, log_prob_time, update_time
 from tests.plan.conftest import RECIPES
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from megatron_dapo.plan.lengths import Group, GroupModel, Workload
+from megatron_dapo.plan.lengths import Group, Workload, draw_group
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.simulation.modelled_engine import Engine, Response, Speed
@@ -21,12 +21,12 @@ class Prompts:
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self.workload = workload
-        self._model, self._seed = GroupModel(workload), seed
+        self._seed = seed
 
     def group(self, position: int, attempt: int = 0) -> Group:
         """Lengths and right answers, the same for the same arguments and seed."""
         difficulty = np.random.default_rng((self._seed, position)).standard_normal()
-        return self._model.group(difficulty, np.random.default_rng((self._seed, position, attempt)))
+        return draw_group(self.workload, difficulty, np.random.default_rng((self._seed, position, attempt)))
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.rank_processes import read_trace, stub_environment
 from tests.symbolic.test_recipes import FOLDER
@@ -50,5 +50,5 @@ def test_a_planted_fault_is_found(fault: str, told: str, tiny: Path, tmp_path: P
         assert out.is_file(), done.stderr[-3000:]
         traces.append(read_trace(out))
     config = load_config(path, overrides)
-    findings = Findings.of(traces, config, model_dimensions(config.model.path).hf, load_calibration())
+    findings = Findings(traces, config, model_dimensions(config.model.path)[0], load_calibration())
     assert any(re.search(told, line) for line in findings.faults), findings.faults

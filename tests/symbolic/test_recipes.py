@@ -9,7 +9,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.trace import trace_command
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.rank_processes import telling_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE
@@ -23,7 +23,7 @@ def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None
     config = load_config(path, overrides)
     asked = telling_ranks(config.actor.layout) if ranks is None else ranks
     traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)
-    return Findings.of(traces, config, model_dimensions(config.model.path).hf, load_calibration())
+    return Findings(traces, config, model_dimensions(config.model.path)[0], load_calibration())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)

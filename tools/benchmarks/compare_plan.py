@@ -15,8 +15,7 @@ import yaml
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import Calibration, load_calibration
 from megatron_dapo.plan.memory import server_memory, trainer_memory
-from megatron_dapo.plan.model_dimensions import BUILT_IN
-from megatron_dapo.plan.scenario import Assumptions, Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from megatron_dapo.plan.step_plan import plan_step
 
 RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"
@@ -55,6 +54,8 @@ STEPS = tuple(Published(**step) for step in yaml.safe_load(Path(__file__).with_s
 
 def modelled_seconds(published: Published, constants: Calibration) -> tuple[float, float, float]:
     """Rollout, log-probs, updates. Without weight sync: the published systems move weights in memory."""
+    mean = uncut_mean(published.mean, published.longest)
+    constants = dataclasses.replace(constants, mean_response=mean, response_sigma=SIGMA, pass_rate=0.5)
     constants = dataclasses.replace(constants, **published.constants)
     data = published.gpus // (published.tensor * published.pipeline)
     config = changed(
@@ -75,8 +76,7 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
             "algorithm.mini_batch_responses": published.trained_responses // published.optimizer_steps,
         },
     )
-    assumed = Assumptions(mean_response=uncut_mean(published.mean, published.longest), sigma=SIGMA, pass_rate=0.5)
-    case = Scenario(config, BUILT_IN[published.model], constants, assumed)
+    case = Scenario(config, BUILT_IN[published.model], constants)
     memory, state = server_memory(case), trainer_memory(case)[0].state
     generated = case.changed({"algorithm.prompts_per_step": published.prompts})
     trained = case.changed({"algorithm.prompts_per_step": published.trained_responses // published.group})

@@ -124,8 +124,7 @@ def _first_difference(
             return
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """A rank's most bytes in one phase; the framework's own and fragmentation, which no trace sees, are not planned."""
 
     rank: int
@@ -144,23 +143,6 @@ class Peak:
         return abs(self.deviation) <= CLOSE or abs(self.traced - self.planned) <= SMALL
 
 
-def peaks(traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> list[Peak]:
-    """Every phase that the plan has a figure for, rank by rank. Only rank 0 gathers weights."""
-    bare = dataclasses.replace(constants, framework_memory=0.0, fragmentation=0.0)
-    stages = trainer_memory(Scenario(config, hf, bare))
-    return [
-        Peak(
-            rank=trace.rank,
-            phase=phase,
-            traced=trace.peaks[_PHASE.get(phase, phase)],
-            planned=stages[trace.place["pipeline"]].peaks[phase],
-        )
-        for trace in traces
-        for phase in PHASES
-        if phase != "weight sync" or trace.rank == 0
-    ]
-
-
 def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, str | None]]:
     """(what, place) of the waits inside a loop over micro-batches: how often on the rank that does it most, and why it
     is accepted (None: it is not)."""
@@ -173,20 +155,19 @@ def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, 
     return dict(sorted(found.items()))
 
 
-@dataclass(frozen=True)
 class Findings:
-    """All that is said about a config's traces."""
+    """All that is said about a config's traces. `peaks`: every phase that the plan has a figure for, rank by rank."""
 
-    traces: Sequence[RankTrace]
-    peaks: Sequence[Peak]
-    waits: Mapping[tuple[str, str], tuple[int, str | None]]
-    disagreements: Sequence[str]
-
-    @classmethod
-    def of(cls, traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> "Findings":
-        """Of the traces of one config."""
-        found = peaks(traces, config, hf, constants)
-        return cls(traces, found, loop_waits(traces), disagreements(traces))
+    def __init__(self, traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> None:
+        bare = dataclasses.replace(constants, framework_memory=0.0, fragmentation=0.0)
+        stages = trainer_memory(Scenario(config, hf, bare))
+        self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
+        self.peaks = [
+            Peak(trace.rank, phase, trace.peaks[_PHASE.get(phase, phase)], stages[trace.place["pipeline"]].peaks[phase])
+            for trace in traces
+            for phase in PHASES
+            if phase != "weight sync" or trace.rank == 0  # only rank 0 gathers weights
+        ]
 
     @property
     def faults(self) -> list[str]:

@@ -23,21 +23,19 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import row_tokens
-from megatron_dapo.plan.model_dimensions import model_dimensions
+from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace.findings import RankTrace, Wait
 from megatron_dapo.plan.trace.meter import Meter
-from megatron_dapo.plan.trace.recorder import Recorder, RecordingGloo, RecordingGroup
+from megatron_dapo.plan.trace.recorder import RecordingGloo, RecordingGroup
 from rollout.server import end_with
 
 
 def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:
     """Build the actor of `rank` and take it through log-probs, two updates, a checkpoint's plan and the export."""
     start = time.monotonic()
-    meter = Meter()
-    recorder = RecordingGroup.recorder = Recorder(meter)
-    hf = model_dimensions(config.model.path).hf
-    layout = config.actor.layout
-    _replace_torch(meter, recorder, hf, layout)
+    meter = RecordingGroup.meter = Meter()
+    hf = model_dimensions(config.model.path)[0]
+    _replace_torch(meter, hf, config.actor.layout)
     if transformer_engine:
         from megatron_dapo.plan.trace.te_layers import install
 
@@ -56,7 +54,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
         rank=rank,
         place=actor.place(),
         kernels=str(choice),
-        calls=recorder.calls,
+        calls=RecordingGroup.calls,
         waits=[Wait(*wait, count) for wait, count in sorted(meter.waits.items())],
         peaks=dict(meter.peaks),
         seconds=time.monotonic() - start,
@@ -140,7 +138,7 @@ def _mini_batch(config: Config, *, reference: bool) -> Any:
     )
 
 
-def _replace_torch(meter: Meter, recorder: Recorder, hf: HFModelConfig, layout: LayoutConfig) -> None:
+def _replace_torch(meter: Meter, hf: HFModelConfig, layout: LayoutConfig) -> None:
     """Groups that note, waits that are counted, storages that tell when they are resized."""
     distributed_c10d.ProcessGroupNCCL = RecordingGroup  # type: ignore[misc]
     distributed_c10d.ProcessGroupGloo = RecordingGloo  # type: ignore[misc]
@@ -169,13 +167,13 @@ def _replace_torch(meter: Meter, recorder: Recorder, hf: HFModelConfig, layout: 
 
     def gathered(into: Any, value: Any, group: Any = None, **rest: Any) -> None:
         meter.wait("objects gathered")
-        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), "all_gather_object", [])
+        cast(RecordingGroup, group or dist.group.WORLD).note("all_gather_object", [])
         # Sets are of `gathered_parameters`: which stage holds which parameter. All else is equal on all ranks.
         into[:] = _names_by_stage(hf, layout) if isinstance(value, set) else [value] * len(into)
 
     def broadcast(values: Any, src: int = 0, group: Any = None, **rest: Any) -> None:
         meter.wait("objects broadcast")
-        recorder.note(cast(RecordingGroup, group or dist.group.WORLD), f"broadcast_object_list from {src}", [])
+        cast(RecordingGroup, group or dist.group.WORLD).note(f"broadcast_object_list from {src}", [])
 
     for module in (dist, distributed_c10d):
         module.all_gather_object = gathered  # type: ignore[attr-defined]

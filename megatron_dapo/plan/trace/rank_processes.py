@@ -7,10 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -68,16 +67,9 @@ def telling_ranks(layout: LayoutConfig) -> list[int]:
 
 
 def trace_ranks(
-    path: Path,
-    overrides: Sequence[str],
-    config: Config,
-    ranks: Sequence[int],
-    *,
-    layers: str,
-    jobs: int,
-    told: Callable[[RankTrace], None] = lambda trace: None,
+    path: Path, overrides: Sequence[str], config: Config, ranks: Sequence[int], *, layers: str, jobs: int
 ) -> list[RankTrace]:
-    """The traces of `ranks`, in that order; `told` hears of each when it is there.
+    """The traces of `ranks`, in that order; a line on stderr says when each is there.
 
     Args:
         layers: whose transformer layers: TransformerEngine's ("te"), which a GPU node has, or those of Megatron and
@@ -95,11 +87,22 @@ def trace_ranks(
     try:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
             environment = os.environ | stub_environment(Path(folder))
+            job = {"config": str(path), "overrides": list(overrides), "layers": layers, "parent": os.getpid()}
 
             def one(rank: int) -> RankTrace:
-                job = {"config": str(path), "overrides": list(overrides), "rank": rank, "layers": layers}
-                trace = _run(job | {"parent": os.getpid(), "out": f"{folder}/{rank}.json"}, environment, started)
-                told(trace)
+                out = Path(folder, f"{rank}.json")
+                of_rank = json.dumps(job | {"rank": rank, "out": str(out)})
+                command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", of_rank]
+                process = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+                started.append(process)
+                errors = process.communicate(timeout=RANK_SECONDS)[1].strip()
+                if process.returncode:
+                    last = "\n".join(errors.splitlines()[-25:])
+                    raise TraceError(f"rank {rank}: the trace ended with exit code {process.returncode}:\n{last}")
+                trace = read_trace(out)
+                print(f"rank {rank}: {len(trace.calls)} calls, {trace.seconds:.0f} s", file=sys.stderr, flush=True)
                 return trace
 
             try:
@@ -107,27 +110,10 @@ def trace_ranks(
             finally:  # after a failure or a signal the pool would wait for the other ranks
                 for process in started:
                     process.kill()
+    except subprocess.TimeoutExpired:
+        raise TraceError(f"a rank has not ended after {RANK_SECONDS} s; set actor and model smaller") from None
     except OSError as error:
         raise TraceError(f"--trace: {error}") from error
-
-
-def _run(job: dict[str, Any], environment: dict[str, str], started: list[subprocess.Popen[str]]) -> RankTrace:
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", json.dumps(job)]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        started.append(process)
-        try:
-            _, errors = process.communicate(timeout=RANK_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise TraceError(
-                f"rank {job['rank']}: no end after {RANK_SECONDS} s; set actor and model smaller"
-            ) from None
-    if process.returncode:
-        last = "\n".join(errors.strip().splitlines()[-25:])
-        raise TraceError(f"rank {job['rank']}: the trace ended with exit code {process.returncode}:\n{last}")
-    return read_trace(Path(job["out"]))
 
 
 def read_trace(file: Path) -> RankTrace:

@@ -64,20 +64,9 @@ def install() -> None:
     utils.AttentionParams = AttentionParams
 
 
-def generic_gemm(
-    a: Tensor,
-    transa: bool,
-    b: Tensor,
-    transb: bool,
-    out: Any,
-    quantizer: Any,
-    out_dtype: Any,
-    bias: Any,
-    *rest: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """op(b) x op(a), as TransformerEngine's row-major layouts TN, NN and NT have it."""
-    grad = rest[3]
+def generic_gemm(a: Tensor, transa: bool, b: Tensor, transb: bool, *rest: Any, **options: Any) -> Any:
+    """op(b) x op(a), as TransformerEngine's row-major layouts TN, NN and NT have it, and the bias's gradient."""
+    out, _, out_dtype, bias, _, _, _, grad = rest[:8]
     if out is None:
         rows = (b.shape[-1],) if transb else b.shape[:-1]
         columns = a.shape[0] if transa else a.shape[-1]
