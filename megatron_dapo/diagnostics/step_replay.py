@@ -1,7 +1,6 @@
 """One rollout step of a run computed again, from its batch and the checkpoint before it; without Ray or servers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,31 +28,15 @@ from megatron_dapo.storage.group_files import GroupFileError, batch_folder, load
 Part = tuple[Responses, MicroBatchPlan]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayedValue:
-    """One number of the step, as it was recorded and as it comes out now."""
-
-    name: str
-    recorded: float
-    now: float
-
-    @property
-    def difference(self) -> float:
-        """Relative to the recorded one; absolute where that is 0."""
-        return abs(self.now - self.recorded) / (abs(self.recorded) or 1.0)
-
-
-def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> list[ReplayedValue]:
-    """Loss, gradient norm and advantages of rollout step `step`.
+def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> dict[str, tuple[float, float]]:
+    """Loss, gradient norm and advantages of rollout step `step`: each as it was recorded and as it comes out now.
 
     Raises:
-        ConfigError: no batch, no checkpoint after step - 1, or no line of this step in metrics.jsonl.
+        ConfigError: no checkpoint after step - 1, or no line of this step in metrics.jsonl.
+        GroupFileError: no batch, or a damaged one.
         RankError: a rank failed or gave no result in time.
     """
-    try:
-        groups, advantages = load_batch(run, step)
-    except GroupFileError as error:
-        raise ConfigError(str(error)) from None
+    groups, advantages = load_batch(run, step)
     recorded = next((line for line in read_metrics(run) if line["rollout_step"] == step), None)
     if recorded is None:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line of rollout step {step}: it did not end")
@@ -70,14 +53,11 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> l
         )
         updates = _compute(job, groups, step)
     difference = np.abs(step_arrays(groups, config).advantages - advantages).max()
-    now = {
-        "loss": float(np.mean([update.loss for update in updates])),
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+    return {
+        "loss": (recorded["loss"], float(np.mean([update.loss for update in updates]))),
+        "grad_norm": (recorded["grad_norm"], float(np.mean([update.grad_norm for update in updates]))),
+        "largest difference of an advantage": (0.0, float(difference)),
     }
-    return [
-        *(ReplayedValue(name=name, recorded=recorded[name], now=value) for name, value in now.items()),
-        ReplayedValue(name="largest difference of an advantage", recorded=0.0, now=float(difference)),
-    ]
 
 
 def _compute(job: ActorJob, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
