@@ -12,7 +12,7 @@ from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_com
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Difference
+    from megatron_dapo.diagnostics.certificate import Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -49,8 +49,8 @@ def certify(
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
     loaded = load_config(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-    from megatron_dapo.diagnostics.certificate.certificate import measure_layouts
-    from megatron_dapo.diagnostics.certificate.layouts import label
+    from megatron_dapo.diagnostics.certificate import measure_layouts
+    from megatron_dapo.diagnostics.certificate_layouts import label
 
     check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
     here, processes = _on_this_machine(loaded, processes, dtype)

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.step_data import Responses
+from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -139,10 +139,9 @@ def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
 
 def _by_megatron(ranks: RankPool, request: BisectRequest, layout: LayoutConfig, responses: Responses) -> np.ndarray:
     actor = replace(request.config.actor, layout=layout, device=local_device(request.config))
-    config = replace(request.config, actor=actor)
-    job = ActorJob(ranks=ranks, config=config, deadline_s=request.deadline_s)
-    log_probs: np.ndarray = job.run(MegatronActor.log_probs, responses, packing(config, responses), 1.0).log_probs
-    return log_probs
+    job = ActorJob(config=replace(request.config, actor=actor), deadline_s=request.deadline_s)
+    scored: LogProbs = job.run(ranks, MegatronActor.log_probs, responses, packing(job.config, responses), 1.0)
+    return scored.log_probs
 
 
 def _gap(before: str, after: str, scores: Mapping[str, np.ndarray], responses: Responses) -> StageGap:

@@ -50,10 +50,8 @@ class RankTimeout(RankError):
     exit_code = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
+_Worker = tuple[multiprocessing.process.BaseProcess, Connection]
+"""A process, and this one's end of the pipe to it."""
 
 
 class RankPool:
@@ -88,10 +86,10 @@ class RankPool:
         try:
             while len(self._workers) < n:
                 self._workers.append(self._start(len(self._workers)))
-            for rank, worker in enumerate(self._workers[:n]):
+            for rank, (_, pipe) in enumerate(self._workers[:n]):
                 place = RankPlace(rank=rank, world_size=n, rendezvous=rendezvous)
                 with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, below
-                    worker.pipe.send_bytes(pickle.dumps((function, place, args)))
+                    pipe.send_bytes(pickle.dumps((function, place, args)))
             return self._collect(n, deadline, timeout_s)
         except BaseException:
             self._end_workers()
@@ -104,10 +102,10 @@ class RankPool:
 
     def _end_workers(self) -> None:
         while self._workers:
-            worker = self._workers.pop()
-            worker.process.kill()
-            worker.process.join(10)
-            worker.pipe.close()
+            process, pipe = self._workers.pop()
+            process.kill()
+            process.join(10)
+            pipe.close()
 
     @cached_property
     def _folder(self) -> "tempfile.TemporaryDirectory[str]":
@@ -120,12 +118,12 @@ class RankPool:
         process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder.name), daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return process, ours
 
     def _collect(self, n: int, deadline: float, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < n:
-            waiting = {self._workers[rank].pipe: rank for rank in range(n) if rank not in results}
+            waiting = {self._workers[rank][1]: rank for rank in range(n) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = list(waiting.values())
@@ -137,7 +135,7 @@ class RankPool:
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    process = self._workers[rank].process
+                    process = self._workers[rank][0]
                     process.join(10)
                     raise RankError(f"rank {rank} died, exit code {process.exitcode}") from None
                 if not ok:
@@ -147,7 +145,7 @@ class RankPool:
 
     def _stack(self, rank: int) -> str:
         """The innermost lines of a late rank's Python stack, as far as it still answers signals."""
-        pid = self._workers[rank].process.pid
+        pid = self._workers[rank][0].pid
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)

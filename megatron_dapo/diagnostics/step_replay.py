@@ -43,15 +43,14 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
     checkpoint = run / "checkpoints" / f"step_{step - 1}" / "actor"
     if step > 1 and not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is not there: a replay of step {step} starts from the checkpoint before it")
+    job = ActorJob(
+        config=config,
+        deadline_s=deadline_s,
+        checkpoint=checkpoint if step > 1 else None,
+        keep_reference=config.algorithm.kl.coefficient > 0,
+    )
     with RankPool(local_device(config)) as ranks:
-        job = ActorJob(
-            ranks=ranks,
-            config=config,
-            deadline_s=deadline_s,
-            checkpoint=checkpoint if step > 1 else None,
-            keep_reference=config.algorithm.kl.coefficient > 0,
-        )
-        updates = _compute(job, groups, step)
+        updates = _compute(job, ranks, groups, step)
     difference = np.abs(step_arrays(groups, config).advantages - advantages).max()
     return {
         "loss": (recorded["loss"], float(np.mean([update.loss for update in updates]))),
@@ -60,21 +59,22 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
     }
 
 
-def _compute(job: ActorJob, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
+def _compute(job: ActorJob, ranks: RankPool, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
     config, arrays = job.config, step_arrays(groups, job.config)
     # In the parts that the run computed them in: sums of another order would differ in the last bits.
     each = chunk_size(config.algorithm.prompts_per_step)
     chunks = [responses_of(groups[at : at + each]) for at in range(0, len(groups), each)]
     temperature = config.rollout.temperature
-    old = joined(job.run(_log_probs, [(chunk, packing(config, chunk)) for chunk in chunks], temperature))
+    old = joined(job.run(ranks, _log_probs, [(chunk, packing(config, chunk)) for chunk in chunks], temperature))
     reference = None
     if config.algorithm.kl.coefficient > 0:
         plan = packing(config, arrays.responses)
-        reference = job.run(MegatronActor.reference_log_probs, arrays.responses, plan, temperature)
+        reference = job.run(ranks, MegatronActor.reference_log_probs, arrays.responses, plan, temperature)
     correction = step_correction(arrays, old, config)
     hidden_size = HFModelConfig.load(Path(config.model.path)).hidden_size
     batches = mini_batches(arrays, old, reference, correction, config, step, hidden_size=hidden_size)
-    updates: list[UpdateMetrics] = job.run(MegatronActor.update, batches, objective_of(config.algorithm), temperature)
+    objective = objective_of(config.algorithm)
+    updates: list[UpdateMetrics] = job.run(ranks, MegatronActor.update, batches, objective, temperature)
     return updates
 
 

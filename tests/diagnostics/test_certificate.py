@@ -16,11 +16,11 @@ from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.certificate import certificate as run
-from megatron_dapo.diagnostics.certificate.certificate import Difference, relative_error
-from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
-from megatron_dapo.diagnostics.certificate.sample_batch import random_mini_batches, random_responses
+from megatron_dapo.diagnostics import certificate as run
+from megatron_dapo.diagnostics.certificate import Difference, relative_error
+from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.diagnostics.local_jobs import packing
+from megatron_dapo.diagnostics.sample_batch import random_mini_batches, random_responses
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"

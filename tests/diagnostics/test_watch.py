@@ -50,7 +50,7 @@ def test_the_newest_version_waits_while_one_is_evaluated_and_the_run_removes_its
         lock, session, said = lock_folder(tmp_path), Session(), []
         watch = Watch(tmp_path, every=1, report=said.append)
         write_version(tmp_path, 0)
-        assert (await watch.first()).name == "v0"
+        assert await watch.next_version() == 0
         watching = asyncio.create_task(watch.evaluate(session, lambda version, result: said.append(f"{version} done")))
         for number in (1, 2, 3):
             await until(lambda: any("evaluating" in line for line in said))
@@ -73,7 +73,7 @@ def test_the_newest_version_waits_while_one_is_evaluated_and_the_run_removes_its
         "version 2: left out, 3 is there and comes first",
     ]
     again = Watch(tmp_path, every=1, report=said.append)
-    assert asyncio.run(again.first()) is None, "it has a result, and the run has ended"
+    assert asyncio.run(again.next_version()) is None, "it has a result, and the run has ended"
 
 
 def test_other_weights_of_a_number_that_has_a_result_are_evaluated_and_the_old_result_is_kept(tmp_path):

@@ -26,10 +26,10 @@ from megatron_dapo.algorithm.aggregation import Aggregation
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
-from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts
-from megatron_dapo.diagnostics.certificate.sample_batch import random_mini_batches, random_responses
+from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.sample_batch import random_mini_batches, random_responses
 
 LOSS = "loss"
 """Name of the loss among the reference's gradients."""
@@ -91,11 +91,14 @@ def measure_layouts(
     always = own if own.world_size <= processes else LayoutConfig()
     chosen = choose_layouts(fitting_layouts(hf, processes), layouts, seed=seed, always=always)
     with tempfile.TemporaryDirectory(prefix="certify-") as folder, RankPool(local_device(config)) as ranks:
-        reference = ActorJob(ranks=ranks, config=_reference(config), deadline_s=deadline_s)
+        # One process, in float32, every saving of memory switched off.
+        actor = replace(config.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
+        model = replace(config.model, dtype="float32")
+        reference = ActorJob(config=replace(config, actor=actor, model=model), deadline_s=deadline_s)
         prompts = random_responses(count=responses, longest=longest, vocabulary=hf.vocab_size, seed=seed)
         drawn = ranks.run(1, sampled_responses, reference.config, prompts, timeout_s=deadline_s)[0]
         one_rank = packing(reference.config, drawn)
-        current = reference.run(MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
+        current = reference.run(ranks, MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.
         weights_plan = _packing_on(config, drawn, LayoutConfig(), int(drawn.sequence_lengths.max()))
         references = random_mini_batches(config, drawn, current, one_rank, weights_plan)
@@ -104,12 +107,12 @@ def measure_layouts(
             f"mini-batch: {len(lengths)} responses of {lengths.min()} to {lengths.max()} tokens with their prompts, "
             f"{drawn.num_response_tokens} response tokens"
         )
-        reference.run(compare, config, references, Path(folder))
+        reference.run(ranks, compare, config, references, Path(folder))
         for index, layout in enumerate(chosen):
             cases = layout_cases(config, references, layout, seed=[seed, 2, index])
             job = replace(reference, config=replace(config, actor=replace(config.actor, layout=layout)))
             batches = {case.aggregation: case.mini_batch for case in cases}
-            yield from zip(cases, job.run(compare, config, batches, Path(folder)), strict=True)
+            yield from zip(cases, job.run(ranks, compare, config, batches, Path(folder)), strict=True)
 
 
 def layout_cases(
@@ -125,12 +128,6 @@ def layout_cases(
         packed = replace(mini_batch, plan=_packing_on(config, mini_batch.responses, layout, budget))
         cases.append(Case(layout=layout, aggregation=aggregation, budget=budget, mini_batch=packed))
     return cases
-
-
-def _reference(config: Config) -> Config:
-    """The same in one process, in float32, every saving of memory switched off."""
-    actor = replace(config.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
-    return replace(config, actor=actor, model=replace(config.model, dtype="float32"))
 
 
 def _packing_on(config: Config, responses: Responses, layout: LayoutConfig, budget: int) -> MicroBatchPlan:
