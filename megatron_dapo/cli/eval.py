@@ -83,10 +83,6 @@ async def _watch(run: Path, overrides: Sequence[str], every: int) -> None:
             "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
         )
 
-    def done(version: int, result: Mapping[str, Any]) -> None:
-        console.note(f"version {version}:")
-        _show(result)
-
     with closing(Watch(run, every=every, report=console.note)) as watch:
         first = await watch.next_version()
         if first is None:
@@ -94,7 +90,9 @@ async def _watch(run: Path, overrides: Sequence[str], every: int) -> None:
             return
         config = with_own_servers(load_config(run / "config.yaml", overrides), watch.snapshot(first))
         async with evaluation_session(config, run / EVALUATIONS, console.note) as session:
-            await watch.evaluate(session, done)
+            async for version, result in watch.evaluate(session):
+                console.note(f"version {version}:")
+                _show(result)
 
 
 def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> tuple[Config, Path, int | None]:

@@ -161,16 +161,15 @@ class Watch:
                 return self._waiting
             await asyncio.sleep(POLL_S)
 
-    async def evaluate(self, session: EvaluationSession, done: Callable[[int, dict[str, Any]], None]) -> None:
-        """Until the run has ended and nothing waits. `done` gets a version and what its result.json holds."""
+    async def evaluate(self, session: EvaluationSession) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Versions with what their result.json holds, until the run has ended and nothing waits."""
         looking = asyncio.create_task(self._keep_looking())
         try:
             while (version := await self.next_version()) is not None:
                 self._waiting = None
                 self._report(f"version {version}: evaluating")
                 weights = self.snapshot(version)
-                result = await session.evaluate(self._out(version), weights=weights, rollout_step=version)
-                done(version, result)
+                yield version, await session.evaluate(self._out(version), weights=weights, rollout_step=version)
                 shutil.rmtree(weights)
         finally:
             looking.cancel()

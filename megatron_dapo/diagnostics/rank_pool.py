@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -54,21 +53,18 @@ _Worker = tuple[multiprocessing.process.BaseProcess, Connection]
 """A process, and this one's end of the pipe to it."""
 
 
-class RankPool:
+class RankPool(contextlib.ExitStack):
     """Worker processes of one device type, one call at a time; `close` (or leaving `with`) ends them. They also end
     with this process."""
 
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        super().__init__()
         self._device = device
         self._workers: list[_Worker] = []
         """By rank; on CUDA a rank has the GPU of its number."""
         self._calls = 0
-
-    def __enter__(self) -> "RankPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+        self.callback(self._end_workers)
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """Results of `function(place, *args)` on ranks 0..n-1, in rank order.
@@ -82,7 +78,7 @@ class RankPool:
         """
         deadline = time.monotonic() + timeout_s
         self._calls += 1
-        rendezvous = f"file://{self._folder.name}/rendezvous-{self._calls}"
+        rendezvous = f"file://{self._folder}/rendezvous-{self._calls}"
         try:
             while len(self._workers) < n:
                 self._workers.append(self._start(len(self._workers)))
@@ -95,11 +91,6 @@ class RankPool:
             self._end_workers()
             raise
 
-    def close(self) -> None:
-        """End the workers and remove the pool's files."""
-        self._end_workers()
-        self._folder.cleanup()
-
     def _end_workers(self) -> None:
         while self._workers:
             process, pipe = self._workers.pop()
@@ -107,15 +98,10 @@ class RankPool:
             process.join(10)
             pipe.close()
 
-    @cached_property
-    def _folder(self) -> "tempfile.TemporaryDirectory[str]":
-        # Made on first use: a pool at module level exists in its workers too, which are killed and clean up nothing.
-        return tempfile.TemporaryDirectory(prefix="ranks-")
-
     def _start(self, rank: int) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder.name), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -149,7 +135,7 @@ class RankPool:
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
-        file = Path(self._folder.name, f"stack-{pid}")
+        file = Path(self._folder, f"stack-{pid}")
         lines = file.read_text().splitlines()[1:] if file.exists() else []
         return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
 

@@ -90,10 +90,6 @@ def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.n
     """
     folder = batch_folder(run_path, step)
     if not folder.is_dir():
-        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
-        raise GroupFileError(
-            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
-            "keeps them with run.save_batches=true"
-        )
+        raise GroupFileError(f"{folder} is not there; a run keeps its latest batches with run.save_batches=true")
     groups, extra = load_groups(folder, "batch")
     return groups, np.array(extra["advantages"], np.float32)
