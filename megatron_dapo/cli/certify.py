@@ -117,11 +117,9 @@ def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None)
     device = local_device(config)
     if config.actor.device == "cuda" and device == "cpu":
         raise ConfigError("actor.device = cuda: no CUDA device is visible; use auto or cpu")
-    cores = max(os.cpu_count() or 1, config.actor.layout.world_size)
-    here = torch.cuda.device_count() if device == "cuda" else cores
-    processes = processes or here
-    if device == "cuda" and processes > here:
+    here = torch.cuda.device_count() if device == "cuda" else max(os.cpu_count() or 1, config.actor.layout.world_size)
+    if device == "cuda" and (processes or 0) > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
-    return replace(config, actor=actor, model=model), processes
+    return replace(config, actor=actor, model=model), processes or here
