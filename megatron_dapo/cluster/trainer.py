@@ -17,7 +17,7 @@ from megatron_dapo.actor.step_data import (
     Responses,
     UpdateMetrics,
 )
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
 from megatron_dapo.cluster.trainer_rank import TrainerRank
@@ -110,7 +110,7 @@ class Trainer:
             return await self._everyone("reference_log_probs", lambda rank: rank.actor.reference_log_probs(*asked))
         return await self._everyone("log_probs", lambda rank: rank.actor.log_probs(*asked))
 
-    async def update(self, batches: list[MiniBatch], objective: PolicyObjective) -> list[UpdateMetrics]:
+    async def update(self, batches: list[MiniBatch], objective: Objective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
         temperature = self._config.rollout.temperature

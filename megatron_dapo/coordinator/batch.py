@@ -22,7 +22,7 @@ from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import MonitorConfig
@@ -51,7 +51,7 @@ class StepArrays:
     """bool [R]; False where overlong filtering masks a truncated response."""
 
 
-def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
+def objective_of(algorithm: AlgorithmConfig) -> Objective:
     """What an optimizer step minimises."""
     return PolicyObjective(
         clip_low=algorithm.clip.low,

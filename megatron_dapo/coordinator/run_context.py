@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.engines import (
     api_key,
     gpus_for_servers,
@@ -82,7 +82,7 @@ class RunContext:
     sampler: DynamicSampler
     evaluator: Evaluator
     timeline: Timeline
-    objective: PolicyObjective
+    objective: Objective
     checkpoints: Checkpoints
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
