@@ -32,11 +32,13 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
     """Loss, gradient norm and advantages of rollout step `step`: each as it was recorded and as it comes out now.
 
     Raises:
-        ConfigError: no checkpoint after step - 1, or no line of this step in metrics.jsonl.
-        GroupFileError: no batch, or a damaged one.
+        ConfigError: no batch, no checkpoint after step - 1, or no line of this step in metrics.jsonl.
         RankError: a rank failed or gave no result in time.
     """
-    groups, advantages = load_batch(run, step)
+    try:
+        groups, advantages = load_batch(run, step)
+    except GroupFileError as error:
+        raise ConfigError(str(error)) from None
     recorded = next((line for line in read_metrics(run) if line["rollout_step"] == step), None)
     if recorded is None:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line of rollout step {step}: it did not end")

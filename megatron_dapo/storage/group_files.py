@@ -26,8 +26,6 @@ from rollout.generation import FinishReason, Generation
 class GroupFileError(RuntimeError):
     """A file that is missing or damaged. The message names it."""
 
-    exit_code = 2
-
 
 def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: Mapping[str, Any]) -> None:
     """Returns when both files are on disk.
