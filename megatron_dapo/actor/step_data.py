@@ -6,7 +6,7 @@ store without a copy. Such arrays are read-only, and nothing here writes to them
 R responses of a message, N response tokens of all of them together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,15 @@ class Responses:
             raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Responses":
+        """Of token ids of prompts and of the response to each."""
+        return cls(
+            token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
+            sequence_lengths=np.array([len(prompt) + len(response) for prompt, response in pairs], np.int32),
+            prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], np.int32),
+        )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

@@ -26,7 +26,8 @@ def bisect(
 ) -> bool:
     """Re-score a few responses by every stage from engine to trainer, to see where a gap in log-probs begins."""
     from megatron_dapo.coordinator.inputs import read_inputs
-    from megatron_dapo.diagnostics.log_prob_gap import STAGES, BisectRequest, find_gaps, first_gap
+    from megatron_dapo.diagnostics.log_prob_gap import STAGES, BisectRequest, find_gaps
+    from rollout.generation import SamplingParams
 
     config = _config_of(source, overrides or [])
     unknown = sorted(set(skip or ()) - set(STAGES))
@@ -38,25 +39,25 @@ def bisect(
         f"{responses} responses, weights of model.path = {config.model.path}, in {config.model.dtype}",
         flush=True,
     )
-    inputs = read_inputs(config)
+    inputs, longest = read_inputs(config), min(tokens or 256, config.rollout.max_new_tokens)
     request = BisectRequest(
         config=config,
         prompts=[prompt.ids for prompt in inputs.prompts.prompts[:responses]],
-        stop_token_ids=inputs.text.stop_token_ids,
-        max_new_tokens=min(tokens or 256, config.rollout.max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=longest, stop_token_ids=inputs.text.stop_token_ids),
         deadline_s=deadline,
         skip=frozenset(skip or ()),
     )
     gaps = find_gaps(request, say=lambda text: print(f"  {text}", flush=True))
+    above = [gap for gap in gaps if not gap.mean_abs <= bound]  # a mean that is no number too
     print(f"{'':58} {'mean':>9} {'max':>9}   largest at")
     for gap in gaps:
-        mark = "" if gap.mean_abs <= bound else "  <-"
+        mark = "  <-" if gap in above else ""
         pair, place = f"{gap.before} -> {gap.after}", f"response {gap.response}, token {gap.token}"
         print(f"{pair:58} {gap.mean_abs:>9.2e} {gap.max_abs:>9.2e}   {place}{mark}")
-    first = first_gap(gaps, bound)
-    if first is None:
+    if not above:
         print(f"no gap: every mean is within {bound:g}")
         return True
+    first = above[0]
     print(f"the gap begins between {first.before} and {first.after}: mean {first.mean_abs:.2e}, above {bound:g}")
     return False
 

@@ -12,7 +12,7 @@ from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_com
 from megatron_dapo.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate.certificate import Difference
+    from megatron_dapo.diagnostics.certificate import Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -49,8 +49,8 @@ def certify(
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
     loaded = load_config(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-    from megatron_dapo.diagnostics.certificate.certificate import measure_layouts
-    from megatron_dapo.diagnostics.certificate.layouts import label
+    from megatron_dapo.diagnostics.certificate import measure_layouts
+    from megatron_dapo.diagnostics.certificate_layouts import label
 
     check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
     here, processes = _on_this_machine(loaded, processes, dtype)
@@ -117,11 +117,9 @@ def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None)
     device = local_device(config)
     if config.actor.device == "cuda" and device == "cpu":
         raise ConfigError("actor.device = cuda: no CUDA device is visible; use auto or cpu")
-    cores = max(os.cpu_count() or 1, config.actor.layout.world_size)
-    here = torch.cuda.device_count() if device == "cuda" else cores
-    processes = processes or here
-    if device == "cuda" and processes > here:
+    here = torch.cuda.device_count() if device == "cuda" else max(os.cpu_count() or 1, config.actor.layout.world_size)
+    if device == "cuda" and (processes or 0) > here:
         raise ConfigError(f"--processes {processes}: each rank needs a GPU of its own and {here} are visible; lower it")
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
-    return replace(config, actor=actor, model=model), processes
+    return replace(config, actor=actor, model=model), processes or here

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +12,6 @@ import typer
 
 from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of
 from megatron_dapo.config import Config, ConfigError, load_config
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalTarget:
-    """What is evaluated: `config.model.path` is where the tokenizer comes from."""
-
-    config: Config
-    weights: Path | None
-    """None: what the servers of `rollout.urls` hold."""
-    out: Path
-    rollout_step: int | None = None
 
 
 @comparison_command
@@ -37,16 +26,15 @@ def evaluate(
     every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
+    if watch and (model or out or not (target / "config.yaml").is_file()):
+        raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
+    if every > 1 and not watch:
+        raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
     from megatron_dapo.cli.train import prepare_environment
 
     prepare_environment()
-    if not watch:
-        found = find_target(target, overrides or [], model=model, out=out, every=every)
-        asyncio.run(_until_stopped(_evaluate_once(target, found)))
-    elif model or out or not (target / "config.yaml").is_file():
-        raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
-    else:
-        asyncio.run(_until_stopped(_watch(target, overrides or [], every)))
+    words = overrides or []
+    asyncio.run(_until_stopped(_watch(target, words, every) if watch else _evaluate_once(target, words, model, out)))
     return True
 
 
@@ -63,17 +51,19 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
         raise StopRequested("stopped; the same command goes on with what is missing") from None
 
 
-async def _evaluate_once(target: Path, found: EvalTarget) -> None:
+async def _evaluate_once(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
     from megatron_dapo.diagnostics.evaluation_session import evaluation_session
     from megatron_dapo.diagnostics.weight_snapshot import KEPT, fingerprint
     from megatron_dapo.monitor.console import Console
 
-    config, weights, out, console = found.config, found.weights, found.out, Console()
+    config, folder, step = find_target(target, overrides, model)
+    console, out = Console(), out or folder
+    weights = None if config.rollout.urls else Path(config.model.path)
     if weights is not None:
         fingerprint(weights)  # a folder that holds no model is said to be one before anything is read
     console.note(f"evaluating {weights or ', '.join(config.rollout.urls)}")
     async with evaluation_session(config, out, console.note) as session:
-        result = await session.evaluate(out, weights=weights, rollout_step=found.rollout_step)
+        result = await session.evaluate(out, weights=weights, rollout_step=step)
     if weights is not None and weights.parent == target / KEPT:
         shutil.rmtree(weights)
     _show(result)
@@ -93,30 +83,27 @@ async def _watch(run: Path, overrides: Sequence[str], every: int) -> None:
             "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
         )
 
-    def done(version: int, result: Mapping[str, Any]) -> None:
-        console.note(f"version {version}:")
-        _show(result)
-
-    watch = Watch(run, every=every, report=console.note)
-    try:
-        first = await watch.first()
+    with closing(Watch(run, every=every, report=console.note)) as watch:
+        first = await watch.next_version()
         if first is None:
             console.note(f"{run}: no version to evaluate, and the run does not go on")
             return
-        config = with_own_servers(load_config(run / "config.yaml", overrides), first)
+        config = with_own_servers(load_config(run / "config.yaml", overrides), watch.snapshot(first))
         async with evaluation_session(config, run / EVALUATIONS, console.note) as session:
-            await watch.evaluate(session, done)
-    finally:
-        watch.close()
+            async for version, result in watch.evaluate(session):
+                console.note(f"version {version}:")
+                _show(result)
 
 
-def find_target(
-    target: Path, overrides: Sequence[str], *, model: Path | None = None, out: Path | None = None, every: int = 1
-) -> EvalTarget:
+def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> tuple[Config, Path, int | None]:
     """Which weights are meant: --model, else the servers that `rollout.urls` names, else the run's newest.
 
+    Returns:
+        The config, whose `model.path` names the weights unless servers in `rollout.urls` hold them; a folder for the
+        results; of a run's weights their version.
+
     Raises:
-        ConfigError: neither a config nor a run; options of which one would not be read.
+        ConfigError: neither a config nor a run; two kinds of weights are named.
         EvaluationError: a run that has no weights yet.
     """
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
@@ -124,21 +111,18 @@ def find_target(
     from megatron_dapo.monitor.statistics import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
-    if every > 1:
-        raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
     if model is not None and named:
         raise ConfigError(
             f"--model {model} and rollout.urls: those servers hold weights of their own; give one of both"
         )
-    config, folder = config_of(target, overrides), Path(EVALUATIONS)
+    config, folder, step = config_of(target, overrides), Path(EVALUATIONS), None
     if model is None and config.rollout.urls and (named or not target.is_dir()):
-        return EvalTarget(config=config, weights=None, out=out or folder / "servers")
-    weights, step = model or Path(config.model.path), None
+        return config, folder / "servers", None
+    weights = model or Path(config.model.path)
     if model is None and target.is_dir():
         weights, step = evaluated_weights(target)
         folder = target / EVALUATIONS
-    out = out or folder / weights.resolve().name
-    return EvalTarget(config=with_own_servers(config, weights), weights=weights, out=out, rollout_step=step)
+    return with_own_servers(config, weights), folder / weights.resolve().name, step
 
 
 def _show(result: Mapping[str, Any]) -> None:

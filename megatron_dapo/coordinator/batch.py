@@ -66,11 +66,8 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
     """Prompts and responses of the groups, flat, group after group."""
-    everyone = [(group.prompt_ids, response.generation.token_ids) for group in groups for response in group.responses]
-    return Responses(
-        token_ids=np.concatenate([ids for pair in everyone for ids in pair]).astype(np.int32),
-        sequence_lengths=np.array([len(prompt) + len(response) for prompt, response in everyone], np.int32),
-        prompt_lengths=np.array([len(prompt) for prompt, _ in everyone], np.int32),
+    return Responses.of(
+        [(each.prompt_ids, response.generation.token_ids) for each in groups for response in each.responses]
     )
 
 

@@ -6,7 +6,6 @@ the newest snapshot waits: where training is faster than evaluation, versions in
 """
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +20,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import SETTINGS, EvaluationError, ResponseLog, response_log
+from megatron_dapo.diagnostics.response_log import EvaluationError, ResponseLog, read_settings, response_log
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
 from megatron_dapo.experience.evaluation import RESULT, Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
@@ -150,28 +149,34 @@ class Watch:
         self._waiting: int | None = None
         self._seen: dict[int, int] = {}
         """Version -> when its folder was made: a run that was resumed makes some versions again, with other weights."""
-        self._ended = False
 
-    async def first(self) -> Path | None:
-        """A snapshot of the first version there is to evaluate; None if the run ended without one."""
-        while self._look() is None and not self._ended:
+    async def next_version(self) -> int | None:
+        """The version to evaluate next, as soon as there is one; None if the run ended without another."""
+        while True:
+            finished = (self._run / "summary.json").exists()
+            # Asked before the look: a version that came last must not be missed.
+            alive = liveness(read_heartbeat(self._run), lock_holder(self._run), finished=finished).alive
+            self._look()
+            if self._waiting is not None or not alive:
+                return self._waiting
             await asyncio.sleep(POLL_S)
-        return None if self._waiting is None else self._snapshot(self._waiting)
 
-    async def evaluate(self, session: EvaluationSession, done: Callable[[int, dict[str, Any]], None]) -> None:
-        """Until the run has ended and nothing waits. `done` gets a version and what its result.json holds."""
+    async def evaluate(self, session: EvaluationSession) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Versions with what their result.json holds, until the run has ended and nothing waits."""
         looking = asyncio.create_task(self._keep_looking())
         try:
-            while await self.first() is not None:
-                version, self._waiting = self._waiting, None
-                assert version is not None
+            while (version := await self.next_version()) is not None:
+                self._waiting = None
                 self._report(f"version {version}: evaluating")
-                weights = self._snapshot(version)
-                result = await session.evaluate(self._out(version), weights=weights, rollout_step=version)
-                done(version, result)
+                weights = self.snapshot(version)
+                yield version, await session.evaluate(self._out(version), weights=weights, rollout_step=version)
                 shutil.rmtree(weights)
         finally:
             looking.cancel()
+
+    def snapshot(self, version: int) -> Path:
+        """Where the copy of a version's weights is."""
+        return self._snapshots / f"v{version}"
 
     def close(self) -> None:
         """Remove the snapshots."""
@@ -182,41 +187,33 @@ class Watch:
             self._look()
             await asyncio.sleep(POLL_S)
 
-    def _look(self) -> int | None:
-        """Take snapshots of what is new. Returns the version that waits to be evaluated."""
-        finished = (self._run / "summary.json").exists()
-        # Asked before the look: a version that came last must not be missed.
-        ended = not liveness(read_heartbeat(self._run), lock_holder(self._run), finished=finished).alive
+    def _look(self) -> None:
+        """Take snapshots of what is new; the newest one waits to be evaluated."""
         for version in versions(self._run / "weights"):
             source = self._run / "weights" / f"v{version}"
             made = source.stat().st_mtime_ns if source.exists() else None
             if version % self._every or made in (None, self._seen.get(version)):
                 continue
-            if not snapshot(source, self._snapshot(version)):
+            if not snapshot(source, self.snapshot(version)):
                 self._report(f"version {version}: the run removed it before it could be copied; left out")
                 continue
             self._seen[version] = made
             if self._is_done(version):
-                shutil.rmtree(self._snapshot(version))
+                shutil.rmtree(self.snapshot(version))
                 continue
             if self._waiting not in (None, version):
                 self._report(f"version {self._waiting}: left out, {version} is there and comes first")
-                shutil.rmtree(self._snapshot(self._waiting))
+                shutil.rmtree(self.snapshot(self._waiting))
             self._waiting = version
-        self._ended = ended
-        return self._waiting
 
     def _is_done(self, version: int) -> bool:
         """Whether these weights have a result. One of other weights of that number is kept under another name."""
         out = self._out(version)
-        settings = json.loads((out / SETTINGS).read_text()) if (out / SETTINGS).exists() else None
-        if settings and settings["weights"] != {"fingerprint": fingerprint(self._snapshot(version))}:
+        settings = read_settings(out)
+        if settings and settings.get("weights") != {"fingerprint": fingerprint(self.snapshot(version))}:
             older = len(list(out.parent.glob(f"{out.name}.superseded*"))) + 1
             out.rename(out.with_name(f"{out.name}.superseded{older}"))
         return (out / RESULT).exists()
-
-    def _snapshot(self, version: int) -> Path:
-        return self._snapshots / f"v{version}"
 
     def _out(self, version: int) -> Path:
         return self._run / EVALUATIONS / f"v{version}"

@@ -68,7 +68,6 @@ def packing(config: Config, responses: Responses) -> MicroBatchPlan:
 class ActorJob:
     """Functions of an actor, run on processes of this machine."""
 
-    ranks: RankPool
     config: Config
     """Its layout says how many processes; every call starts the actor anew."""
     deadline_s: float
@@ -78,7 +77,7 @@ class ActorJob:
     keep_reference: bool = False
     """As in MegatronActor."""
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, ranks: RankPool, function: Callable[..., Any], *args: Any) -> Any:
         """What `function(actor, *args)` returns on rank 0; every rank makes the call.
 
         `function` stands at module level or is a method of MegatronActor; arguments and result travel pickled.
@@ -86,13 +85,12 @@ class ActorJob:
         Raises:
             RankError: a rank died, raised, or gave no result in time (RankTimeout).
         """
-        settings = (self.config, self.checkpoint, self.keep_reference, self.deadline_s)
         world_size = self.config.actor.layout.world_size
-        return self.ranks.run(world_size, _on_rank, settings, function, args, timeout_s=self.deadline_s)[0]
+        return ranks.run(world_size, _on_rank, self, function, args, timeout_s=self.deadline_s)[0]
 
 
-def _on_rank(place: RankPlace, settings: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    config, checkpoint, keep_reference, timeout_s = settings
+def _on_rank(place: RankPlace, job: ActorJob, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    config = job.config
     actor = MegatronActor(
         config.actor,
         config.model,
@@ -101,9 +99,9 @@ def _on_rank(place: RankPlace, settings: tuple[Any, ...], function: Callable[...
         rendezvous=place.rendezvous,
         steps_per_rollout=config.algorithm.mini_batches_per_step,
         seed=config.run.seed,
-        timeout_s=timeout_s,
-        keep_reference=keep_reference,
+        timeout_s=job.deadline_s,
+        keep_reference=job.keep_reference,
     )
-    if checkpoint is not None:
-        actor.load_checkpoint(checkpoint)
+    if job.checkpoint is not None:
+        actor.load_checkpoint(job.checkpoint)
     return function(actor, *args)

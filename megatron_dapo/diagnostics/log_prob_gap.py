@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.step_data import Responses
+from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -57,8 +57,7 @@ class BisectRequest:
     config: Config
     prompts: Sequence[np.ndarray]
     """int32 [P] each; one response to each is drawn."""
-    stop_token_ids: tuple[int, ...]
-    max_new_tokens: int
+    sampling: SamplingParams
     deadline_s: float
     """For the start of the server, and for each stage's scores."""
     skip: frozenset[str] = frozenset()
@@ -89,11 +88,6 @@ def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageG
     return [_gap(before, after, scores, responses) for before, after in itertools.pairwise(known)]
 
 
-def first_gap(gaps: Sequence[StageGap], bound: float) -> StageGap | None:
-    """The first whose mean difference is above `bound`, or is no number."""
-    return next((gap for gap in gaps if not gap.mean_abs <= bound), None)
-
-
 async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.ndarray]]:
     """The responses, drawn, and the engine's log-probs [N] of them, as it drew them and by prefill."""
     deadline, waits = request.deadline_s, Waits()
@@ -104,9 +98,10 @@ async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.nd
         rollout=replace(config.rollout, servers=1, deterministic=False),
     )
     vocabulary = HFModelConfig.load(Path(config.model.path)).vocab_size
-    sampling = SamplingParams(max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
     asked = [
-        GenerationRequest(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
+        GenerationRequest(
+            request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=request.sampling, seed=at
+        )
         for at, ids in enumerate(request.prompts)
     ]
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
@@ -122,13 +117,8 @@ async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.nd
                 )
             )
             scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
-    responses = Responses(
-        token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
-        sequence_lengths=np.array([ids.size + answer.size for ids, answer in pairs], np.int32),
-        prompt_lengths=np.array([ids.size for ids, _ in pairs], np.int32),
-    )
     decoded = np.concatenate([generation.log_probs for generation in drawn])
-    return responses, {DECODE: decoded, PREFILL: np.concatenate(scored)}
+    return Responses.of(pairs), {DECODE: decoded, PREFILL: np.concatenate(scored)}
 
 
 def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
@@ -149,10 +139,9 @@ def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
 
 def _by_megatron(ranks: RankPool, request: BisectRequest, layout: LayoutConfig, responses: Responses) -> np.ndarray:
     actor = replace(request.config.actor, layout=layout, device=local_device(request.config))
-    config = replace(request.config, actor=actor)
-    job = ActorJob(ranks=ranks, config=config, deadline_s=request.deadline_s)
-    log_probs: np.ndarray = job.run(MegatronActor.log_probs, responses, packing(config, responses), 1.0).log_probs
-    return log_probs
+    job = ActorJob(config=replace(request.config, actor=actor), deadline_s=request.deadline_s)
+    scored: LogProbs = job.run(ranks, MegatronActor.log_probs, responses, packing(job.config, responses), 1.0)
+    return scored.log_probs
 
 
 def _gap(before: str, after: str, scores: Mapping[str, np.ndarray], responses: Responses) -> StageGap:

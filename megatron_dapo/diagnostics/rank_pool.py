@@ -1,7 +1,7 @@
 """Runs a function on several ranks of one machine, each its own process, with a deadline; without Ray.
 
-The processes are kept between calls (importing Megatron-Core costs seconds): a call takes idle workers, and workers
-whose call failed are ended and replaced. Every call has its own rendezvous file, and what it leaves initialised in
+The processes are kept between calls (importing Megatron-Core costs seconds); a call that fails ends all of them, and
+the next one starts new ones. Every call has its own rendezvous file, and what it leaves initialised in
 torch.distributed or Megatron's parallel state is taken down after it.
 """
 
@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -50,33 +49,22 @@ class RankTimeout(RankError):
     exit_code = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-    device_index: int
-    stack: Path
-    """Where the process writes its stack when it gets SIGUSR1."""
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(10)
-        self.pipe.close()
+_Worker = tuple[multiprocessing.process.BaseProcess, Connection]
+"""A process, and this one's end of the pipe to it."""
 
 
-class RankPool:
-    """Worker processes of one device type; `close` (or leaving `with`) ends them. They also end with this process."""
+class RankPool(contextlib.ExitStack):
+    """Worker processes of one device type, one call at a time; `close` (or leaving `with`) ends them. They also end
+    with this process."""
 
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        super().__init__()
         self._device = device
-        self._idle: list[_Worker] = []
+        self._workers: list[_Worker] = []
+        """By rank; on CUDA a rank has the GPU of its number."""
         self._calls = 0
-
-    def __enter__(self) -> "RankPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+        self.callback(self._end_workers)
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """Results of `function(place, *args)` on ranks 0..n-1, in rank order.
@@ -89,94 +77,77 @@ class RankPool:
             RankTimeout: not all have answered `timeout_s` seconds after the call.
         """
         deadline = time.monotonic() + timeout_s
-        # Taken out of the pool: one call inside another would get other workers.
-        workers = [self._take(rank) for rank in range(n)]
         self._calls += 1
-        rendezvous = f"file://{self._folder.name}/rendezvous-{self._calls}"
+        rendezvous = f"file://{self._folder}/rendezvous-{self._calls}"
         try:
-            for rank, worker in enumerate(workers):
+            while len(self._workers) < n:
+                self._workers.append(self._start(len(self._workers)))
+            for rank, (_, pipe) in enumerate(self._workers[:n]):
                 place = RankPlace(rank=rank, world_size=n, rendezvous=rendezvous)
                 with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, below
-                    worker.pipe.send_bytes(pickle.dumps((function, place, args)))
-            results = _collect(workers, deadline, timeout_s)
+                    pipe.send_bytes(pickle.dumps((function, place, args)))
+            return self._collect(n, deadline, timeout_s)
         except BaseException:
-            for worker in workers:
-                worker.end()
+            self._end_workers()
             raise
-        self._idle.extend(workers)
-        return results
 
-    def close(self) -> None:
-        """End the idle workers and remove the pool's files."""
-        while self._idle:
-            self._idle.pop().end()
-        self._folder.cleanup()
+    def _end_workers(self) -> None:
+        while self._workers:
+            process, pipe = self._workers.pop()
+            process.kill()
+            process.join(10)
+            pipe.close()
 
-    @cached_property
-    def _folder(self) -> "tempfile.TemporaryDirectory[str]":
-        # Made on first use: a pool at module level exists in its workers too, which are killed and clean up nothing.
-        return tempfile.TemporaryDirectory(prefix="ranks-")
-
-    def _take(self, rank: int) -> _Worker:
-        """An idle worker, or a new one. On CUDA one whose GPU is number `rank`; on the CPU any."""
-        for place, worker in enumerate(self._idle):
-            if self._device == "cpu" or worker.device_index == rank:
-                return self._idle.pop(place)
-        return self._start(rank)
-
-    def _start(self, device_index: int) -> _Worker:
+    def _start(self, rank: int) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        handle, stack = tempfile.mkstemp(prefix="stack-", dir=self._folder.name)
-        os.close(handle)
-        process = context.Process(target=_serve, args=(theirs, self._device, device_index, stack), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process=process, pipe=ours, device_index=device_index, stack=Path(stack))
+        return process, ours
+
+    def _collect(self, n: int, deadline: float, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < n:
+            waiting = {self._workers[rank][1]: rank for rank in range(n) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = list(waiting.values())
+                stacks = "\n".join(f"rank {rank} stands at\n{self._stack(rank)}" for rank in late)
+                raise RankTimeout(f"ranks {late} gave no result within {timeout_s:g} s\n{stacks}")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting[pipe]
+                try:
+                    ok, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self._workers[rank][0]
+                    process.join(10)
+                    raise RankError(f"rank {rank} died, exit code {process.exitcode}") from None
+                if not ok:
+                    raise RankError(f"rank {rank} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(n)]
+
+    def _stack(self, rank: int) -> str:
+        """The innermost lines of a late rank's Python stack, as far as it still answers signals."""
+        pid = self._workers[rank][0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        file = Path(self._folder, f"stack-{pid}")
+        lines = file.read_text().splitlines()[1:] if file.exists() else []
+        return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
 
 
-def _collect(workers: list[_Worker], deadline: float, timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(workers):
-        waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in results}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = sorted(waiting.values())
-            stacks = "\n".join(f"rank {rank} stands at\n{_stack(workers[rank])}" for rank in late)
-            raise RankTimeout(f"ranks {late} gave no result within {timeout_s:g} s\n{stacks}")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting[pipe]
-            try:
-                ok, value = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                workers[rank].process.join(10)
-                raise RankError(f"rank {rank} died, exit code {workers[rank].process.exitcode}") from None
-            if not ok:
-                raise RankError(f"rank {rank} raised:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(workers))]
-
-
-def _stack(worker: _Worker) -> str:
-    """The innermost lines of a live worker's Python stack, as far as it still answers signals."""
-    pid = worker.process.pid
-    if pid is None or not worker.process.is_alive():
-        return f"its end, exit code {worker.process.exitcode}"
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    lines = worker.stack.read_text().splitlines()[1:]
-    return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
-
-
-def _serve(pipe: Connection, device: Literal["cpu", "cuda"], device_index: int, stack: str) -> None:
+def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: str) -> None:
     """The worker's life: one function after the other until the parent is gone."""
     # Before torch is imported, which reads them.
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(device_index)}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(rank)}
     warnings.simplefilter("ignore")
     # The file stays open as long as the process: the handler writes to its descriptor.
-    stack_file = open(stack, "w")  # noqa: SIM115
+    stack_file = open(f"{folder}/stack-{os.getpid()}", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     # An interrupt from the keyboard goes to the whole group: the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

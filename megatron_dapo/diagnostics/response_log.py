@@ -60,7 +60,7 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
             f"{folder}: another evaluation writes there; wait for it, or give another --out"
         ) from None
     try:
-        _check_settings(folder / SETTINGS, settings)
+        _check_settings(folder, settings)
         known = _read(folder / RESPONSES)
         with (folder / RESPONSES).open("a", encoding="utf-8") as file:
             yield ResponseLog(known, file)
@@ -68,16 +68,29 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
         lock.release()
 
 
-def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    if not path.exists():
-        replace_file(path, json.dumps(settings, indent=2) + "\n")
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """What decided the responses in the folder of an evaluation; None where none was begun.
+
+    Raises:
+        EvaluationError: the file is damaged.
+    """
+    path = folder / SETTINGS
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else None
+    except (ValueError, TypeError) as error:
+        raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    before = read_settings(folder)
+    if before is None:
+        replace_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
     for key, now in json.loads(json.dumps(settings)).items():
         if key not in before or before[key] != now:
             raise EvaluationError(
-                f"{path.parent}: its responses were made with {key} = {before.get(key)}, not {now}; give another "
-                "--out, or remove that folder"
+                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
+                "remove that folder"
             )
 
 

@@ -1,7 +1,6 @@
 """One rollout step of a run computed again, from its batch and the checkpoint before it; without Ray or servers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +28,8 @@ from megatron_dapo.storage.group_files import GroupFileError, batch_folder, load
 Part = tuple[Responses, MicroBatchPlan]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayedValue:
-    """One number of the step, as it was recorded and as it comes out now."""
-
-    name: str
-    recorded: float
-    now: float
-
-    @property
-    def difference(self) -> float:
-        """Relative to the recorded one; absolute where that is 0."""
-        return abs(self.now - self.recorded) / (abs(self.recorded) or 1.0)
-
-
-def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> list[ReplayedValue]:
-    """Loss, gradient norm and advantages of rollout step `step`.
+def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> dict[str, tuple[float, float]]:
+    """Loss, gradient norm and advantages of rollout step `step`: each as it was recorded and as it comes out now.
 
     Raises:
         ConfigError: no batch, no checkpoint after step - 1, or no line of this step in metrics.jsonl.
@@ -60,41 +45,38 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> l
     checkpoint = run / "checkpoints" / f"step_{step - 1}" / "actor"
     if step > 1 and not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is not there: a replay of step {step} starts from the checkpoint before it")
+    job = ActorJob(
+        config=config,
+        deadline_s=deadline_s,
+        checkpoint=checkpoint if step > 1 else None,
+        keep_reference=config.algorithm.kl.coefficient > 0,
+    )
     with RankPool(local_device(config)) as ranks:
-        job = ActorJob(
-            ranks=ranks,
-            config=config,
-            deadline_s=deadline_s,
-            checkpoint=checkpoint if step > 1 else None,
-            keep_reference=config.algorithm.kl.coefficient > 0,
-        )
-        updates = _compute(job, groups, step)
+        updates = _compute(job, ranks, groups, step)
     difference = np.abs(step_arrays(groups, config).advantages - advantages).max()
-    now = {
-        "loss": float(np.mean([update.loss for update in updates])),
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+    return {
+        "loss": (recorded["loss"], float(np.mean([update.loss for update in updates]))),
+        "grad_norm": (recorded["grad_norm"], float(np.mean([update.grad_norm for update in updates]))),
+        "largest difference of an advantage": (0.0, float(difference)),
     }
-    return [
-        *(ReplayedValue(name=name, recorded=recorded[name], now=value) for name, value in now.items()),
-        ReplayedValue(name="largest difference of an advantage", recorded=0.0, now=float(difference)),
-    ]
 
 
-def _compute(job: ActorJob, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
+def _compute(job: ActorJob, ranks: RankPool, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
     config, arrays = job.config, step_arrays(groups, job.config)
     # In the parts that the run computed them in: sums of another order would differ in the last bits.
     each = chunk_size(config.algorithm.prompts_per_step)
     chunks = [responses_of(groups[at : at + each]) for at in range(0, len(groups), each)]
     temperature = config.rollout.temperature
-    old = joined(job.run(_log_probs, [(chunk, packing(config, chunk)) for chunk in chunks], temperature))
+    old = joined(job.run(ranks, _log_probs, [(chunk, packing(config, chunk)) for chunk in chunks], temperature))
     reference = None
     if config.algorithm.kl.coefficient > 0:
         plan = packing(config, arrays.responses)
-        reference = job.run(MegatronActor.reference_log_probs, arrays.responses, plan, temperature)
+        reference = job.run(ranks, MegatronActor.reference_log_probs, arrays.responses, plan, temperature)
     correction = step_correction(arrays, old, config)
     hidden_size = HFModelConfig.load(Path(config.model.path)).hidden_size
     batches = mini_batches(arrays, old, reference, correction, config, step, hidden_size=hidden_size)
-    updates: list[UpdateMetrics] = job.run(MegatronActor.update, batches, objective_of(config.algorithm), temperature)
+    objective = objective_of(config.algorithm)
+    updates: list[UpdateMetrics] = job.run(ranks, MegatronActor.update, batches, objective, temperature)
     return updates
 
 
@@ -110,10 +92,6 @@ def load_batch(run_path: Path, step: int) -> tuple[tuple[ScoredGroup, ...], np.n
     """
     folder = batch_folder(run_path, step)
     if not folder.is_dir():
-        there = sorted(int(found.name.removeprefix("step_")) for found in folder.parent.glob("step_*"))
-        raise GroupFileError(
-            f"{folder} is not there; kept are the batches of steps {', '.join(map(str, there)) or '(none)'}; a run "
-            "keeps them with run.save_batches=true"
-        )
+        raise GroupFileError(f"{folder} is not there; a run keeps its latest batches with run.save_batches=true")
     groups, extra = load_groups(folder, "batch")
     return groups, np.array(extra["advantages"], np.float32)

@@ -4,6 +4,7 @@ that tells versions apart."""
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.diagnostics.response_log import EvaluationError
@@ -63,26 +64,21 @@ def snapshot(source: Path, target: Path) -> bool:
     for old in (target, aside):
         shutil.rmtree(old, ignore_errors=True)
     aside.mkdir(parents=True)
-    try:
+    with suppress(FileNotFoundError):
         for file in sorted(source.iterdir()):
             _link_or_copy(file, aside / file.name)
-        complete = {file.name for file in source.iterdir()} == {file.name for file in aside.iterdir()}
-    except FileNotFoundError:
-        complete = False
-    if not complete:
-        shutil.rmtree(aside)
-        return False
-    os.replace(aside, target)
-    return True
+        if {file.name for file in source.iterdir()} == {file.name for file in aside.iterdir()}:
+            os.replace(aside, target)
+            return True
+    shutil.rmtree(aside)
+    return False
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except FileNotFoundError:
-        raise
     except OSError:
-        shutil.copyfile(source, target)
+        shutil.copyfile(source, target)  # which fails too where there is no source any more
 
 
 def fingerprint(folder: Path) -> str:

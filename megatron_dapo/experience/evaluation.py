@@ -261,16 +261,10 @@ def write_results(
 
 def _problem_json(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
     """One problem with its n answers; lists in the order of the samples."""
-    return {
-        "problem": problem_id(prompt),
-        "place": prompt.place,
-        "answer": prompt.answer,
-        "correct": [answer.correct for answer in answers],
-        "extracted": [answer.extracted for answer in answers],
-        "tokens": [answer.tokens for answer in answers],
-        "truncated": [answer.truncated for answer in answers],
-        "errors": [answer.error for answer in answers],
-    }
+    about = {"problem": problem_id(prompt), "place": prompt.place, "answer": prompt.answer}
+    fields = ("correct", "extracted", "tokens", "truncated")
+    lists = {field: [getattr(answer, field) for answer in answers] for field in fields}
+    return about | lists | {"errors": [answer.error for answer in answers]}
 
 
 def _consensus(answers: Sequence[Answer]) -> float:

@@ -1,5 +1,6 @@
 """`megatron-dapo bisect`: what it refuses before it starts anything."""
 
+import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,9 @@ def test_what_cannot_be_bisected_is_said(tmp_path: Path, capsys, monkeypatch) ->
     assert "'Megatron TP=1'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("gap", "code"), [(1e-5, ExitCode.FINISHED), (0.2, ExitCode.INEXACT)])
+@pytest.mark.parametrize(
+    ("gap", "code"), [(1e-5, ExitCode.FINISHED), (0.2, ExitCode.INEXACT), (math.nan, ExitCode.INEXACT)]
+)
 def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCode) -> None:
     monkeypatch.chdir(ROOT)
     gaps = [
@@ -46,5 +49,5 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)
     assert len(asked[0].prompts) == 2
-    assert asked[0].max_new_tokens == 8
-    assert ("the gap begins between Hugging Face float32 and Megatron TP=1" in shown) is (gap > 1e-3)
+    assert asked[0].sampling.max_new_tokens == 8
+    assert ("the gap begins between Hugging Face float32 and Megatron TP=1" in shown) is (code == ExitCode.INEXACT)

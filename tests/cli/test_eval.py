@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import typer
 
-from megatron_dapo.cli.eval import find_target
+from megatron_dapo.cli.eval import evaluate, find_target
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -12,21 +14,17 @@ URLS = 'rollout.urls=["http://a:1"]'
 
 
 def test_a_model_or_servers_or_the_configs_own_model(tmp_path):
-    assert find_target(QUICKSTART, []).out == Path("evaluations") / "base"
-    named = find_target(QUICKSTART, [], model=tmp_path / "other")
-    assert (named.weights, named.config.model.path) == (tmp_path / "other", str(tmp_path / "other"))
-    asked = find_target(QUICKSTART, [URLS])
-    assert (asked.weights, asked.config.rollout.urls) == (None, ("http://a:1",))
+    own, folder, step = find_target(QUICKSTART, [], None)
+    assert (own.rollout.urls, folder, step) == ((), Path("evaluations") / "base", None)
+    assert find_target(QUICKSTART, [], tmp_path / "other")[0].model.path == str(tmp_path / "other")
+    asked, folder, _ = find_target(QUICKSTART, [URLS], None)
+    assert (asked.rollout.urls, folder) == (("http://a:1",), Path("evaluations") / "servers")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "words"),
-    [
-        ([URLS], {"model": Path("m")}, "--model m and rollout.urls"),
-        ([], {"every": 5}, "--every 5: .* --watch"),
-    ],
-    ids=["two weights", "every"],
-)
-def test_an_option_that_would_not_be_read_is_refused(overrides, options, words):
-    with pytest.raises(ConfigError, match=words):
-        find_target(QUICKSTART, overrides, **options)
+def test_an_option_that_would_not_be_read_is_refused(capsys):
+    with pytest.raises(ConfigError, match=r"--model m and rollout\.urls"):
+        find_target(QUICKSTART, [URLS], Path("m"))
+    with pytest.raises(typer.Exit) as ended:
+        evaluate(QUICKSTART, every=5)
+    assert ended.value.exit_code == ExitCode.CONFIG
+    assert "--every 5: says which versions --watch takes" in capsys.readouterr().err

@@ -11,14 +11,16 @@ import typer
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
+from megatron_dapo.algorithm.policy_loss import TokenLoss, importance_ratio
 from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.certificate import certificate as run
-from megatron_dapo.diagnostics.certificate.certificate import Difference, relative_error
-from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts, kinds, label
-from megatron_dapo.diagnostics.certificate.sample_batch import random_responses, random_sample
+from megatron_dapo.diagnostics import certificate as run
+from megatron_dapo.diagnostics.certificate import Difference, relative_error
+from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
+from megatron_dapo.diagnostics.local_jobs import packing
+from megatron_dapo.diagnostics.sample_batch import random_mini_batches, random_responses
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -55,7 +57,9 @@ def test_few_layouts_have_every_kind_of_parallelism(processes, seed):
 
 
 def sampled(responses, current, *overrides):
-    return random_sample(load_config(CONFIG, ["run.seed=3", *overrides]), responses, current, weights_plan=None)
+    config = load_config(CONFIG, ["run.seed=3", f"model.path={ROOT}/examples/quickstart/base", *overrides])
+    plan = packing(config, responses)
+    return random_mini_batches(config, responses, current, plan, plan)["token_mean"]
 
 
 def test_the_mini_batch_is_ragged_and_meets_both_clips():
@@ -68,17 +72,17 @@ def test_the_mini_batch_is_ragged_and_meets_both_clips():
         log_probs=np.full(lengths.sum(), -2, dtype=np.float32), entropy=np.zeros(lengths.sum(), dtype=np.float32)
     )
     sample = sampled(responses, current)
-    ratio = np.exp(current.log_probs.astype(float) - sample.columns["old_log_probs"])
-    advantages = sample.columns["advantages"]
+    ratio = np.exp(current.log_probs.astype(float) - sample.old_log_probs)
+    advantages = sample.advantages
     assert ((ratio < 0.8) & (advantages < 0)).sum() > 5
     assert ((ratio > 1.28) & (advantages > 0)).sum() > 5
     for bound in (0.8, 1.28):
         assert np.abs(np.log(ratio / bound)).min() > 9e-4
-    assert sample.carries_loss.sum() == 15
-    again = sampled(responses, current)
-    assert np.array_equal(again.columns["old_log_probs"], sample.columns["old_log_probs"])
+    masked = np.repeat(np.arange(16), lengths)[sample.weights == 0]
+    assert set(masked) == {8}
+    assert np.array_equal(sampled(responses, current).old_log_probs, sample.old_log_probs)
     full = sampled(responses, current, "algorithm.kl.coefficient=0.1", "algorithm.importance.mode=truncated")
-    assert full.columns.keys() == {"advantages", "old_log_probs", "reference_log_probs", "correction"}
+    assert full.columns.keys() == sample.columns.keys() | {"reference_log_probs", "correction"}
 
 
 def test_what_is_not_a_number_is_not_within_the_bounds():
@@ -151,8 +155,8 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
     """One of about 150 response tokens weighs 5% more, under one aggregation, on the tensor-parallel ranks."""
     honest = run.layout_cases
 
-    def layout_cases(config, sample, layout, **options):
-        cases = honest(config, sample, layout, **options)
+    def layout_cases(config, mini_batches, layout, **options):
+        cases = honest(config, mini_batches, layout, **options)
         if layout.tensor == 2:
             weights = cases[2].mini_batch.weights.copy()
             weights[len(weights) // 3] *= 1.05
@@ -169,6 +173,34 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
     assert len(wrong) == 1, output
     assert wrong[0].startswith("TP2 ")
     assert "sequence_mean" in wrong[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnObjective:
+    """Weighs tokens by the ratio and clips nothing; it has none of the policy objective's fields."""
+
+    stat_names = ()
+    uses_entropy_gradient = False
+
+    def __call__(self, log_probs, entropy, columns):
+        weight = importance_ratio(log_probs, columns.old_log_probs).detach()
+        return TokenLoss(loss=-weight * columns.advantages * log_probs, stats={})
+
+
+compare_policy = run.compare
+
+
+def compare_own(*arguments):
+    """What a rank runs; `objective_of` of its own process gives the objective above."""
+    run.objective_of = lambda _: OwnObjective()
+    return compare_policy(*arguments)
+
+
+def test_an_objective_of_ones_own_is_certified(monkeypatch, capsys):
+    monkeypatch.setattr(run, "objective_of", lambda _: OwnObjective())
+    monkeypatch.setattr(run, "compare", compare_own)
+    assert exit_code() == ExitCode.FINISHED
+    assert len(rows(capsys.readouterr().out)) == 10
 
 
 def test_a_config_that_cannot_be_certified_here_says_why(capsys):

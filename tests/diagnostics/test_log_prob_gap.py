@@ -23,10 +23,9 @@ from megatron_dapo.diagnostics.log_prob_gap import (
     REFERENCE,
     STAGES,
     BisectRequest,
-    StageGap,
     find_gaps,
-    first_gap,
 )
+from rollout.generation import SamplingParams
 from tests.processes import ROOT
 
 pytestmark = [
@@ -44,8 +43,7 @@ def asked() -> BisectRequest:
     return BisectRequest(
         config=config,
         prompts=[draw.integers(5, 60, size).astype(np.int32) for size in (3, 9, 30)],
-        stop_token_ids=(),
-        max_new_tokens=24,
+        sampling=SamplingParams(max_new_tokens=24),
         deadline_s=300.0,
     )
 
@@ -100,14 +98,4 @@ def test_a_gap_is_found_where_it_was_planted(
     above = [gap for gap in gaps if gap.mean_abs > 1e-3]
     assert [(gap.before, gap.after) for gap in above] == expected
     assert all(gap.max_abs < 2e-4 for gap in gaps if gap not in above)
-    assert first_gap(gaps, 1e-3) == (above[0] if above else None)
     assert len(said) == 4
-
-
-def test_a_gap_that_is_no_number_is_a_gap() -> None:
-    gaps = [
-        StageGap(before=DECODE, after=PREFILL, mean_abs=1e-6, max_abs=1e-5, response=0, token=0),
-        StageGap(before=PREFILL, after=REFERENCE, mean_abs=float("nan"), max_abs=float("nan"), response=1, token=2),
-    ]
-    assert first_gap(gaps, 1e-3) is gaps[1]
-    assert first_gap(gaps[:1], 1e-3) is None

@@ -52,6 +52,14 @@ def test_responses_of_other_weights_or_settings_are_not_taken_over(tmp_path, cha
         pass
 
 
+@pytest.mark.parametrize("content", [b'{"weights"', b"\xff", b"3"])
+def test_damaged_settings_are_named_with_the_way_out(tmp_path, content):
+    (tmp_path / "settings.json").write_bytes(content)
+    words = r"settings\.json is damaged .*another --out"
+    with pytest.raises(EvaluationError, match=words), response_log(tmp_path, SETTINGS):
+        pass
+
+
 def test_one_process_writes_at_a_time(tmp_path):
     with (
         response_log(tmp_path, SETTINGS),

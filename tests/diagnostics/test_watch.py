@@ -39,6 +39,11 @@ class Session:
         return {}
 
 
+async def evaluated(watch, session, said):
+    async for version, _ in watch.evaluate(session):
+        said.append(f"{version} done")
+
+
 async def until(condition):
     async with asyncio.timeout(20):
         while not condition():
@@ -50,8 +55,8 @@ def test_the_newest_version_waits_while_one_is_evaluated_and_the_run_removes_its
         lock, session, said = lock_folder(tmp_path), Session(), []
         watch = Watch(tmp_path, every=1, report=said.append)
         write_version(tmp_path, 0)
-        assert (await watch.first()).name == "v0"
-        watching = asyncio.create_task(watch.evaluate(session, lambda version, result: said.append(f"{version} done")))
+        assert await watch.next_version() == 0
+        watching = asyncio.create_task(evaluated(watch, session, said))
         for number in (1, 2, 3):
             await until(lambda: any("evaluating" in line for line in said))
             write_version(tmp_path, number)
@@ -73,14 +78,14 @@ def test_the_newest_version_waits_while_one_is_evaluated_and_the_run_removes_its
         "version 2: left out, 3 is there and comes first",
     ]
     again = Watch(tmp_path, every=1, report=said.append)
-    assert asyncio.run(again.first()) is None, "it has a result, and the run has ended"
+    assert asyncio.run(again.next_version()) is None, "it has a result, and the run has ended"
 
 
 def test_other_weights_of_a_number_that_has_a_result_are_evaluated_and_the_old_result_is_kept(tmp_path):
     async def evaluate_all():
         session = Session()
         session.free.set()
-        await Watch(tmp_path, every=2, report=print).evaluate(session, lambda *_: None)
+        await evaluated(Watch(tmp_path, every=2, report=print), session, [])
         return session.found
 
     write_version(tmp_path, 1)
@@ -98,4 +103,4 @@ def test_an_error_of_an_evaluation_ends_the_watch(tmp_path):
 
     write_version(tmp_path, 1)
     with pytest.raises(RuntimeError, match="no server"):
-        asyncio.run(Watch(tmp_path, every=1, report=print).evaluate(Broken(), lambda *_: None))
+        asyncio.run(evaluated(Watch(tmp_path, every=1, report=print), Broken(), []))

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -27,15 +26,13 @@ from megatron_dapo.algorithm.aggregation import Aggregation
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
-from megatron_dapo.diagnostics.certificate.layouts import choose_layouts, fitting_layouts
-from megatron_dapo.diagnostics.certificate.sample_batch import Sample, random_responses, random_sample
+from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.sample_batch import random_mini_batches, random_responses
 
 LOSS = "loss"
 """Name of the loss among the reference's gradients."""
-
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,50 +91,43 @@ def measure_layouts(
     always = own if own.world_size <= processes else LayoutConfig()
     chosen = choose_layouts(fitting_layouts(hf, processes), layouts, seed=seed, always=always)
     with tempfile.TemporaryDirectory(prefix="certify-") as folder, RankPool(local_device(config)) as ranks:
-        reference = ActorJob(ranks=ranks, config=_reference(config), deadline_s=deadline_s)
+        # One process, in float32, every saving of memory switched off.
+        actor = replace(config.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
+        model = replace(config.model, dtype="float32")
+        reference = ActorJob(config=replace(config, actor=actor, model=model), deadline_s=deadline_s)
         prompts = random_responses(count=responses, longest=longest, vocabulary=hf.vocab_size, seed=seed)
         drawn = ranks.run(1, sampled_responses, reference.config, prompts, timeout_s=deadline_s)[0]
         one_rank = packing(reference.config, drawn)
-        current = reference.run(MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
+        current = reference.run(ranks, MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.
         weights_plan = _packing_on(config, drawn, LayoutConfig(), int(drawn.sequence_lengths.max()))
-        sample = random_sample(config, drawn, current, weights_plan)
-        say(describe(drawn))
-        references = {aggregation: sample.mini_batch(aggregation, one_rank) for aggregation in AGGREGATIONS}
-        reference.run(write_reference, config, references, Path(folder))
+        references = random_mini_batches(config, drawn, current, one_rank, weights_plan)
+        lengths = drawn.sequence_lengths
+        say(
+            f"mini-batch: {len(lengths)} responses of {lengths.min()} to {lengths.max()} tokens with their prompts, "
+            f"{drawn.num_response_tokens} response tokens"
+        )
+        reference.run(ranks, compare, config, references, Path(folder))
         for index, layout in enumerate(chosen):
-            cases = layout_cases(config, sample, layout, seed=[seed, 2, index])
+            cases = layout_cases(config, references, layout, seed=[seed, 2, index])
             job = replace(reference, config=replace(config, actor=replace(config.actor, layout=layout)))
-            batches = [(case.aggregation, case.mini_batch) for case in cases]
-            yield from zip(cases, job.run(compare, config, batches, Path(folder)), strict=True)
+            batches = {case.aggregation: case.mini_batch for case in cases}
+            yield from zip(cases, job.run(ranks, compare, config, batches, Path(folder)), strict=True)
 
 
-def layout_cases(config: Config, sample: Sample, layout: LayoutConfig, *, seed: Sequence[int]) -> list[Case]:
+def layout_cases(
+    config: Config, mini_batches: Mapping[Aggregation, MiniBatch], layout: LayoutConfig, *, seed: Sequence[int]
+) -> list[Case]:
     """Each aggregation once on a layout, with a micro-batch budget drawn between one response and all of them."""
     rng = np.random.default_rng(seed)
-    lengths = sample.responses.sequence_lengths
-    budgets = [1, int(lengths.max()), int(1.5 * lengths.max()), int(lengths.sum())]
     cases = []
-    for aggregation in AGGREGATIONS:
+    for aggregation, mini_batch in mini_batches.items():
+        lengths = mini_batch.responses.sequence_lengths
+        budgets = [1, int(lengths.max()), int(1.5 * lengths.max()), int(lengths.sum())]
         budget = budgets[int(rng.integers(len(budgets)))]
-        mini_batch = sample.mini_batch(aggregation, _packing_on(config, sample.responses, layout, budget))
-        cases.append(Case(layout=layout, aggregation=aggregation, budget=budget, mini_batch=mini_batch))
+        packed = replace(mini_batch, plan=_packing_on(config, mini_batch.responses, layout, budget))
+        cases.append(Case(layout=layout, aggregation=aggregation, budget=budget, mini_batch=packed))
     return cases
-
-
-def describe(responses: Responses) -> str:
-    """The mini-batch in one line."""
-    lengths = responses.sequence_lengths
-    return (
-        f"mini-batch: {len(lengths)} responses of {lengths.min()} to {lengths.max()} tokens with their prompts, "
-        f"{responses.num_response_tokens} response tokens"
-    )
-
-
-def _reference(config: Config) -> Config:
-    """The same in one process, in float32, every saving of memory switched off."""
-    actor = replace(config.actor, layout=LayoutConfig(), recompute="none", fused_linear_log_prob=False)
-    return replace(config, actor=actor, model=replace(config.model, dtype="float32"))
 
 
 def _packing_on(config: Config, responses: Responses, layout: LayoutConfig, budget: int) -> MicroBatchPlan:
@@ -177,60 +167,41 @@ def sampled_responses(place: RankPlace, config: Config, responses: Responses) ->
         max_new_tokens=tokens,
         pad_token_id=0,
     )[:, longest:]
-    parts = []
-    for prompt, answer, length in zip(prompts, drawn.cpu().numpy(), responses.response_lengths, strict=True):
-        parts += [prompt, answer[:length].astype(np.int32)]
-    return replace(responses, token_ids=np.concatenate(parts))
-
-
-def write_reference(actor: MegatronActor, config: Config, mini_batches: Mapping[str, MiniBatch], folder: Path) -> None:
-    """The gradient and the loss of each mini-batch go to a file of its name."""
-    for name, mini_batch in mini_batches.items():
-        result = _loss_and_gradients(actor, config, mini_batch)
-        assert result is not None
-        loss, gradients = result
-        save_file(gradients | {LOSS: torch.tensor(loss)}, _file(folder, name))
+    answers = zip(drawn.cpu().numpy(), responses.response_lengths, strict=True)
+    return Responses.of([(prompt, ids[:length]) for prompt, (ids, length) in zip(prompts, answers, strict=True)])
 
 
 def compare(
-    actor: MegatronActor, config: Config, mini_batches: Sequence[tuple[str, MiniBatch]], folder: Path
+    actor: MegatronActor, config: Config, mini_batches: Mapping[Aggregation, MiniBatch], folder: Path
 ) -> list[Difference]:
-    """On rank 0 each mini-batch's difference from the reference of its name; none on the other ranks."""
+    """On rank 0 each mini-batch's difference from the reference; none on the other ranks. The first call, on one rank,
+    finds no references there and writes them."""
     differences = []
-    for name, mini_batch in mini_batches:
-        result = _loss_and_gradients(actor, config, mini_batch)
-        if result is not None:
-            differences.append(_difference(*result, _file(folder, name)))
+    for name, mini_batch in mini_batches.items():
+        found = actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)
+        if found is not None:
+            tensors, file = found[1] | {LOSS: torch.tensor(found[0])}, folder / f"{name}.safetensors"
+            if file.exists():
+                differences.append(_difference(tensors, file))
+            else:
+                save_file(tensors, file)
     return differences
 
 
-def _loss_and_gradients(
-    actor: MegatronActor, config: Config, mini_batch: MiniBatch
-) -> tuple[float, dict[str, Tensor]] | None:
-    return actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)
-
-
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
-
-
-def _difference(loss: float, gradients: Mapping[str, Tensor], file: Path) -> Difference:
-    worst, parameter, distance, size = -1.0, "", 0.0, 0.0
+def _difference(tensors: Mapping[str, Tensor], file: Path) -> Difference:
+    errors, distance, size = {}, 0.0, 0.0
     with safe_open(file, framework="pt") as reference:
-        names = set(reference.keys()) - {LOSS}
-        if names != set(gradients):
-            missing = sorted(names ^ set(gradients))
-            raise ValueError(f"parameters with a gradient on one side only: {', '.join(missing)}")
-        for name in sorted(names):
+        if one_sided := set(reference.keys()) ^ set(tensors):
+            raise ValueError(f"parameters with a gradient on one side only: {', '.join(sorted(one_sided))}")
+        for name in sorted(tensors):
             wanted = reference.get_tensor(name).double()
-            error = relative_error(gradients[name], wanted)
-            # Not max(): it would pass over a nan.
-            if not (error <= worst or math.isnan(worst)):
-                worst, parameter = error, name
-            distance = math.hypot(distance, float((gradients[name] - wanted).norm()))
-            size = math.hypot(size, float(wanted.norm()))
-        loss_error = relative_error(torch.tensor(loss), reference.get_tensor(LOSS))
-    return Difference(loss=loss_error, gradient=distance / size, worst=worst, parameter=parameter)
+            errors[name] = relative_error(tensors[name], wanted)
+            if name != LOSS:
+                distance = math.hypot(distance, float((tensors[name] - wanted).norm()))
+                size = math.hypot(size, float(wanted.norm()))
+    loss = errors.pop(LOSS)
+    parameter = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    return Difference(loss=loss, gradient=distance / size, worst=errors[parameter], parameter=parameter)
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

@@ -1,6 +1,6 @@
 """The mini-batch of a certificate: ragged lengths, and numbers that put tokens on both sides of every clip."""
 
-from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -9,7 +9,8 @@ from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation, token_weights
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.batch import objective_of
+
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 GROUP = 4
 """Responses a prompt."""
@@ -20,37 +21,6 @@ RATIO_SPREAD = 0.3
 KINK_DISTANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """No log-ratio is nearer to a clip bound's: there rounding, that of the type of the layouts, decides which side a token
 is on, and its gradient jumps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """R random responses and what their losses read, without the token weights."""
-
-    responses: Responses
-    carries_loss: np.ndarray
-    """bool [R]; one response is masked, as overlong filtering does."""
-
-    columns: dict[str, np.ndarray]
-    """Columns of `MiniBatch` by name, float32 [N] each."""
-
-    constant_length: int
-    """Divisor of `sequence_sum_constant`, in tokens."""
-
-    weights_plan: MicroBatchPlan
-    """Packing that `verl_legacy` takes its weights from: they are part of the mini-batch, so one for all layouts."""
-
-    def mini_batch(self, aggregation: Aggregation, plan: MicroBatchPlan) -> MiniBatch:
-        """The mini-batch packed by `plan`."""
-        lengths = torch.from_numpy(self.responses.response_lengths.astype(np.int64))
-        weights = token_weights(
-            lengths,
-            torch.arange(len(lengths)) // GROUP,
-            aggregation,
-            mask=torch.from_numpy(self.carries_loss),
-            constant_length=self.constant_length,
-            micro_batch_index=torch.from_numpy(self.weights_plan.micro_batch_index()),
-        )
-        return MiniBatch(responses=self.responses, plan=plan, weights=weights.numpy(), **self.columns)
 
 
 def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) -> Responses:
@@ -67,8 +37,16 @@ def random_responses(*, count: int, longest: int, vocabulary: int, seed: int) ->
     )
 
 
-def random_sample(config: Config, responses: Responses, current: LogProbs, weights_plan: MicroBatchPlan) -> Sample:
-    """Random advantages, and old log-probs near `current`, the model's own, so that the clip acts on some tokens."""
+def random_mini_batches(
+    config: Config, responses: Responses, current: LogProbs, plan: MicroBatchPlan, weights_plan: MicroBatchPlan
+) -> dict[Aggregation, MiniBatch]:
+    """The responses under each aggregation, packed by `plan`: random advantages, and old log-probs near `current`, the
+    model's own, so that the clip acts on some tokens. One response is masked, as overlong filtering does.
+
+    Args:
+        weights_plan: packing that `verl_legacy` takes its weights from: they are part of the mini-batch, so one for all
+            layouts.
+    """
     rng = np.random.default_rng([config.run.seed, 1])
     tokens, lengths = responses.num_response_tokens, responses.response_lengths
     columns = {
@@ -79,15 +57,22 @@ def random_sample(config: Config, responses: Responses, current: LogProbs, weigh
         columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
     if config.algorithm.importance.mode != "none":
         columns["correction"] = rng.uniform(0.5, 2.0, tokens)
-    carries_loss = np.ones(len(lengths), dtype=bool)
-    carries_loss[len(lengths) // 2] = False
-    return Sample(
-        responses=responses,
-        carries_loss=carries_loss,
-        columns={name: column.astype(np.float32) for name, column in columns.items()},
-        constant_length=config.rollout.max_new_tokens,
-        weights_plan=weights_plan,
-    )
+    columns = {name: column.astype(np.float32) for name, column in columns.items()}
+
+    def weights(aggregation: Aggregation) -> np.ndarray:
+        return token_weights(
+            torch.from_numpy(lengths.astype(np.int64)),
+            torch.arange(len(lengths)) // GROUP,
+            aggregation,
+            mask=torch.arange(len(lengths)) != len(lengths) // 2,
+            constant_length=config.rollout.max_new_tokens,
+            micro_batch_index=torch.from_numpy(weights_plan.micro_batch_index()),
+        ).numpy()
+
+    return {
+        aggregation: MiniBatch(responses=responses, plan=plan, weights=weights(aggregation), **columns)
+        for aggregation in AGGREGATIONS
+    }
 
 
 def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
@@ -101,10 +86,10 @@ def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:
 
 
 def _log_ratios(rng: np.random.Generator, tokens: int, config: Config) -> np.ndarray:
-    """float64 [tokens]: log(pi / pi_old), kept away from the clip bounds."""
-    objective, distance = objective_of(config.algorithm), KINK_DISTANCE[config.model.dtype]
+    """float64 [tokens]: log(pi / pi_old), kept away from the clip bounds of the config, whatever the objective."""
+    clip, distance = config.algorithm.clip, KINK_DISTANCE[config.model.dtype]
     drawn = rng.normal(0, RATIO_SPREAD, tokens)
-    for bound in (1 - objective.clip_low, 1 + objective.clip_high, objective.clip_dual):
+    for bound in (1 - clip.low, 1 + clip.high, clip.dual):
         if bound:
             near = np.abs(drawn - np.log(bound)) < distance
             drawn[near] = np.log(bound) + np.copysign(distance, drawn[near] - np.log(bound))
