@@ -29,9 +29,9 @@ ABOVE = {
 }
 """Room to those that stand above it: nothing that it imports, directly or through others, may be in them."""
 
-ENGINE_LINES, ENGINE_FILES = 14_785, 165
-PRODUCT_LINES, TOOLS_LINES, DOCS_WORDS = 22_360, 4_482, 20_000
-"""What there may be, never more. The aim: 13,500 lines in 150 files, 17,500 and 3,500; lower these with every step."""
+ENGINE_LINES, ENGINE_FILES = 14_500, 150
+PRODUCT_LINES, TOOLS_LINES, DOCS_WORDS = 19_500, 3_500, 20_000
+"""What there may be, never more: who adds takes it from something that earns less."""
 
 LARGEST_FOLDER = 16
 VERBS = "megatron_dapo/cli"

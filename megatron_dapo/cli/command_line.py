@@ -9,7 +9,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
+from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of, named
 from megatron_dapo.config import Config, ConfigError, load_config
 
 P = ParamSpec("P")
@@ -46,7 +46,7 @@ def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:
             known = exit_code_of(error)
             if known is None:
                 raise
-            print(error, file=sys.stderr)
+            print(named(error), file=sys.stderr)
             code = known
         raise typer.Exit(code)
 

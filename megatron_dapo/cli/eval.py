@@ -39,12 +39,19 @@ def evaluate(
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """SIGINT and SIGTERM cancel the work, which ends its servers. Every answer that was judged is on disk."""
+    """SIGINT and SIGTERM cancel the work, which ends its servers; a second one does not wait for that. Every answer
+    that was judged is on disk."""
     from megatron_dapo.cluster.waits import StopRequested
 
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def on_signal() -> None:
+        if task.cancelling():
+            raise KeyboardInterrupt
+        task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, on_signal)
     try:
         await task
     except asyncio.CancelledError:

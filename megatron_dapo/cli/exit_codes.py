@@ -33,3 +33,10 @@ def exit_code_of(error: BaseException) -> ExitCode | None:
     traceback."""
     code = getattr(error, "exit_code", ExitCode.FAILED if isinstance(error, OSError) else None)
     return None if code is None else ExitCode(code)
+
+
+def named(error: BaseException) -> str:
+    """The message of an error that explains itself, under the name by which docs/operations.md lists it. An error of
+    the config or of the command line names its key or option; those of files their file."""
+    plain = type(error).__name__ == "ConfigError" or isinstance(error, OSError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"

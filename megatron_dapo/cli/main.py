@@ -13,7 +13,7 @@ from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.eval import evaluate
-from megatron_dapo.cli.exit_codes import exit_code_of
+from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
 from megatron_dapo.config import load_config
 
@@ -227,7 +227,7 @@ def main() -> None:
         # A file that a command writes itself has a name.
         of_output = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
         where = "no space left where the output of this command goes: " if of_output else ""
-        print(f"{where}{error}", file=sys.stderr)
+        print(f"{where}{named(error)}", file=sys.stderr)
         sys.exit(code)
 
 

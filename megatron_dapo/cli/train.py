@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of
+from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of, named
 from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.run_dir import CheckpointDamaged
@@ -77,7 +77,7 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
         if code is ExitCode.CONTINUE:
             console.note(f"stopped; continue with: {again}")
         else:
-            console.error(f"{type(error).__name__}: {error}")
+            console.error(named(error))
             if isinstance(error, CheckpointDamaged) and error.intact is not None:
                 console.note(f"continue with: {again} run.resume_step={error.intact}")
         return code
