@@ -94,7 +94,7 @@ def write_to_the_pool(request: VerificationRequest) -> bool:
 
 
 def _write_to_the_pool(frame: bytes) -> bool:
-    for descriptor in range(3, 20):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             os.write(descriptor, len(frame).to_bytes(8, "big") + frame)
         except OSError:
