@@ -1,5 +1,6 @@
 """What can be known of verifiers and ground truths before the first response is written."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -8,6 +9,9 @@ from reward.config import RewardConfig
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, probe
 from reward.verdict import VerificationRequest, VerifierError
+
+_DONE = b"\nthe verifier can be run\n"
+"""What the trying process writes in the end; a module that ends the process does not get so far."""
 
 
 def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
@@ -48,21 +52,23 @@ def _why_not(name: str) -> str:
     try:
         tried = subprocess.run(
             [sys.executable, "-m", "reward.check", name],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            timeout=START_LIMIT_S, env=worker_environment(),
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"its import has not ended after {START_LIMIT_S:g} s"
+    if tried.returncode == 0 and _DONE in tried.stdout:
+        return ""
     log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
-    return f"its import ended with exit code {tried.returncode}: {log or '(nothing)'}" if tried.returncode else ""
+    return f"its import ended with exit code {tried.returncode}: {log or '(nothing)'}"
 
 
 def main() -> None:
-    """Tries the verifier that the argument names. Exit code: 0 if it can be run here."""
+    """Tries the verifier that the argument names. Exit code 0 and `_DONE` written: it can be run here."""
     try:
         probe(sys.argv[1])
     except VerifierError as error:
         sys.exit(str(error))
+    os.write(1, _DONE)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _function(name: str, path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     try:
         function = vars(importlib.import_module(module_name)).get(function_name)
-    except Exception as error:  # a user's module may fail in any way, and the pool must go on
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way, and the pool must go on
         raise VerifierError(
             f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}"
         ) from error

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reward.answer.prose import CONDITION, CONNECTIVE, DENIED_AFTER, DENIED_BEFORE, DOUBT, RETRACTION
+from reward.answer.prose import CONDITION, CONNECTIVE, DENIED_AFTER, DENIED_BEFORE, DENIED_MARKER, DOUBT, RETRACTION
 from reward.answer.text import ascii_lower, closing
 
 LINE_LIMIT = 5000
@@ -31,6 +31,7 @@ _HEADING = re.compile(
     r"^(?:#{1,6}[ \t]{1,20}(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]{0,20}\r?(?=\n)", re.I | re.M | re.A
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
+_BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
 _BRACES = re.compile(r"(?<!\\)[{}]")
 _SKIPPED = re.compile(
     rf"(?:{_MARKER_TAIL.pattern})?[\s*_`}}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?"
@@ -38,6 +39,8 @@ _SKIPPED = re.compile(
 _LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
 _CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
+_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
+_DELIMITERS = re.compile(r"\\[()\[\]]")
 _FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
 _FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
 # Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
@@ -141,7 +144,7 @@ def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
     while at >= 0:
-        if _MARKER_TAIL.match(lower, at + 6, end) and not DENIED_BEFORE.search(lower[max(at - 24, 0) : at]):
+        if _MARKER_TAIL.match(lower, at + 6, end) and not DENIED_MARKER.search(lower[max(at - 24, 0) : at]):
             return at
         at = lower.rfind("answer", 0, at)
     return at
@@ -194,12 +197,15 @@ def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found 
 
 
 def _block_end(response: str, start: int, end: int) -> int:
-    """Where the display or code block that begins at `start` closes; `start` if none begins there."""
+    """Where the display, code block or environment that begins at `start` closes; `start` if none begins there."""
     limit = min(end, start + LINE_LIMIT)
     for opener, closer in _BLOCKS.items():
         if response.startswith(opener, start):
             close = response.find(closer, start + len(opener), limit)
             return max(close, start)
+    environment = _ENVIRONMENT.match(response, start, limit)
+    if environment:
+        return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
 
 
@@ -216,7 +222,7 @@ def _open_boxes(line: str) -> str:
     pieces: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
-        box = _BOX.search(line, at)
+        box = _BOX_NAME.search(line, at)
         opened = open_box(line, box.start(), len(line)) if box else None
         if box is None or opened is None:
             break
@@ -232,7 +238,8 @@ def _commits(before: str, after: str) -> bool:
     """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
     if "boxed" in after or "fbox" in after or DOUBT.search(before) or DOUBT.search(after):
         return False
-    return not _FORMULA_BEFORE.search(before[-100:]) and not _FORMULA_AFTER.match(after)
+    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
+    return not _FORMULA_BEFORE.search(before) and not _FORMULA_AFTER.match(after)
 
 
 def _copied(response: str, at: int, prompt: str) -> bool:

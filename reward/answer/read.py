@@ -96,6 +96,8 @@ def _read_list(text: str, items: list[str], brackets: str) -> Answer:
 def _read_plus_minus(text: str, inner: str) -> Answer:
     """`\\pm 2` and `1 \\pm \\sqrt{2}` as the two answers that they are."""
     before, after = (side.strip() for side in inner.split("\\pm"))
+    if not before and after[:1] in ("+", "-"):
+        after = f"({after})"
     items = tuple(read(strip_edges(f"{before}{sign}{after}")) for sign in (("+", "-") if before else ("", "-")))
     return Answer(text=text, body=text, items=items)
 

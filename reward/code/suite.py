@@ -16,7 +16,6 @@ import types
 import unittest
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NoReturn
 
 from reward.code.sandbox import Sandbox
@@ -85,9 +84,7 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
         try:
             die_with_parent()
             hide_memory()
-            kept = sorted((verdict, sandbox.requests, sandbox.replies))  # not the worker's line to the pool
-            for low, high in pairwise((2, *kept, os.sysconf("SC_OPEN_MAX"))):
-                os.closerange(low + 1, high)
+            _keep_open(verdict, sandbox.requests, sandbox.replies)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
             lock(READING)
             caller = _Caller(sandbox, deadline)
@@ -108,6 +105,14 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
     if outcome["fault"] and not outcome["passed"]:
         raise NotPlain(outcome["fault"])
     return bool(outcome["passed"])
+
+
+def _keep_open(*kept: int) -> None:
+    """Closes every other descriptor but the standard ones, such as the worker's line to the pool."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
 
 
 def _run(suite: Suite, caller: "_Caller") -> bool:

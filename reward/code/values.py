@@ -48,7 +48,7 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ..
         "q",
         Fraction,
         lambda q: f"{q.numerator:x}/{q.denominator:x}",
-        lambda q: Fraction(*(int(n, 16) for n in q.split("/"))),
+        lambda q: Fraction(*(int(n, 16) for n in str.split(q, "/"))),
     ),
     ("D", Decimal, str, _decimal),
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
@@ -120,7 +120,7 @@ def _some(items: Any) -> Iterator[Any]:
 def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     """The value of JSON that `encode` made; `resolve` undoes its `refer`.
 
-    Raises ValueError, TypeError, KeyError or RecursionError for any other JSON.
+    Raises ValueError, TypeError, KeyError, ArithmeticError or RecursionError for any other JSON.
     """
     if content is None or isinstance(content, bool | str | int):
         return content

@@ -12,7 +12,7 @@ response makes sympy do, fast verdicts keep flowing. A worker past the limit is 
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _BATCH_RESPONSES = 256
 """Responses of one call that stay together in the fast queue, at most."""
 _BATCH_CHARACTERS = 4_000_000
-"""A batch takes no more chunks once it has so many responses or characters."""
+"""Characters of these, unless a single response has more: one time limit holds for all that a worker is sent."""
 
 _SLOW_NICENESS = 10
 """One that computes until it is killed takes a tenth of what a fast worker takes."""
@@ -38,6 +38,14 @@ _LOOK_EVERY_S = 10.0
 _START_ATTEMPTS = 3
 _CLOSE_LIMIT_S = 15.0
 _COMPARISONS_KEPT = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class _Comparison:
+    """A question to algebra, and how many wait for its answer."""
+
+    verdict: asyncio.Task[Verdict]
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +74,7 @@ class RewardPool:
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
         self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
-        self._comparisons: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._comparisons: dict[tuple[str, str], _Comparison] = {}
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
@@ -98,7 +106,7 @@ class RewardPool:
         """Verdicts of the workers. What fast workers have judged comes straight to the caller's event loop."""
         if self._failure is not None:
             raise self._failure
-        works = [_Work(fast[at : at + _BATCH_RESPONSES]) for at in range(0, len(fast), _BATCH_RESPONSES)]
+        works = [_Work(batch) for batch in _batches(fast)]
         self._loop.call_soon_threadsafe(self._enqueue, works)
         alone = asyncio.run_coroutine_threadsafe(self._judge_each(slow), self._loop) if slow else None
         results: list[Result | VerificationRequest] = []
@@ -204,7 +212,10 @@ class RewardPool:
         await process.end()
 
     async def _take(self, queue: asyncio.Queue[_Work]) -> list[_Work]:
-        """The next work: one slow job, or a worker's share of the fast ones that wait, without what was given up."""
+        """The next work: one slow job, or fast batches, without what was given up.
+
+        Small fast batches are taken together, up to a worker's share of them, until they are as large as one may be.
+        """
         works = [await queue.get()]
         if queue is self._fast:
             share = 1 + queue.qsize() // self._config.workers
@@ -225,7 +236,8 @@ class RewardPool:
                 with suppress(InvalidStateError):  # its caller has just given up
                     work.results.set_exception(lost)
             return False
-        self._last_progress = time.monotonic()
+        finally:  # a timeout is a verdict too
+            self._last_progress = time.monotonic()
         at = 0
         for work in works:
             with suppress(InvalidStateError):
@@ -271,16 +283,35 @@ class RewardPool:
             return await self._judge_alone(result, last=True)
         key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)
-        known = comparison is not None and comparison.done()
+        known = comparison is not None and comparison.verdict.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
+            comparison = self._comparisons[key] = _Comparison(asyncio.create_task(self._judge_alone(result)))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
-        verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
+        comparison.waiting += 1
+        try:
+            verdict = await asyncio.shield(comparison.verdict)  # for the others, if this caller gives up
+        finally:
+            comparison.waiting -= 1
+            if not comparison.waiting and comparison.verdict.cancel():
+                self._comparisons.pop(key, None)
         if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
             self._comparisons.pop(key, None)
         seconds = result.seconds + (0.0 if known else verdict.seconds)
         return replace(verdict, extracted=result.extracted, seconds=seconds)
+
+
+def _batches(requests: Sequence[VerificationRequest]) -> Iterator[list[VerificationRequest]]:
+    batch: list[VerificationRequest] = []
+    characters = 0
+    for request in requests:
+        characters += len(request.response)
+        if batch and (len(batch) == _BATCH_RESPONSES or characters > _BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], len(request.response)
+        batch.append(request)
+    if batch:
+        yield batch
 
 
 def _queue(verifier: str) -> str:

@@ -97,9 +97,7 @@ async def _attempt(
             asyncio.timeout(config.attempt_s),
             session.post(str(config.url), data=body, headers=header, allow_redirects=False) as answer,
         ):
-            if (answer.content_length or 0) > ANSWER_BYTES:
-                raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
-            content, status = await answer.read(), answer.status
+            content, status = await _content(answer), answer.status
     except TimeoutError:
         raise _Refused(f"no answer within {config.attempt_s:g} s") from None
     except aiohttp.InvalidURL as error:
@@ -110,6 +108,15 @@ async def _attempt(
         final = status not in _RETRIED and status < 500
         raise _Refused(f"status {status}: {content[:200].decode('utf-8', 'replace')}", final=final)
     return _verdicts(content, len(requests))
+
+
+async def _content(answer: "aiohttp.ClientResponse") -> bytes:
+    content = bytearray()
+    async for part in answer.content.iter_chunked(1 << 16):  # counted as it comes: compressed, its length says little
+        content += part
+        if len(content) > ANSWER_BYTES:
+            raise _Refused(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
+    return bytes(content)
 
 
 def _unjudged(reason: str, seconds: float) -> Verdict:

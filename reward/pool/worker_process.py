@@ -126,13 +126,13 @@ class WorkerProcess:
         return decode_reply(await self._read(length))
 
     async def _read(self, size: int) -> bytes:
-        received = b""
+        received = bytearray()
         while len(received) < size:
             part = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(received), _PART_BYTES))
             if not part:
                 raise EOFError("the other end is closed")
             received += part
-        return received
+        return bytes(received)
 
     async def _death(self) -> str:
         """`worker died (signal 11)`, for a process whose connection broke."""

@@ -83,10 +83,18 @@ def judge(request: VerificationRequest) -> Judgement:
     return Judgement(accuracy=right, extracted=request.response, rule="own")
 
 
+def write_much(request: VerificationRequest) -> bool:
+    """Sends a frame of as many bytes as the response says."""
+    return _write_to_the_pool(bytes(int(request.response)))
+
+
 def write_to_the_pool(request: VerificationRequest) -> bool:
     """Sends frames of its own over every descriptor, as if it were the worker."""
-    frame = request.response.encode()
-    for descriptor in range(3, 20):
+    return _write_to_the_pool(request.response.encode())
+
+
+def _write_to_the_pool(frame: bytes) -> bool:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             os.write(descriptor, len(frame).to_bytes(8, "big") + frame)
         except OSError:

@@ -4,6 +4,7 @@ import pytest
 
 from reward.check import check_ground_truth, check_verifiers
 from reward.config import RemoteConfig, RewardConfig
+from reward.registry import load
 from reward.verdict import VerifierError
 
 
@@ -33,8 +34,18 @@ def test_a_verifier_that_cannot_run_is_refused_with_who_names_it(name, reason):
 
 def test_a_module_that_ends_its_process_is_a_reason(tmp_path, monkeypatch):
     (tmp_path / "leaves_at_once.py").write_text("import sys\nprint('{}')\nsys.exit('bye')\n")
-    (tmp_path / "talks.py").write_text("print('hello')\ndef judge(request): return True\n")
+    (tmp_path / "leaves_quietly.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "leaves_hard.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "talks.py").write_text(
+        "import atexit\nprint('hello')\natexit.register(print, 'bye')\ndef judge(request): return True\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(VerifierError, match="import of leaves_quietly failed: SystemExit"):
+        check_verifiers({"leaves_quietly:f": "reward.verifier"}, RewardConfig())
+    with pytest.raises(VerifierError, match="exit code 0"):
+        check_verifiers({"leaves_hard:f": "reward.verifier"}, RewardConfig())
+    with pytest.raises(VerifierError, match="import of leaves_quietly failed"):
+        load("leaves_quietly:f")
     with pytest.raises(VerifierError, match=r"(?s)reward\.verifier = leaves_at_once:f: .*exit code 1: .*bye"):
         check_verifiers({"leaves_at_once:f": "reward.verifier"}, RewardConfig())
     check_verifiers({"talks:judge": "reward.verifier"}, RewardConfig())

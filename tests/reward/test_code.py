@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -383,3 +384,10 @@ def test_what_is_no_value_is_refused():
     for content in ([1], {}, {"z": 1}, {"t": [1], "l": []}, 1.5, {"o": 1}, {"D": "1e99999999"}):
         with pytest.raises((ValueError, TypeError)):
             decode(content)
+
+
+@pytest.mark.parametrize("tag", ["n", "d", "f", "c", "b", "B", "q", "D", "r", "l", "Q", "dk", "di", "dv", "i", "?"])
+def test_no_other_content_raises_what_is_not_documented(tag):
+    for inner in (5, "x", "1/0", "1/2/3", None, [1], [[1, 2, 3]], {}, {"q": 5}):
+        with suppress(ValueError, TypeError, KeyError, ArithmeticError):
+            decode({tag: inner})

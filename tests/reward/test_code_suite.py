@@ -1,5 +1,8 @@
 """The tests of verifier `code`: what they may ask of the tested code's objects, and what they may do themselves."""
 
+import fcntl
+import os
+import resource
 import socket
 from pathlib import Path
 
@@ -160,3 +163,17 @@ def test_what_is_changed_in_place_is_seen(code, tests):
 )
 def test_nothing_else_is(code, tests):
     assert not right(code, tests=tests)
+
+
+def test_the_tests_have_no_descriptor_of_the_worker_even_above_the_limit():
+    """A limit that was lowered after the descriptor was opened; one that is huge takes no time."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull, "w") as line:
+        high = fcntl.fcntl(line, fcntl.F_DUPFD, 600)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    try:
+        closed = f"import os\ntry: os.fstat({high})\nexcept OSError: pass\nelse: assert False\nassert add(2, 3) == 5"
+        assert right(ADD, tests=closed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(high)

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reward.pool import pool as pool_module
+from reward.pool import worker_process
 from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +213,58 @@ def test_a_cancelled_call_is_not_worked_off(make_pool):
         return time.monotonic() - start
 
     assert asyncio.run(asyncio.wait_for(cancel(), LIMIT_S)) < 30.0
+
+
+def test_a_comparison_that_nobody_waits_for_is_not_worked_off(make_pool, monkeypatch):
+    pool = make_pool(workers=1, timeout_s=4.0)
+    verify(pool, ask("Answer: 42"))
+    (fast,) = pool.worker_pids()
+
+    async def give_up() -> None:
+        busy = asyncio.create_task(pool.verify([hostile("sleep", "2")]))
+        await asyncio.sleep(0.2)
+        shared, own = ask("Answer: \\sqrt{1764}"), ask("Answer: \\sqrt{42^2}")
+        given_up = asyncio.create_task(pool.verify([shared, own]))
+        waiting = asyncio.create_task(pool.verify([shared]))
+        await asyncio.sleep(0.5)
+        given_up.cancel()
+        assert not busy.done()
+        assert (await waiting)[0].accuracy
+        assert (await pool.verify([hostile("judge")]))[0].rule == "own"  # it comes after all comparisons
+        (algebra,) = set(pool.worker_pids()) - {fast}
+        os.kill(algebra, signal.SIGSTOP)  # so only what is known gets a verdict
+        monkeypatch.setattr(worker_process, "START_LIMIT_S", 1.0)
+        known, unknown = await pool.verify([shared, own])
+        assert known.accuracy
+        assert unknown.error == "timeout"
+
+    asyncio.run(asyncio.wait_for(give_up(), LIMIT_S))
+
+
+def test_timeouts_are_progress(make_pool, monkeypatch):
+    """Verdicts that all time out end no run, though together they take longer than any single one may."""
+    monkeypatch.setattr(pool_module, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(pool_module, "_LOOK_EVERY_S", 0.1)
+    verdicts = verify(make_pool(workers=1, timeout_s=1.0), *[hostile("hang")] * 7)
+    assert [verdict.error for verdict in verdicts] == ["timeout"] * 7
+
+
+def test_batches_are_limited_in_responses_and_characters():
+    sizes = [10] * 600 + [1_500_000] * 4 + [9_000_000, 10]
+    requests = [ask("x" * size) for size in sizes]
+    batches = list(pool_module._batches(requests))
+    assert [request for batch in batches for request in batch] == requests
+    assert [len(batch) for batch in batches] == [256, 256, 90, 2, 1, 1]
+
+
+def test_a_large_reply_takes_time_in_proportion(make_pool):
+    """One loop reads for all workers; and what a verifier sends itself may be large."""
+    pool = make_pool(workers=1, timeout_s=30.0)
+    verify(pool, ask("Answer: 42"))
+    start = time.process_time()
+    (verdict,) = verify(pool, hostile("write_much", str(64 << 20)))
+    assert "no result" in (verdict.error or "")
+    assert time.process_time() - start < 2.0
 
 
 def test_several_event_loops_share_a_pool(make_pool):

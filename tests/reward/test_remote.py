@@ -1,6 +1,7 @@
 """Verifier `remote` against a service of our own that misbehaves on purpose."""
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
@@ -38,6 +39,8 @@ def service(answer: Callable[[int, list[dict[str, str]]], Answer]) -> Iterator[t
             status, body = answer(len(sizes), requests)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            if body.startswith(b"\x1f\x8b"):
+                self.send_header("Content-Encoding", "gzip")
             self.end_headers()
             self.wfile.write(body)
 
@@ -119,6 +122,16 @@ def test_a_refusal_is_final_and_nobodys_fault():
     assert "status 401: who are you" in (verdicts[0].error or "")
 
 
+def test_an_answer_is_read_up_to_its_limit_however_it_is_sent(monkeypatch):
+    monkeypatch.setattr(remote, "ANSWER_BYTES", 1 << 20)
+    with service(lambda number, asked: (200, gzip.compress(right(asked)[1]))) as (url, _):
+        assert judge(url, ask("42"))[0].accuracy
+    with service(lambda number, asked: (200, gzip.compress(right(asked)[1] + b" " * (2 << 20)))) as (url, _):
+        (verdict,) = judge(url, ask("42"), deadline_s=0.5)
+    assert verdict.unjudged
+    assert "more than 1 MiB" in (verdict.error or "")
+
+
 def test_a_service_that_is_away_is_unjudged_after_the_deadline():
     with service(lambda number, asked: right(asked)) as (url, _):
         pass
@@ -182,7 +195,13 @@ def test_without_an_address_nothing_is_judged():
         ("http://h:-1", "port number"),
         ("http://h:abc/", "port number"),
         ("http://h:1" + "0" * 5000, "port number"),
+        ("http://h:0/", "port 0"),
         ("http://:80/", "empty host"),
+        ("http:///x", "not a host name"),
+        ("http://a..b/", "not a host name"),
+        ("http://" + "a" * 70 + ".x/", "not a host name"),
+        ("http://" + "a." * 150 + "x/", "not a host name"),
+        ("http://-a/", "not a host name"),
         ("http://%zz/", "domain name"),
         ("http://1.2.3.999/", "IPv4"),
         ("http://[::1/", "IPv6"),
