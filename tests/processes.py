@@ -78,8 +78,12 @@ class Running:
         assert found, f"no process {name!r}"
         found[0].kill()
 
-    def finish(self, timeout_s: float) -> Finished:
-        """Wait for the end; on a time-out everything is killed and the test fails."""
+    def finish(self, timeout_s: float, *, passing: tuple[str, ...] = ()) -> Finished:
+        """Wait for the end; on a time-out everything is killed and the test fails.
+
+        Args:
+            passing: titles of processes that end by themselves later, which are not waited for.
+        """
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -90,12 +94,15 @@ class Running:
         _running.discard(self.process.pid)
         seconds = time.monotonic() - self._began
         deadline = time.monotonic() + GRACE_S
-        while (left := self.marked()) and time.monotonic() < deadline:
+        while (left := self._left(passing)) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = tuple(f"{process.pid} {_status(process)} {' '.join(_command(process))[:200]}" for process in left)
         self.kill_all()
         _adopt(bool(_running))
         return Finished(code=code, output=self._log.read_text(), seconds=seconds, left_behind=lines)
+
+    def _left(self, passing: tuple[str, ...]) -> list[psutil.Process]:
+        return [process for process in self.marked() if not " ".join(_command(process)).startswith(passing)]
 
     def marked(self) -> list[psutil.Process]:
         """All living processes that descend from the command."""

@@ -85,6 +85,7 @@ def test_a_layout_that_the_model_cannot_be_split_by(run):
     expect(run("actor.layout.tensor=3"), ExitCode.CONFIG, "actor.layout.tensor", "3", within_s=30)
 
 
+@pytest.mark.slow
 def test_a_port_in_use(run):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
