@@ -108,7 +108,8 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         run_dir.write_json("summary.json", summary)
         from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
 
-        run_figure(read_metrics(run_dir.path), summary).savefig(run_dir.path / "curves.png")
+        figure = run_figure(read_metrics(run_dir.path), summary)
+        figure.savefig(run_dir.path / "curves.png", bbox_inches="tight", pad_inches=0.12)
     console.summary(summary)
     if config.run.export_at_end:
         console.note("ask the trained model:")
