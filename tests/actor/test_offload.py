@@ -137,9 +137,9 @@ OFFLOADS = [
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"dtype": "float32", "optimizer": {"distributed": False}},
-        {"dtype": "bfloat16", "layout": {"data": 2}},
+        pytest.param({"dtype": "bfloat16", "layout": {"data": 2}}, marks=pytest.mark.slow),
         {"dtype": "float32", "layout": {"tensor": 2}},
     ],
     ids=str,

@@ -124,7 +124,7 @@ def rows(output: str) -> list[str]:
     return re.findall(r"^.* (?:ok|FAIL) .*$", output, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_quickstart_is_certified(tmp_path, dtype):
     sizes = ("--layouts", "3", "--responses", "8", "--processes", "2")
     finished = Running("certify", str(CONFIG), *sizes, "--dtype", dtype, log=tmp_path / "out.txt").finish(240)

@@ -146,7 +146,7 @@ def test_another_type_is_written_where_it_is_asked_for(tool, model, tmp_path, wa
     assert_same(tmp_path / "back", model, torch.bfloat16)
 
 
-@pytest.mark.parametrize("source_type", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("source_type", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_verify_holds_where_another_type_is_written(tmp_path, source_type, capfd):
     """Both sides' weights are rounded to it before their logits are compared; both ways."""
     source = save_tiny(tmp_path / "source", "llama", tied=False)

@@ -216,6 +216,7 @@ def test_a_stage_for_more_gpus_than_there_are_is_skipped(tmp_path: Path) -> None
     assert "skip" not in results["stages"]
 
 
+@pytest.mark.slow
 def test_real_stages_run_on_a_cpu(tmp_path: Path) -> None:
     """Two that are fast. `--device cpu` runs five more, some with servers: minutes."""
     names = ("log-prob kernel", "hashing")
