@@ -20,7 +20,9 @@ def trace_command(path: Path, overrides: Sequence[str], *, ranks: str, layers: s
         if config.actor.fp8 != "none":
             raise ConfigError(f"actor.fp8 = {config.actor.fp8}: FP8 cannot be traced; give actor.fp8=none")
         if layout.context > 1:
-            raise ConfigError("actor.layout.context above 1 cannot be traced")
+            raise ConfigError(
+                "actor.layout.context above 1 cannot be traced; give actor.layout.context=1 for the trace"
+            )
         if ranks not in ("", "all") and not all(one.strip().isdecimal() for one in ranks.split(",")):
             raise ConfigError(f"--ranks {ranks}: give numbers with commas between them, or all")
         asked = range(layout.world_size) if ranks == "all" else sorted(set(map(int, filter(None, ranks.split(",")))))
