@@ -16,6 +16,7 @@ from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
 from tests.rollout.real_kit import SHAPES, START_S, assert_log_probs, requests_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this server is started for the CPU"),
 ]
