@@ -13,7 +13,8 @@ import torch
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.sender import GroupCache, SendRequest, Sent, WeightSender
+from rollout.weights.sender import GroupCache, Sent, WeightSender
+from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
 
 

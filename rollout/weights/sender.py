@@ -8,39 +8,15 @@ servers must then report. It runs in trainer rank 0, which holds the gathered we
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.transport import (
-    Failure,
-    FlatBucket,
-    GroupTransport,
-    SharedMemoryTransport,
-    Target,
-    failures_of,
-)
+from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
 from rollout.wire.client import ServerInfo, SglangClient
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendRequest:
-    """What is to be sent where."""
-
-    transport: Literal["tensor", "distributed"]
-    targets: tuple[Target, ...]
-    """Paused servers; none: only checksums are computed."""
-    label: str
-    """The servers' new name of their weights."""
-    deadline_s: float
-    """For each bucket, and for the servers to meet in a process group."""
-    backend: Literal["nccl", "gloo"]
-    """Of a process group."""
-    api_key_file: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,21 +38,17 @@ class GroupCache:
         self._group: GroupTransport | None = None
 
     async def get(
-        self, request: SendRequest, clients: Mapping[str, SglangClient], *, device: torch.device
+        self, request: SendRequest, clients: Mapping[str, SglangClient], device: torch.device
     ) -> GroupTransport:
         """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
-        before = self._group
-        if before is not None and not before.broken and before.targets == request.targets:
-            return before
-        self._group = None
-        if before is not None:
+        before, self._group = self._group, None
+        if before is not None and (before.broken or before.targets != request.targets):
             before.close()
             if not before.broken:  # of a broken one a server could wait for ever in this call
                 ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
                 await failures_of(ends)
-        self._group = GroupTransport(
-            request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
-        )
+            before = None
+        self._group = before or GroupTransport(request, device)
         return self._group
 
 
@@ -132,8 +104,7 @@ class WeightSender:
         self._buckets += 1
         label = None if self._missing else self._request.label
         if self._clients and self._transport is not None:
-            flat = FlatBucket(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
-            self._runner.run(self._drop_failed(self._transport.send(flat, self._clients, label)))
+            self._runner.run(self._drop_failed(self._transport.send(self._buffer, bucket, self._clients, label)))
         self._checksums.flush()
 
     def report(self) -> Sent:
@@ -146,16 +117,14 @@ class WeightSender:
         )
 
     async def _open(self) -> None:
-        request = self._request
+        request, limit_s = self._request, self._request.deadline_s
         key = read_key(request.api_key_file) if request.api_key_file else None
-        for target in request.targets:
-            self._clients[target.url] = SglangClient(
-                target.url, request_deadline_s=request.deadline_s, control_deadline_s=request.deadline_s, api_key=key
-            )
+        for url in (target.url for target in request.targets):
+            self._clients[url] = SglangClient(url, request_deadline_s=limit_s, control_deadline_s=limit_s, api_key=key)
         if not request.targets or request.transport == "tensor":
-            self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
+            self._transport = SharedMemoryTransport(request, self._device)
         else:
-            self._transport = await self._groups.get(request, self._clients, device=self._device)
+            self._transport = await self._groups.get(request, self._clients, self._device)
         if self._clients:
             await self._drop_failed(self._transport.join(self._clients))
 

@@ -12,8 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from rollout.weights.checksums import expected_checksums
-from rollout.weights.sender import SendRequest
-from rollout.weights.transport import Target
+from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
 from tests.actor.gloo import end_workers, run_ranks
 from tests.actor.tiny import save_tiny
