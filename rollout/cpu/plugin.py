@@ -127,6 +127,6 @@ def create_backend(model_runner: Any) -> Any:
     missing = [name for name in HOOKS[cpu_mode()] if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
     if missing:
         raise RuntimeError(f"SGLang did not apply hooks of rollout.cpu.plugin: {missing}; see the log for the reason")
-    from rollout.cpu.attention import BatchedAttention
+    from rollout.cpu.attention import backend_for
 
-    return BatchedAttention(model_runner)
+    return backend_for(model_runner)
