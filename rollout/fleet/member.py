@@ -107,7 +107,7 @@ class Member:
 
     async def probe(self, deadline_s: float) -> None:
         """Returns if its HTTP process answers. Raises what `client` raises."""
-        await (self.client.health(deadline_s) if self.engine.ours else self.client.answers(deadline_s))
+        await self.client.health(deadline_s, ours=self.engine.ours)
 
     async def forget_client(self) -> None:
         """Closes the connections; the next call opens new ones."""

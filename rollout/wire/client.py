@@ -17,8 +17,9 @@ from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
-READ_AHEAD = 1 << 20
-"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection."""
+READ_AHEAD = 1 << 24
+"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
+server-sent event may be twice as long: 800,000 tokens."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
@@ -136,13 +137,10 @@ class SglangClient:
                 raise ValueError(f"log-probs of {scored.size} other tokens than the {asked.size} asked for")
             return np.array([entry[0] for entry in entries], np.float32)
 
-    async def health(self, deadline_s: float) -> None:
-        """Returns if a server of ours answers that it serves. A paused one does, one that still loads does not."""
-        await self._call("/health", None, deadline_s)
-
-    async def answers(self, deadline_s: float) -> None:
-        """Returns if the HTTP process answers. For servers of others, whose /health may draw a token."""
-        await self._call("/model_info", None, deadline_s)
+    async def health(self, deadline_s: float, *, ours: bool = True) -> None:
+        """Returns if a server of ours answers that it serves (a paused one does, one that still loads does not), or if
+        the HTTP process of a server of others answers: its /health may draw a token."""
+        await self._call("/health" if ours else "/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
         """Asks the server's scheduler too, so an answer shows that both processes are alive."""
