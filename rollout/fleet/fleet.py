@@ -8,7 +8,6 @@ from pathlib import Path
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.gpu_memory import GpuMemory
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.request_loop import RequestLoop
 from rollout.fleet.supervision import Supervisor
@@ -41,8 +40,6 @@ class RolloutFleet:
     """Gets every answer of a server to a request."""
     members: tuple[Member, ...] = field(default=(), init=False)
     """The servers in the order of `engines`, each with its state, once `start` was called."""
-    _supervisor: Supervisor | None = field(default=None, init=False)
-    _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self, deadline_s: float) -> None:
         """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
@@ -57,16 +54,14 @@ class RolloutFleet:
         self.members = tuple(Member(engine, config.request_deadline_s, timing, self.api_key) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
-        memory = self._gpu_memory = GpuMemory(balancer, timing)
         self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
-        self._supervisor = Supervisor(config, timing, balancer, publisher, memory, self.report, deadline_s)
+        supervisor = self._supervisor = Supervisor(config, timing, balancer, publisher, self.report, deadline_s)
         try:
-            await self._supervisor.start_all()
+            await supervisor.start_all()
         except Exception:
             await self.close()
             raise
-        self._supervisor.watch()
-        self._watch = asyncio.ensure_future(self._requests.watch(self.report))
+        supervisor.watch(self._requests.watch(self.report))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.
@@ -133,22 +128,19 @@ class RolloutFleet:
         Raises:
             RolloutError: a request is in flight.
         """
-        return await self._gpu_memory.release()
+        return await self._supervisor.release_memory()
 
     async def resume_memory(self) -> None:
         """The servers take back what they left, weights included, and serve."""
-        await self._gpu_memory.resume()
+        await self._supervisor.resume_memory()
 
     async def close(self) -> None:
         """Ends the servers that this fleet started, and every wait for one. May be called twice."""
-        if self._supervisor is not None:
+        if self.members:
             await self._supervisor.close()
-            self._supervisor = None
             self._balancer.end(RolloutError("the fleet was closed"))
             for member in self.members:
                 member.enter(State.DOWN, "the fleet was closed")
-            if self._watch is not None:
-                self._watch.cancel()
             await self._requests.close()
         await asyncio.gather(*(member.forget_client() for member in self.members))
         closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)

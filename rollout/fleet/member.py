@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,7 +64,6 @@ class Member:
         self.engine = engine
         self.state = State.STARTING
         self.reason = ""
-        self.since = time.monotonic()
         self.in_flight = 0
         self.restarts = 0
         self.restart_deadline = 0.0
@@ -117,7 +116,7 @@ class Member:
 
     def enter(self, state: State, reason: str = "") -> None:
         """Changes the state; DOWN also ends the calls that wait for an answer."""
-        self.state, self.reason, self.since = state, reason, time.monotonic()
+        self.state, self.reason = state, reason
         if state is State.DOWN:
             if not self._down.done():
                 self._down.set_result(reason)
@@ -146,27 +145,18 @@ class Member:
         """Whether it has sent nothing since then, although nothing keeps it from answering."""
         return not self._busy and self.last_answer < moment
 
-    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call to the server, but no longer than the server is up.
+    async def call(self, coroutine: Coroutine[Any, Any, T], failure: "asyncio.Future[str] | None" = None) -> T:
+        """Awaits a call to the server, but no longer than the server is up, or until `failure` says why it is not.
 
         Raises:
-            ServerUnavailable: the server went DOWN meanwhile.
+            ServerUnavailable: the server went DOWN meanwhile, or failed.
         """
-        task, down = asyncio.ensure_future(coroutine), self._down
-        either: set[asyncio.Future[Any]] = {task, down}
+        task, failure = asyncio.ensure_future(coroutine), failure or self._down
+        either: set[asyncio.Future[Any]] = {task, failure}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ServerUnavailable(f"{self.url}: {down.result()}")
+                raise ServerUnavailable(f"{self.url}: {failure.result()}")
             return task.result()
         finally:
             task.cancel()
-
-
-def describe(members: Sequence[Member]) -> str:
-    """Each server's state and the tail of its log, for errors."""
-    now = time.monotonic()
-    return "\n".join(
-        f"{member.url}: {member.state} for {now - member.since:.0f} s: {member.reason}\n{member.engine.log_tail()}"
-        for member in members
-    )

@@ -49,11 +49,9 @@ class WeightStream(Protocol):
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         """Into servers that are paused. The answer names the servers that failed, and has the checksums of each kind
         of server."""
-        ...
 
     async def to_disk(self) -> "OnDisk | None":
         """The same weights as a folder; None when the trainer has other ones by now."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
