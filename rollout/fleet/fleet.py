@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rollout.config import RolloutConfig
@@ -15,7 +16,7 @@ from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, Weight
 from rollout.generation import Generation, GenerationRequest, ServedPart
 from rollout.server.engine import Engine
 from rollout.weights.checksums import Checksums
-from rollout.wire.client import ServerInfo
+from rollout.wire.client import ServerInfo, SglangClient
 
 
 @dataclass(eq=False, repr=False)
@@ -36,7 +37,7 @@ class RolloutFleet:
     timing: Timing = field(default_factory=Timing)
     api_key: str | None = None
     """What the servers ask for; None: nothing."""
-    observe: Callable[[ServedPart], None] | None = None
+    observe: Callable[[ServedPart], None] = lambda part: None
     """Gets every answer of a server to a request."""
     members: tuple[Member, ...] = field(default=(), init=False)
     """The servers in the order of `engines`, each with its state, once `start` was called."""
@@ -51,11 +52,17 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        self.members = tuple(Member(engine, config.request_deadline_s, timing, self.api_key) for engine in self.engines)
+        control_s, key = timing.control_deadline_s, self.api_key
+        connect = partial(
+            SglangClient, request_deadline_s=config.request_deadline_s, control_deadline_s=control_s, api_key=key
+        )
+        self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
         self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
-        supervisor = self._supervisor = Supervisor(config, timing, balancer, publisher, self.report, deadline_s)
+        supervisor = self._supervisor = Supervisor(
+            config, timing, self.members, balancer, publisher, self.report, deadline_s
+        )
         try:
             await supervisor.start_all()
         except Exception:

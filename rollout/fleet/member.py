@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -60,7 +60,8 @@ class State(StrEnum):
 class Member:
     """One server of the fleet."""
 
-    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing, api_key: str | None = None) -> None:
+    def __init__(self, engine: Engine, connect: Callable[[str], SglangClient]) -> None:
+        """`connect`: makes a client to the server at a URL."""
         self.engine = engine
         self.state = State.STARTING
         self.reason = ""
@@ -77,11 +78,8 @@ class Member:
         self.last_answer = 0.0
         """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
         probes are late."""
-        self.attention = asyncio.Event()
-        """Set to make the supervisor check the server at once."""
         self._busy = 0
-        self._deadlines = (request_deadline_s, timing.control_deadline_s)
-        self._api_key = api_key
+        self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -96,12 +94,8 @@ class Member:
 
     @property
     def client(self) -> SglangClient:
-        """A client to the engine's current address."""
-        if self._client is None or self._client.url != self.engine.url:
-            request_s, control_s = self._deadlines
-            self._client = SglangClient(
-                self.engine.url, request_deadline_s=request_s, control_deadline_s=control_s, api_key=self._api_key
-            )
+        """A client to the address that the engine had when it was first asked for, or since `forget_client`."""
+        self._client = self._client or self._connect(self.engine.url)
         return self._client
 
     async def probe(self, deadline_s: float) -> None:
@@ -122,13 +116,6 @@ class Member:
                 self._down.set_result(reason)
         elif self._down.done():
             self._down = asyncio.get_running_loop().create_future()
-        if state in (State.SUSPECT, State.DOWN):
-            self.attention.set()
-
-    def suspect(self, reason: str) -> None:
-        """A request failed here: no new ones until the supervisor has probed the server."""
-        if self.state is State.READY:
-            self.enter(State.SUSPECT, reason)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ must be idle: its scheduler crashes on a release while a request runs. On a CPU 
 """
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,7 +17,6 @@ from rollout.errors import (
     AccessDenied,
     FleetLost,
     RolloutError,
-    ServerEnded,
     ServerRefused,
     ServerStartError,
     ServerUnavailable,
@@ -43,6 +41,7 @@ class Supervisor:
 
     config: RolloutConfig
     timing: Timing
+    members: Sequence[Member]
     balancer: Balancer
     publisher: Publisher
     report: Callable[[str], None]
@@ -53,10 +52,6 @@ class Supervisor:
     """Not set while the memory is the trainer's."""
     _starts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     """Restarts of servers' processes that are under way."""
-
-    @property
-    def members(self) -> Sequence[Member]:
-        return self.balancer.members
 
     def watch(self, requests: Coroutine[Any, Any, None]) -> None:
         """Begins to watch the servers, once they are started, and runs `requests`, which watches what they owe."""
@@ -135,13 +130,12 @@ class Supervisor:
         self.balancer.open()
 
     async def _release(self, member: Member) -> float | None:
-        client = member.client
         try:
             if member.serving:
-                await member.call(client.flush_cache())  # refused while anything runs
-                claimed = await member.call(client.memory_gb())
+                await member.call(member.client.flush_cache())  # refused while anything runs
+                claimed = await member.call(member.client.memory_gb())
                 with member.busy():
-                    await member.call(client.release_memory(self.timing.load_deadline_s))
+                    await member.call(member.client.release_memory(self.timing.load_deadline_s))
                 return claimed
         except ServerUnavailable as error:
             member.enter(State.DOWN, f"release of its memory: {error}")
@@ -168,14 +162,14 @@ class Supervisor:
             try:
                 await self._wait_ready(member, deadline)
                 return member.enter(State.READY)
-            except ServerEnded as error:
+            except ServerStartError as error:
                 ended += not member.engine.killed()
-                if ended > 1 or time.monotonic() > deadline:
+                if member.engine.alive() or ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
             await asyncio.sleep(self.timing.first_backoff_s)
-            await member.forget_client()
             await member.engine.restart()
+            await member.forget_client()
 
     async def _wait_ready(self, member: Member, deadline: float) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
@@ -184,24 +178,20 @@ class Supervisor:
             deadline: `start_deadline_s` after its start (time.monotonic).
 
         Raises:
-            ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
+            ServerStartError: it did not answer in time, or ended; with the tail of its log.
             ServerUnfit: it answers, but the run cannot use it.
         """
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
-                raise ServerEnded(
-                    f"{member.url}: the server ended while it started, or was stopped\n{member.engine.log_tail()}"
-                )
+                raise ServerStartError(f"{member.url}: it ended while it started\n{member.engine.log_tail()}")
             try:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return self._check(member, member.info)
             except AccessDenied as error:  # a restart would not change it
-                raise ServerUnfit(
-                    f"{error}\nrollout.api_key_file names the file with the key that it asks for"
-                ) from None
+                raise ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
             except (ServerUnavailable, ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:
@@ -213,14 +203,10 @@ class Supervisor:
     def _check(self, member: Member, info: ServerInfo) -> None:
         if self.config.deterministic and not info.deterministic:
             raise ServerUnfit(
-                f"{member.url}: rollout.deterministic is set, but this server runs without "
-                "--enable-deterministic-inference and would ignore the seeds"
+                f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
             )
         if info.altered:
-            raise ServerUnfit(
-                f"{member.url}: it runs with {info.altered}, so that its weights are not those it is given and no "
-                "publish could be verified; start it without"
-            )
+            raise ServerUnfit(f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified")
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -240,7 +226,6 @@ class Supervisor:
         failed = 0
         try:
             while True:
-                member.attention.clear()
                 if member.state is State.DOWN:
                     return member.reason
                 if not member.engine.alive():
@@ -260,10 +245,7 @@ class Supervisor:
                     failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
-                # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.timing.probe_interval_s):
-                        await member.attention.wait()
+                await asyncio.sleep(self.timing.probe_interval_s)
         finally:
             scheduler.cancel()
 
@@ -295,13 +277,13 @@ class Supervisor:
         still_starting, member.late = member.late and member.engine.alive(), False
         if not still_starting:
             member.restarts += 1
-            await member.forget_client()
             while not self._may_start.is_set():
                 await self._may_start.wait()
             start = asyncio.ensure_future(member.engine.restart())
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
             await start
+            await member.forget_client()
         member.enter(State.STARTING, member.reason)
         await self._wait_ready(member, time.monotonic() + self.start_deadline_s)
         if not member.engine.ours:

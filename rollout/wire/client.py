@@ -57,20 +57,22 @@ class SglangClient:
     def __init__(
         self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0, api_key: str | None = None
     ) -> None:
-        """`api_key`: for a server that asks for one."""
+        """Made in the event loop that it is used in. `api_key`: for a server that asks for one."""
         self.url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.request_deadline_s = request_deadline_s
         self.control_deadline_s = control_deadline_s
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        # Neither a proxy from the environment nor cookies: servers are addressed directly.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            read_bufsize=READ_AHEAD,
+            timeout=aiohttp.ClientTimeout(),
+        )
 
     async def close(self) -> None:
         """Closes the connections. Running and later calls end in ServerUnavailable."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._session.close()
 
     async def generate(
         self,
@@ -260,18 +262,8 @@ class SglangClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A 200 answer, to GET without a `body`, else to POST. It is read inside; whatever fails becomes one of the two
         errors."""
-        if self._closed:  # the call was created before the server's restart and runs only now
+        if self._session.closed:  # the call was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            # Neither a proxy from the environment nor cookies: servers are addressed directly.
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers,
-                read_bufsize=READ_AHEAD,
-                timeout=aiohttp.ClientTimeout(),
-            )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
             # Not aiohttp's own deadline: it swallows a cancellation that comes at the same time (its issue 5979), and
