@@ -143,12 +143,9 @@ class Publisher:
         """Updates the serving servers while no request starts; see `RolloutFleet.publish`."""
         size = 0
         if isinstance(weights, OnDisk):
-            files = list(weights.folder.glob("*.safetensors"))
-            if not (weights.folder / "config.json").is_file() or not files:
-                raise FileNotFoundError(
-                    f"{weights.folder}: publish needs config.json and .safetensors files in one folder"
-                )
-            size = sum(file.stat().st_size for file in files)
+            size = sum(file.stat().st_size for file in weights.folder.glob("*.safetensors"))
+            if not size or not (weights.folder / "config.json").is_file():
+                raise FileNotFoundError(f"{weights.folder}: a publish needs config.json and .safetensors files there")
         published = Published(weight_version, weights)
         async with self._one_at_a_time:
             self.balancer.close()

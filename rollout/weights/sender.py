@@ -24,7 +24,6 @@ class Sent:
     """The result of a send."""
 
     bytes: int = 0
-    buckets: int = 0
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class WeightSender:
         self._clients: dict[str, SglangClient] = {}
         self._failures: dict[str, Failure] = {}
         self._runner = asyncio.Runner()
-        self._bytes = self._buckets = 0
+        self._bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
@@ -101,7 +100,6 @@ class WeightSender:
         self._checksums.add(tensors)
         self._missing -= tensors.keys()
         self._bytes += bucket.size
-        self._buckets += 1
         label = None if self._missing else self._request.label
         if self._clients and self._transport is not None:
             self._runner.run(self._drop_failed(self._transport.send(self._buffer, bucket, self._clients, label)))
@@ -109,12 +107,7 @@ class WeightSender:
 
     def report(self) -> Sent:
         """Once the last bucket was put."""
-        return Sent(
-            bytes=self._bytes,
-            buckets=self._buckets,
-            failures=dict(self._failures),
-            checksums=self._checksums.finish(),
-        )
+        return Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
 
     async def _open(self) -> None:
         request, limit_s = self._request, self._request.deadline_s

@@ -96,10 +96,8 @@ class SharedMemoryTransport:
                 theirs, ours = _addresses(target.url)
                 if theirs == ours or ip_address(ours).is_loopback:
                     continue
-            raise RolloutError(
-                f"{target.url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor "
-                "shares with the servers; use distributed or disk"
-            )
+            remedy = "rollout.weight_sync must be distributed or disk"
+            raise RolloutError(f"{target.url}: not on the machine of trainer rank 0; {remedy}")
         self._ranks = {target.url: target.info.tensor_parallel for target in request.targets}
         self._device, self._deadline_s = device, request.deadline_s
         self._file = os.memfd_create("rollout-weights")

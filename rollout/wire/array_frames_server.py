@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from fastapi import HTTPException
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -56,8 +56,6 @@ class PackedAnswers:
     async def _answer(self, request: Request) -> Response:
         try:
             asked = self._read(orjson.loads(await request.body()))
-        except ClientDisconnect:
-            return Response(status_code=499)
         except (ValidationError, ValueError) as error:
             return PlainTextResponse(f"not a request of /generate: {error}", status_code=400)
         manager = self._manager()

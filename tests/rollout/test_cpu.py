@@ -118,7 +118,8 @@ def test_a_kernel_of_an_absent_triton_is_a_plain_function_that_cannot_be_launche
     out = python(
         "import importlib.util, sys\n"
         "from rollout.cpu import standins\n"
-        "standins.install(('triton',), found=lambda name: None)\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "standins.install(('triton',))\n"
         "import triton, triton.language as tl\n"
         "@triton.autotune(configs=[triton.Config({'BLOCK': 4}, num_warps=2)], key=['n'])\n"
         "@triton.jit(do_not_specialize=['n'])\n"
