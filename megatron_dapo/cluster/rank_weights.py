@@ -40,8 +40,7 @@ class RankWeights:
                 self._actor.stream_weights(None, self._bucket_bytes)
                 return None
             device = self._actor.device.device
-            names = hf_shapes(self._actor.hf)
-            with WeightSender(request, checksums, names, self._groups, device=device) as sender:
+            with WeightSender(request, checksums, self._groups, device=device) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
                 return sender.report()
 

@@ -151,6 +151,5 @@ class RolloutFleet:
             await self._requests.close()
         await asyncio.gather(*(member.forget_client() for member in self.members))
         closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
-        for result in closed:  # raised once all engines are closed
-            if isinstance(result, BaseException):
-                raise result
+        for error in filter(None, closed):  # raised once all engines are closed
+            raise error

@@ -78,7 +78,8 @@ class Member:
         self.last_answer = 0.0
         """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
         probes are late."""
-        self._busy = 0
+        self.busy_calls = 0
+        """Of `busy`, under way."""
         self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -121,16 +122,12 @@ class Member:
     def busy(self) -> Iterator[None]:
         """Around calls that load, hash or move weights. The scheduler answers nothing else meanwhile, so its silence
         says nothing; the call has its own deadline."""
-        self._busy += 1
+        self.busy_calls += 1
         try:
             yield
             self.last_answer = time.monotonic()
         finally:
-            self._busy -= 1
-
-    def silent_since(self, moment: float) -> bool:
-        """Whether it has sent nothing since then, although nothing keeps it from answering."""
-        return not self._busy and self.last_answer < moment
+            self.busy_calls -= 1
 
     async def call(self, coroutine: Coroutine[Any, Any, T], failure: "asyncio.Future[str] | None" = None) -> T:
         """Awaits a call to the server, but no longer than the server is up, or until `failure` says why it is not.

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,7 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
     """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
-    _aborts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
@@ -129,8 +130,8 @@ class RequestLoop:
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
-        for task in tuple(self._aborts):
-            task.cancel()
+        for abort in tuple(self._aborts):
+            abort.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
     async def _attempt(self, member: Member, response: Response) -> str | None:
@@ -207,15 +208,10 @@ class RequestLoop:
 
     def _abort(self, member: Member, rid: str) -> None:
         """In the background: without it a server notices only seconds later that nobody waits for an answer."""
-
-        async def abort() -> None:
-            with suppress(ServerUnavailable, ServerRefused):  # the server is dead then, and so is the request
-                await member.client.abort(rid)
-
-        if member.serving:
-            task = asyncio.ensure_future(abort())
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        if member.serving:  # where it fails, the server is dead, and so is the request
+            abort = asyncio.gather(member.client.abort(rid), return_exceptions=True)
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
 
     def _checked(self, member: Member, reply: Reply, left: int) -> Reply:
         """The reply, if it can be used.

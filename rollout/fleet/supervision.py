@@ -256,7 +256,7 @@ class Supervisor:
             try:
                 await member.client.server_info(self.timing.scheduler_deadline_s)
             except (ServerUnavailable, ServerRefused) as error:
-                if member.silent_since(asked):
+                if not member.busy_calls and member.last_answer < asked:
                     return f"its scheduler does not answer: {error}"
 
     async def _revive(self, member: Member) -> None:

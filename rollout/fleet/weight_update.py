@@ -178,20 +178,17 @@ class Publisher:
     ) -> dict[Member, Any]:
         """{member: result} of `work(member)`, on all of them at once, without those that failed: they are DOWN. Any
         other error is raised once all have ended."""
+        results: dict[Member, Any] = {}
 
-        async def one(member: Member) -> Any:
+        async def one(member: Member) -> None:
             try:
-                return await work(member)
+                results[member] = await work(member)
             except ServerUnavailable as error:
                 self._give_up(member, published, error)
-                return error
 
-        results = await asyncio.gather(*map(one, members), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ServerUnavailable):
-                raise result
-        pairs = zip(members, results, strict=True)
-        return {member: result for member, result in pairs if not isinstance(result, BaseException)}
+        for error in filter(None, await asyncio.gather(*map(one, members), return_exceptions=True)):
+            raise error
+        return results
 
     def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
         if member.serving and member not in published.verified:  # it may be paused, with a part of the weights

@@ -75,6 +75,8 @@ class ChecksumStream:
                 if source not in names:
                     raise ValueError(f"the model needs {source}, which is not among its tensors")
                 self._by_source[source].append((info, tensor))
+        self.missing = set(names)
+        """Those that have not come yet."""
         self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str]] = {}
         self._incomplete: dict[str, Tensor] = {}
         """Tensors that wait for another one that they are fused with."""
@@ -88,6 +90,7 @@ class ChecksumStream:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Begins to hash what `tensors` complete; they must not change until `flush`."""
+        self.missing -= tensors.keys()
         known = self._incomplete | dict(tensors)
         for name in tensors:
             for key in self._by_source[name]:

@@ -6,7 +6,7 @@ servers must then report. It runs in trainer rank 0, which holds the gathered we
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -58,21 +58,10 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        request: SendRequest,
-        checksums: ChecksumStream,
-        names: Collection[str],
-        groups: GroupCache,
-        *,
-        device: torch.device,
+        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, *, device: torch.device
     ) -> None:
-        """
-        Args:
-            names: all tensors that will come.
-            device: where the trainer's weights are.
-        """
-        self._request, self._checksums, self._missing = request, checksums, set(names)
-        self._groups, self._device = groups, device
+        """`device`: where the trainer's weights are."""
+        self._request, self._checksums, self._groups, self._device = request, checksums, groups, device
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
         self._failures: dict[str, Failure] = {}
@@ -98,9 +87,8 @@ class WeightSender:
     def put(self, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         """Sends a bucket and hashes it meanwhile; on return its memory may be used again."""
         self._checksums.add(tensors)
-        self._missing -= tensors.keys()
         self._bytes += bucket.size
-        label = None if self._missing else self._request.label
+        label = None if self._checksums.missing else self._request.label
         if self._clients and self._transport is not None:
             self._runner.run(self._drop_failed(self._transport.send(self._buffer, bucket, self._clients, label)))
         self._checksums.flush()
