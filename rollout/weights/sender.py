@@ -105,9 +105,8 @@ class WeightSender:
         if not request.targets or request.transport == "tensor":
             self._transport = SharedMemoryTransport(request, self._device)
         else:
-            self._transport = await self._groups.get(request, self._clients, self._device)
-        if self._clients:
-            await self._drop_failed(self._transport.join(self._clients))
+            self._transport = group = await self._groups.get(request, self._clients, self._device)
+            await self._drop_failed(group.join(self._clients))
 
     async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:
         """Leaves the servers that fail in `work` out of the buckets that follow."""

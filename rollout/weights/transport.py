@@ -112,10 +112,6 @@ class SharedMemoryTransport:
         on_cpu = self._device.type == "cpu"
         return self._memory[:size] if on_cpu else torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
-        """Nothing to do here; see `GroupTransport`."""
-        return {}
-
     async def send(
         self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:

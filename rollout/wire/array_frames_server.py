@@ -4,7 +4,6 @@ It is ASGI middleware, added from outside. A client that does not ask for frames
 client of a server with several tokenizer workers: they are other processes, without this middleware.
 """
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout.wire.reply import MEDIA_TYPE, Segment, frame, segment_of
 
-_LOG = logging.getLogger(__name__)
 _ACCEPT = (b"accept", MEDIA_TYPE.encode())
 
 
@@ -85,5 +83,4 @@ def _packed(answer: dict[str, Any]) -> bytes:
 
 
 def _failure(words: str, code: int) -> bytes:
-    _LOG.error("request failed: %d: %s", code, words)
     return frame(Segment(error=words, code=code))
