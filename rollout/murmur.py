@@ -18,8 +18,8 @@ def rotate(value: Tensor, bits: int) -> Tensor:
 
 
 def fmix32(value: Tensor) -> Tensor:
-    """The hash's last mixing."""
-    value = value ^ shift_right(value, 16)
+    """The hash's last mixing, in place."""
+    value ^= shift_right(value, 16)
     value *= signed(0x85EBCA6B)
     value ^= shift_right(value, 13)
     value *= signed(0xC2B2AE35)
