@@ -25,10 +25,6 @@ class ServerStartError(RolloutError):
     """A server could not be started or did not get ready; the message holds the tail of its log."""
 
 
-class ServerEnded(ServerStartError):
-    """Its process ended while it started."""
-
-
 class ServerUnfit(ServerStartError):
     """It answers, but this run cannot use it, and a restart would not change that."""
 

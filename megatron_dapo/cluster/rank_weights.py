@@ -13,7 +13,8 @@ import torch
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.sender import GroupCache, SendRequest, Sent, WeightSender
+from rollout.weights.sender import GroupCache, Sent, WeightSender
+from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
 
 
@@ -39,8 +40,7 @@ class RankWeights:
                 self._actor.stream_weights(None, self._bucket_bytes)
                 return None
             device = self._actor.device.device
-            names = hf_shapes(self._actor.hf)
-            with WeightSender(request, checksums, names, self._groups, device=device) as sender:
+            with WeightSender(request, checksums, self._groups, device=device) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
                 return sender.report()
 

@@ -27,7 +27,8 @@ from rollout.wire.client import ServerInfo
 
 if TYPE_CHECKING:
     from rollout.weights.checksums import Checksums
-    from rollout.weights.sender import SendRequest, Sent
+    from rollout.weights.sender import Sent
+    from rollout.weights.transport import SendRequest
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron_dapo.coordinator.run_context import RunContext, Services
 from rollout.config import RolloutConfig
 from rollout.fleet.weight_update import OnDisk
-from rollout.weights.sender import SendRequest, Sent
-from rollout.weights.transport import Target
+from rollout.weights.sender import Sent
+from rollout.weights.transport import SendRequest, Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

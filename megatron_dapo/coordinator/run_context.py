@@ -192,7 +192,7 @@ class RunStart:
             vocab_size=self._inputs.text.vocab_size,
             report=self._console.note,
             api_key=api_key(config, run_dir.path),
-            observe=timeline.served if config.monitor.timeline_every else None,
+            observe=timeline.served,
         )
         stack.push_async_callback(fleet.close)
         described = await self._start_both(self._start_trainer(trainer, fleet, placement, progress), fleet)

@@ -33,9 +33,6 @@ heads) to 0.9 of the time."""
 class Group:
     """Requests whose attention is one call. A group of two prompts of 3 and 5 new tokens has B=2, Q=16, L=64."""
 
-    size: int
-    queries: int
-    keys: int
     slots: Tensor
     """[B * L] rows of the key and value buffers. Those past a request's length are stale, and masked by `bias`."""
     bias: Tensor
@@ -64,39 +61,44 @@ def group_requests(lengths: Sequence[int], new: Sequence[int], limit: int) -> di
     return groups
 
 
-class BatchedAttention(TorchNativeAttnBackend):
-    """Causal self-attention of all requests with one SDPA call a group and layer; the rest is `torch_native`'s."""
+def backend_for(model_runner: Any) -> TorchNativeAttnBackend:
+    """`BatchedAttention`, or SGLang's own backend where attention is more than causal self-attention, or where a
+    forward may verify drafted tokens."""
+    layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
+    plain = all(
+        layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention and layer.sliding_window_size < 0
+        for layer in layers
+    )
+    drafted = model_runner.server_args.speculative_algorithm is not None
+    return BatchedAttention(model_runner, layers) if plain and not drafted else TorchNativeAttnBackend(model_runner)
 
-    def __init__(self, model_runner: Any) -> None:
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """Causal self-attention of all requests with one SDPA call a group and layer."""
+
+    def __init__(self, model_runner: Any, layers: Sequence[RadixAttention]) -> None:
         super().__init__(model_runner)
         self.dtype = model_runner.dtype
-        self.groups: list[Group] | None = None
-        layers = [layer for layer in model_runner.model.modules() if isinstance(layer, RadixAttention)]
+        self.groups: list[Group] = []
         self.key_width = max((layer.tp_k_head_num * layer.qk_head_dim for layer in layers), default=1)
         """Elements of a token's keys in one layer."""
-        self.shared = SharedPrompts(model_runner.model, wanted=_may_share(model_runner.server_args, layers))
+        args = model_runner.server_args
+        # A token's numbers depend on ids alone, in one forward on one process.
+        self.shared = SharedPrompts(model_runner.model, wanted=args.pp_size == 1 and not args.enable_lora)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plans the forward: indices and masks are the same in every layer."""
-        super().init_forward_metadata(forward_batch)
-        self.groups = self.shared.now = None
-        mode = forward_batch.forward_mode
-        if self.use_sliding_window_kv_pool or forward_batch.encoder_lens is not None:
-            return
-        on_host = forward_batch.seq_lens_cpu
+        mode, on_host = forward_batch.forward_mode, forward_batch.seq_lens_cpu
         lengths = (forward_batch.seq_lens if on_host is None else on_host).tolist()
-        requests = forward_batch.req_pool_indices
-        if mode.is_decode():
-            self.groups = self._plan(requests, lengths, [1] * len(lengths))
-        elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
-            new = list(forward_batch.extend_seq_lens_cpu)
-            sharing, cached = None, forward_batch.extend_prefix_lens_cpu
-            if mode is ForwardMode.EXTEND and cached is not None and _by_ids(forward_batch):
-                sharing = self.shared.begin(forward_batch.input_ids, cached, new)
+        new = [1] * len(lengths) if mode.is_decode() else list(forward_batch.extend_seq_lens_cpu or ())
+        requests, self.shared.now = forward_batch.req_pool_indices, None
+        by_ids = forward_batch.input_embeds is None and forward_batch.replace_embeds is None
+        if mode is ForwardMode.EXTEND and by_ids:
+            sharing = self.shared.begin(forward_batch.input_ids, forward_batch.extend_prefix_lens_cpu or (), new)
             if sharing is not None:
                 requests = requests[torch.tensor(sharing.requests)]
                 lengths, new = ([values[i] for i in sharing.requests] for values in (lengths, new))
-            self.groups = self._plan(requests, lengths, new)
+        self.groups = self._plan(requests, lengths, new)
 
     def _plan(self, requests: Tensor, lengths: list[int], new: list[int]) -> list[Group]:
         """`requests`: [n] rows of the table of slots."""
@@ -120,33 +122,11 @@ class BatchedAttention(TorchNativeAttnBackend):
                     rows, places = (starts[index][:, None] + query)[real], real.view(-1).nonzero().view(-1)
                 elif len(chosen) == len(lengths):
                     rows = None
-                groups.append(
-                    Group(
-                        size=len(chosen),
-                        queries=queries,
-                        keys=keys,
-                        slots=table[requests[index], :keys].long().view(-1),
-                        bias=bias[:, None],
-                        rows=rows,
-                        places=places,
-                    )
-                )
+                slots = table[requests[index], :keys].long().view(-1)
+                groups.append(Group(slots=slots, bias=bias[:, None], rows=rows, places=places))
         return groups
 
-    def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *rest: Any, **kw: Any) -> Tensor:
-        """One token a request: [T, H * D] -> [T, H * D]."""
-        attend = self._attend if self._takes(layer) else super().forward_decode
-        return attend(q, k, v, layer, *rest, **kw)
-
-    def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *rest: Any, **kw: Any) -> Tensor:
-        """Prompts, or the part of them that is not cached: [T, H * D] -> [T, H * D]."""
-        attend = self._attend if self._takes(layer) else super().forward_extend
-        return attend(q, k, v, layer, *rest, **kw)
-
-    def _takes(self, layer: RadixAttention) -> bool:
-        return self.groups is not None and _is_causal_self_attention(layer)
-
-    def _attend(
+    def forward_extend(
         self,
         q: Tensor,
         k: Tensor,
@@ -155,16 +135,17 @@ class BatchedAttention(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> Tensor:
+        """[T, H * D] -> [T, H * D]: prompts, or the part of them that is not cached; in decode, one token a request."""
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             if self.shared.now is not None:
                 k, v = k[self.shared.now.places], v[self.shared.now.places]
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        for group in self.groups or ():
-            shape = (group.size, group.keys, layer.tp_k_head_num, -1)
+        for group in self.groups:
+            shape = (len(group.bias), group.bias.shape[-1], layer.tp_k_head_num, -1)
             key = keys.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)  # [B, K, L, D]
             value = values.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)
             mine = q if group.rows is None else q[group.rows]
@@ -174,34 +155,22 @@ class BatchedAttention(TorchNativeAttnBackend):
             out[group.rows] = result
         return out
 
+    forward_decode = forward_extend
+
 
 def _attend_group(q: Tensor, key: Tensor, value: Tensor, group: Group, layer: RadixAttention) -> Tensor:
     """[n, H, D] queries of the group's rows -> [n, H * D]."""
     heads, key_heads, width = layer.tp_q_head_num, layer.tp_k_head_num, layer.v_head_dim
+    size, _, queries, _ = group.bias.shape
     if group.places is None:
         # One token a request: the query heads that share a key head become its rows, so no key is copied.
-        q = q.view(group.size, key_heads, heads // key_heads, -1)
+        q = q.view(size, key_heads, heads // key_heads, -1)
         result = scaled_dot_product_attention(q, key, value, attn_mask=group.bias, scale=layer.scaling)
-        return result.reshape(group.size, heads * width)
-    padded = q.new_zeros(group.size * group.queries, *q.shape[1:])
+        return result.reshape(size, heads * width)
+    padded = q.new_zeros(size * queries, *q.shape[1:])
     padded[group.places] = q
-    padded = padded.view(group.size, group.queries, heads, -1).transpose(1, 2)
+    padded = padded.view(size, queries, heads, -1).transpose(1, 2)
     result = scaled_dot_product_attention(
         padded, key, value, attn_mask=group.bias, scale=layer.scaling, enable_gqa=heads != key_heads
     )
-    return result.transpose(1, 2).reshape(group.size * group.queries, heads * width)[group.places]
-
-
-def _is_causal_self_attention(layer: RadixAttention) -> bool:
-    windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-    return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and not windowed
-
-
-def _may_share(args: Any, layers: Sequence[RadixAttention]) -> bool:
-    """Whether all attention is done here, and a token's numbers depend on ids alone, in one forward on one process."""
-    plain = args.pp_size == 1 and not args.enable_lora and args.speculative_algorithm is None
-    return plain and all(map(_is_causal_self_attention, layers))
-
-
-def _by_ids(forward_batch: ForwardBatch) -> bool:
-    return forward_batch.input_embeds is None and forward_batch.replace_embeds is None
+    return result.transpose(1, 2).reshape(size * queries, heads * width)[group.places]

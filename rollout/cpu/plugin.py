@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND, CpuMode, cpu_mode
+from rollout.murmur import fmix32, rotate, signed
 
 ROWS = 16
 """With fewer rows the matmul library uses other kernels, and a row gets other last bits. From 16 rows up to 4096, the
@@ -46,41 +47,17 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
     state = torch.zeros_like(seed, dtype=torch.int32)
-    for block in (_low(seed), _low(seed >> 32), _low(positions)):
+    for block in (seed, seed >> 32, positions):
         state = _mix(state, block)
-    state = _mix(state[:, None], _low(col_indices)[None, :])
+    state = _mix(state[:, None], col_indices[None, :])
     state ^= 16  # length in bytes: seed 8, position 4, token 4
-    state ^= _right(state, 16)
-    state *= _signed(0x85EBCA6B)
-    state ^= _right(state, 13)
-    state *= _signed(0xC2B2AE35)
-    state ^= _right(state, 16)
-    return state.to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    return fmix32(state).to(torch.int64).bitwise_and_(0xFFFFFFFF)
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:
-    block = _rotate(block * _signed(0xCC9E2D51), 15) * _signed(0x1B873593)
-    return _rotate(state ^ block, 13).mul_(5).add_(_signed(0xE6546B64))
-
-
-def _rotate(value: Tensor, bits: int) -> Tensor:
-    return (value << bits).bitwise_or_(_right(value, 32 - bits))
-
-
-def _right(value: Tensor, bits: int) -> Tensor:
-    """Logical shift: int32's own shift fills with the sign."""
-    return (value >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _low(value: Tensor) -> Tensor:
-    """The low 32 bits as int32."""
-    low = value.to(torch.int64) & 0xFFFFFFFF
-    return torch.where(low > 0x7FFFFFFF, low - (1 << 32), low).to(torch.int32)
-
-
-def _signed(factor: int) -> int:
-    """The int32 with these 32 bits."""
-    return factor - (1 << 32) if factor > 0x7FFFFFFF else factor
+    """`block`: its low 32 bits count."""
+    block = rotate(block.to(torch.int32) * signed(0xCC9E2D51), 15) * signed(0x1B873593)
+    return rotate(state ^ block, 13).mul_(5).add_(signed(0xE6546B64))
 
 
 def linear_in_full_rows(apply: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
@@ -150,6 +127,6 @@ def create_backend(model_runner: Any) -> Any:
     missing = [name for name in HOOKS[cpu_mode()] if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
     if missing:
         raise RuntimeError(f"SGLang did not apply hooks of rollout.cpu.plugin: {missing}; see the log for the reason")
-    from rollout.cpu.attention import BatchedAttention
+    from rollout.cpu.attention import backend_for
 
-    return BatchedAttention(model_runner)
+    return backend_for(model_runner)

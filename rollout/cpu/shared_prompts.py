@@ -10,6 +10,7 @@ Legend of shapes: T tokens of the forward (all requests, flat), U of them comput
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,25 +42,17 @@ def find_sharing(input_ids: Tensor, cached: Sequence[int], new: Sequence[int]) -
         new: tokens of each request in this forward.
     """
     ids = input_ids.cpu().numpy()
-    first: dict[bytes, int] = {}
-    requests: list[int] = []
-    rows: list[Tensor] = []
-    places: list[Tensor] = []
-    start = computed = 0
-    for index, (before, count) in enumerate(zip(cached, new, strict=True)):
-        prompt = ids[start : start + count].tobytes()
-        known = None if before else first.get(prompt)
-        if known is None:
-            known = computed
-            if not before:
-                first[prompt] = computed
-            requests.append(index)
-            rows.append(torch.arange(start, start + count))
-            computed += count
-        places.append(torch.arange(known, known + count))
-        start += count
-    if len(requests) == len(new) or start != len(ids):
+    ends = list(accumulate(new))
+    spans = enumerate(zip(cached, ends, new, strict=True))
+    prompts = [at if before else ids[end - count : end].tobytes() for at, (before, end, count) in spans]
+    first: dict[int | bytes, int] = {}
+    firsts = [first.setdefault(prompt, at) for at, prompt in enumerate(prompts)]
+    requests = list(first.values())
+    if len(requests) == len(new) or ends[-1] != len(ids):
         return None
+    begins = dict(zip(requests, accumulate((new[at] for at in requests), initial=0), strict=False))
+    rows = [torch.arange(ends[at] - new[at], ends[at]) for at in requests]
+    places = [torch.arange(begins[at], begins[at] + new[at]) for at in firsts]
     return Sharing(requests=requests, rows=torch.cat(rows), places=torch.cat(places))
 
 
@@ -73,7 +66,7 @@ class SharedPrompts:
             wanted: whether something may be shared at all.
         """
         layers: Any = getattr(model, "model", None)
-        self._possible = wanted and isinstance(layers, nn.Module) and type(model).__name__ in KNOWN
+        self._possible = wanted and type(model).__name__ in KNOWN
         self.now: Sharing | None = None
         """Of the forward that is under way."""
         if self._possible:

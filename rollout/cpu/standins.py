@@ -10,7 +10,7 @@ import enum
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +50,9 @@ class StandIn(ModuleType):
 
 
 def _empty_class(name: str, module: str) -> type:
-    return type(name, (), {"__module__": module, "__init_subclass__": classmethod(lambda cls, **_: None)})
+    """Takes any arguments: `triton.Config` and `tl.constexpr` are built while modules are imported."""
+    subclass = classmethod(lambda cls, **_: None)
+    return type(name, (), {"__module__": module, "__init__": lambda *_, **__: None, "__init_subclass__": subclass})
 
 
 def _decorator(*args: Any, **options: Any) -> Any:
@@ -58,20 +60,6 @@ def _decorator(*args: Any, **options: Any) -> Any:
     if len(args) == 1 and callable(args[0]) and not options:
         return args[0]
     return lambda function: function
-
-
-class _TritonConfig:
-    """`triton.Config`, built in arguments of `@triton.autotune` while a module is imported."""
-
-    def __init__(self, kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-        self.kwargs, self.__dict__["options"] = kwargs or {}, options
-
-
-class _Constexpr:
-    """`tl.constexpr`, an annotation of kernels and a wrapper of module constants."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
 
 
 _InterpolationMode = enum.Enum("_InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
@@ -84,11 +72,10 @@ _CONTENTS: dict[str, dict[str, Any]] = {
         "jit": _decorator,
         "autotune": _decorator,
         "heuristics": _decorator,
-        "Config": _TritonConfig,
         "cdiv": lambda a, b: -(a // -b),
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
     },
-    "triton.language": {"constexpr": _Constexpr},
+    "triton.language": {"constexpr": _empty_class("constexpr", "triton.language")},
     "triton.knobs.runtime.kernel_load_start_hook": {"add": lambda hook: None},  # SGLang 0.5.23
     "torchvision": {"__version__": "0.0.0"},
     "torchvision.transforms": {"InterpolationMode": _InterpolationMode},
@@ -115,11 +102,9 @@ class _Finder:
         vars(module).update(_CONTENTS.get(module.__name__, {}))
 
 
-def install(
-    packages: Sequence[str] = PACKAGES, found: Callable[[str], ModuleSpec | None] = importlib.util.find_spec
-) -> list[str]:
+def install(packages: Sequence[str] = PACKAGES) -> list[str]:
     """Answers imports of those `packages` that a CPU lacks with stand-ins, in this process; returns their names."""
-    absent = [name for name in packages if name not in sys.modules and not _usable(found(name))]
+    absent = [name for name in packages if name not in sys.modules and not _usable(importlib.util.find_spec(name))]
     if absent:
         sys.meta_path.insert(0, _Finder(frozenset(absent)))
     return absent

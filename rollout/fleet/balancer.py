@@ -3,7 +3,6 @@ together. None is sent while weights change."""
 
 import asyncio
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -37,7 +36,8 @@ class Balancer:
         self._ended: RolloutError | None = None
         self._waiting: list[_Waiter] = []
         """By priority, then by arrival."""
-        self._group_server: OrderedDict[str, Member] = OrderedDict()
+        self._group_server: dict[str, Member] = {}
+        """Of the groups asked for last, the newest at the end."""
 
     @property
     def waiting(self) -> int:
@@ -104,10 +104,10 @@ class Balancer:
             del self._waiting[index]
             if waiter.place.done():  # cancelled
                 continue
+            self._group_server.pop(waiter.group_id, None)
             self._group_server[waiter.group_id] = member
-            self._group_server.move_to_end(waiter.group_id)
             if len(self._group_server) > REMEMBERED_GROUPS:
-                self._group_server.popitem(last=False)
+                del self._group_server[next(iter(self._group_server))]
             member.in_flight += 1
             waiter.place.set_result(member)
 

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.gpu_memory import GpuMemory
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.request_loop import RequestLoop
 from rollout.fleet.supervision import Supervisor
@@ -16,7 +16,7 @@ from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, Weight
 from rollout.generation import Generation, GenerationRequest, ServedPart
 from rollout.server.engine import Engine
 from rollout.weights.checksums import Checksums
-from rollout.wire.client import ServerInfo
+from rollout.wire.client import ServerInfo, SglangClient
 
 
 @dataclass(eq=False, repr=False)
@@ -37,12 +37,10 @@ class RolloutFleet:
     timing: Timing = field(default_factory=Timing)
     api_key: str | None = None
     """What the servers ask for; None: nothing."""
-    observe: Callable[[ServedPart], None] | None = None
+    observe: Callable[[ServedPart], None] = lambda part: None
     """Gets every answer of a server to a request."""
     members: tuple[Member, ...] = field(default=(), init=False)
     """The servers in the order of `engines`, each with its state, once `start` was called."""
-    _supervisor: Supervisor | None = field(default=None, init=False)
-    _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self, deadline_s: float) -> None:
         """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
@@ -54,19 +52,23 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        self.members = tuple(Member(engine, config.request_deadline_s, timing, self.api_key) for engine in self.engines)
+        control_s, key = timing.control_deadline_s, self.api_key
+        connect = partial(
+            SglangClient, request_deadline_s=config.request_deadline_s, control_deadline_s=control_s, api_key=key
+        )
+        self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
-        memory = self._gpu_memory = GpuMemory(balancer, timing)
         self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
-        self._supervisor = Supervisor(config, timing, balancer, publisher, memory, self.report, deadline_s)
+        supervisor = self._supervisor = Supervisor(
+            config, timing, self.members, balancer, publisher, self.report, deadline_s
+        )
         try:
-            await self._supervisor.start_all()
+            await supervisor.start_all()
         except Exception:
             await self.close()
             raise
-        self._supervisor.watch()
-        self._watch = asyncio.ensure_future(self._requests.watch(self.report))
+        supervisor.watch(self._requests.watch(self.report))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.
@@ -133,25 +135,21 @@ class RolloutFleet:
         Raises:
             RolloutError: a request is in flight.
         """
-        return await self._gpu_memory.release()
+        return await self._supervisor.release_memory()
 
     async def resume_memory(self) -> None:
         """The servers take back what they left, weights included, and serve."""
-        await self._gpu_memory.resume()
+        await self._supervisor.resume_memory()
 
     async def close(self) -> None:
         """Ends the servers that this fleet started, and every wait for one. May be called twice."""
-        if self._supervisor is not None:
+        if self.members:
             await self._supervisor.close()
-            self._supervisor = None
             self._balancer.end(RolloutError("the fleet was closed"))
             for member in self.members:
                 member.enter(State.DOWN, "the fleet was closed")
-            if self._watch is not None:
-                self._watch.cancel()
             await self._requests.close()
         await asyncio.gather(*(member.forget_client() for member in self.members))
         closed = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
-        for result in closed:  # raised once all engines are closed
-            if isinstance(result, BaseException):
-                raise result
+        for error in filter(None, closed):  # raised once all engines are closed
+            raise error

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -60,11 +60,11 @@ class State(StrEnum):
 class Member:
     """One server of the fleet."""
 
-    def __init__(self, engine: Engine, request_deadline_s: float, timing: Timing, api_key: str | None = None) -> None:
+    def __init__(self, engine: Engine, connect: Callable[[str], SglangClient]) -> None:
+        """`connect`: makes a client to the server at a URL."""
         self.engine = engine
         self.state = State.STARTING
         self.reason = ""
-        self.since = time.monotonic()
         self.in_flight = 0
         self.restarts = 0
         self.restart_deadline = 0.0
@@ -78,11 +78,9 @@ class Member:
         self.last_answer = 0.0
         """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
         probes are late."""
-        self.attention = asyncio.Event()
-        """Set to make the supervisor check the server at once."""
-        self._busy = 0
-        self._deadlines = (request_deadline_s, timing.control_deadline_s)
-        self._api_key = api_key
+        self.busy_calls = 0
+        """Of `busy`, under way."""
+        self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -97,17 +95,13 @@ class Member:
 
     @property
     def client(self) -> SglangClient:
-        """A client to the engine's current address."""
-        if self._client is None or self._client.url != self.engine.url:
-            request_s, control_s = self._deadlines
-            self._client = SglangClient(
-                self.engine.url, request_deadline_s=request_s, control_deadline_s=control_s, api_key=self._api_key
-            )
+        """A client to the address that the engine had when it was first asked for, or since `forget_client`."""
+        self._client = self._client or self._connect(self.engine.url)
         return self._client
 
     async def probe(self, deadline_s: float) -> None:
         """Returns if its HTTP process answers. Raises what `client` raises."""
-        await (self.client.health(deadline_s) if self.engine.ours else self.client.answers(deadline_s))
+        await self.client.health(deadline_s, ours=self.engine.ours)
 
     async def forget_client(self) -> None:
         """Closes the connections; the next call opens new ones."""
@@ -117,56 +111,36 @@ class Member:
 
     def enter(self, state: State, reason: str = "") -> None:
         """Changes the state; DOWN also ends the calls that wait for an answer."""
-        self.state, self.reason, self.since = state, reason, time.monotonic()
+        self.state, self.reason = state, reason
         if state is State.DOWN:
             if not self._down.done():
                 self._down.set_result(reason)
         elif self._down.done():
             self._down = asyncio.get_running_loop().create_future()
-        if state in (State.SUSPECT, State.DOWN):
-            self.attention.set()
-
-    def suspect(self, reason: str) -> None:
-        """A request failed here: no new ones until the supervisor has probed the server."""
-        if self.state is State.READY:
-            self.enter(State.SUSPECT, reason)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Around calls that load, hash or move weights. The scheduler answers nothing else meanwhile, so its silence
         says nothing; the call has its own deadline."""
-        self._busy += 1
+        self.busy_calls += 1
         try:
             yield
             self.last_answer = time.monotonic()
         finally:
-            self._busy -= 1
+            self.busy_calls -= 1
 
-    def silent_since(self, moment: float) -> bool:
-        """Whether it has sent nothing since then, although nothing keeps it from answering."""
-        return not self._busy and self.last_answer < moment
-
-    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call to the server, but no longer than the server is up.
+    async def call(self, coroutine: Coroutine[Any, Any, T], failure: "asyncio.Future[str] | None" = None) -> T:
+        """Awaits a call to the server, but no longer than the server is up, or until `failure` says why it is not.
 
         Raises:
-            ServerUnavailable: the server went DOWN meanwhile.
+            ServerUnavailable: the server went DOWN meanwhile, or failed.
         """
-        task, down = asyncio.ensure_future(coroutine), self._down
-        either: set[asyncio.Future[Any]] = {task, down}
+        task, failure = asyncio.ensure_future(coroutine), failure or self._down
+        either: set[asyncio.Future[Any]] = {task, failure}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ServerUnavailable(f"{self.url}: {down.result()}")
+                raise ServerUnavailable(f"{self.url}: {failure.result()}")
             return task.result()
         finally:
             task.cancel()
-
-
-def describe(members: Sequence[Member]) -> str:
-    """Each server's state and the tail of its log, for errors."""
-    now = time.monotonic()
-    return "\n".join(
-        f"{member.url}: {member.state} for {now - member.since:.0f} s: {member.reason}\n{member.engine.log_tail()}"
-        for member in members
-    )

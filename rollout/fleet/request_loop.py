@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -74,16 +75,6 @@ class Response:
         )
 
 
-@dataclass(eq=False, slots=True)
-class _Awaited:
-    """A response that a server owes."""
-
-    request_id: str
-    url: str
-    segments: Sequence[Reply]
-    since: float = field(default_factory=time.monotonic)
-
-
 @dataclass(eq=False)
 class RequestLoop:
     """Sends requests to the fleet's servers until each has its response."""
@@ -93,10 +84,10 @@ class RequestLoop:
     balancer: Balancer
     publisher: Publisher
     vocab_size: int
-    observe: Callable[[ServedPart], None] | None
-    _awaited: dict[str, _Awaited] = field(default_factory=dict, init=False)
-    """By the id of the call, in the order in which they were asked for."""
-    _aborts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    observe: Callable[[ServedPart], None]
+    _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
+    """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
+    _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
@@ -124,23 +115,23 @@ class RequestLoop:
         since = time.monotonic()
         while True:
             await asyncio.sleep(self.timing.silence_s)
-            before, segments = segments, {rid: len(each.segments) for rid, each in self._awaited.items()}
+            before, segments = segments, {rid: len(come) for rid, (*_, come) in self._awaited.items()}
             now = time.monotonic()
             if segments != before or not segments:
                 since = now
             elif now - since >= deadline_s / 10:
-                oldest = next(iter(self._awaited.values()))
-                tokens = sum(segment.token_ids.size for segment in oldest.segments)
+                request_id, url, asked, come = next(iter(self._awaited.values()))
+                tokens = sum(segment.token_ids.size for segment in come)
                 report(
                     f"no server has sent anything for {now - since:.0f} s; responses owed: {len(segments)}, the "
-                    f"longest {oldest.request_id} by {oldest.url}, {tokens} tokens in {now - oldest.since:.0f} s "
+                    f"longest {request_id} by {url}, {tokens} tokens in {now - asked:.0f} s "
                     f"(asked for again after rollout.request_deadline_s = {deadline_s:g} s)"
                 )
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
-        for task in tuple(self._aborts):
-            task.cancel()
+        for abort in tuple(self._aborts):
+            abort.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
     async def _attempt(self, member: Member, response: Response) -> str | None:
@@ -158,7 +149,8 @@ class RequestLoop:
                 failure = f"{member.url} ended the response before its end"
         except ServerUnavailable as error:
             failure = str(error)
-            member.suspect(failure)
+            if member.state is State.READY:  # no new requests until the supervisor has probed it
+                member.enter(State.SUSPECT, failure)
             with suppress(RolloutError):  # what it had streamed, if that can be used
                 reply = self._checked(member, join_segments(segments), left) if segments else None
         except ServerRefused:
@@ -169,7 +161,6 @@ class RequestLoop:
             reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
         if reply is not None:
             response.parts.append((reply, version))
-        if self.observe is not None and reply is not None:
             part = ServedPart(
                 request_id=request.request_id,
                 url=member.url,
@@ -202,7 +193,7 @@ class RequestLoop:
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
         asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments if streams else None)
         call = asyncio.ensure_future(member.call(asking))
-        self._awaited[rid] = _Awaited(request.request_id, member.url, segments)
+        self._awaited[rid] = (request.request_id, member.url, time.monotonic(), segments)
         try:
             await asyncio.wait({call}, timeout=self.config.request_deadline_s)
             if not call.done():  # a server that is merely slow answers the abort with what it has
@@ -217,15 +208,10 @@ class RequestLoop:
 
     def _abort(self, member: Member, rid: str) -> None:
         """In the background: without it a server notices only seconds later that nobody waits for an answer."""
-
-        async def abort() -> None:
-            with suppress(ServerUnavailable, ServerRefused):  # the server is dead then, and so is the request
-                await member.client.abort(rid)
-
-        if member.serving:
-            task = asyncio.ensure_future(abort())
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        if member.serving:  # where it fails, the server is dead, and so is the request
+            abort = asyncio.gather(member.client.abort(rid), return_exceptions=True)
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
 
     def _checked(self, member: Member, reply: Reply, left: int) -> Reply:
         """The reply, if it can be used.
@@ -257,10 +243,8 @@ class RequestLoop:
         ids = np.append(request.prompt_ids, np.array(others, np.int64))
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if outside.size:
-            raise ValueError(
-                f"request {request.request_id}: token id {outside[0]} is outside the vocabulary of "
-                f"{self.vocab_size}; a server would crash on it. Do tokenizer and model belong together?"
-            )
+            problem = f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
+            raise ValueError(f"request {request.request_id}: {problem}: do tokenizer and model belong together?")
 
     async def _after_failure(self, request_id: str, failures: int, problem: str) -> None:
         """Gives up after `max_attempts`. The second attempt starts at once, since it goes to another server. Later ones

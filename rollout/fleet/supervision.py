@@ -1,25 +1,29 @@
-"""Keeps the servers alive: finds those that died or hang, restarts them, and ends waits when all are down too long."""
+"""Keeps the servers alive: finds those that died or hang, restarts them, and ends waits when all are down too long.
+
+It also has them leave their accelerators' memory to a trainer on the same GPUs, and take it back. SGLang frees weights,
+KV cache and CUDA graphs, keeps the weights in host memory, and takes everything back at the same addresses. The server
+must be idle: its scheduler crashes on a release while a request runs. On a CPU the calls are the same and free nothing.
+"""
 
 import asyncio
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.config import RolloutConfig
 from rollout.errors import (
     AccessDenied,
     FleetLost,
-    ServerEnded,
+    RolloutError,
     ServerRefused,
     ServerStartError,
     ServerUnavailable,
     ServerUnfit,
 )
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.gpu_memory import GpuMemory
-from rollout.fleet.member import Member, State, Timing, describe
+from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.weight_update import Publisher
 from rollout.wire.client import ServerInfo
 
@@ -37,22 +41,22 @@ class Supervisor:
 
     config: RolloutConfig
     timing: Timing
+    members: Sequence[Member]
     balancer: Balancer
     publisher: Publisher
-    gpu_memory: GpuMemory
     report: Callable[[str], None]
     start_deadline_s: float
     """Deadline of each start of a server, the first one and restarts."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Not set while the memory is the trainer's."""
+    _starts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    """Restarts of servers' processes that are under way."""
 
-    @property
-    def members(self) -> Sequence[Member]:
-        return self.balancer.members
-
-    def watch(self) -> None:
-        """Begins to watch the servers, once they are started."""
-        self._tasks = [asyncio.ensure_future(self._watch(member)) for member in self.members]
-        self._tasks.append(asyncio.ensure_future(self._watch_fleet()))
+    def watch(self, requests: Coroutine[Any, Any, None]) -> None:
+        """Begins to watch the servers, once they are started, and runs `requests`, which watches what they owe."""
+        watches = [self._watch_fleet(), requests, *map(self._watch, self.members)]
+        self._tasks = [asyncio.ensure_future(watch) for watch in watches]
 
     async def close(self) -> None:
         """Ends all watching."""
@@ -67,13 +71,9 @@ class Supervisor:
         Raises:
             ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
         """
-
-        async def begin(member: Member) -> None:
-            await self._start(member)
-            member.enter(State.READY)
-
+        self._may_start.set()
         began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
-        tasks = {asyncio.ensure_future(begin(member)): member for member in self.members}
+        tasks = {asyncio.ensure_future(self._start(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
         pending, patience_s = set(tasks), None
         try:
@@ -105,8 +105,52 @@ class Supervisor:
         if missing:
             self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
 
+    async def release_memory(self) -> tuple[float | None, ...]:
+        """Returns when no server holds memory. From then on requests and restarts of servers wait.
+
+        Returns:
+            Of each server, the GB on each of its accelerators that it says it gave back, weights and KV cache. None: it
+            was not serving, or was ended.
+
+        Raises:
+            RolloutError: a request is in flight.
+        """
+        if (running := sum(member.in_flight for member in self.members)) or self.balancer.waiting:
+            raise RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
+        self.balancer.close()
+        self._may_start.clear()
+        if self._starts:
+            await asyncio.wait(self._starts)
+        return tuple(await asyncio.gather(*map(self._release, self.members)))
+
+    async def resume_memory(self) -> None:
+        """Returns when every server that gave its memory up has it back. The others may be restarted again."""
+        await asyncio.gather(*(self._resume(member) for member in self.members if member.serving))
+        self._may_start.set()
+        self.balancer.open()
+
+    async def _release(self, member: Member) -> float | None:
+        try:
+            if member.serving:
+                await member.call(member.client.flush_cache())  # refused while anything runs
+                claimed = await member.call(member.client.memory_gb())
+                with member.busy():
+                    await member.call(member.client.release_memory(self.timing.load_deadline_s))
+                return claimed
+        except ServerUnavailable as error:
+            member.enter(State.DOWN, f"release of its memory: {error}")
+        await member.engine.close()
+        return None
+
+    async def _resume(self, member: Member) -> None:
+        try:
+            with member.busy():
+                await member.call(member.client.resume_memory(self.timing.load_deadline_s))
+        except ServerUnavailable as error:
+            member.enter(State.DOWN, f"taking its memory back: {error}")
+
     async def _start(self, member: Member) -> None:
-        """Starts a server and returns when it is ready. A server that ends meanwhile is started once more; one that is
+        """Starts a server and returns when it is READY. A server that ends meanwhile is started once more; one that is
         killed is started again until the deadline.
 
         Raises:
@@ -116,15 +160,16 @@ class Supervisor:
         await member.engine.start()
         while True:
             try:
-                return await self._wait_ready(member, deadline)
-            except ServerEnded as error:
+                await self._wait_ready(member, deadline)
+                return member.enter(State.READY)
+            except ServerStartError as error:
                 ended += not member.engine.killed()
-                if ended > 1 or time.monotonic() > deadline:
+                if member.engine.alive() or ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
             await asyncio.sleep(self.timing.first_backoff_s)
-            await member.forget_client()
             await member.engine.restart()
+            await member.forget_client()
 
     async def _wait_ready(self, member: Member, deadline: float) -> None:
         """Returns when the server's HTTP process and its scheduler answer, and notes what it says of itself.
@@ -133,24 +178,20 @@ class Supervisor:
             deadline: `start_deadline_s` after its start (time.monotonic).
 
         Raises:
-            ServerStartError: it did not answer in time; `ServerEnded`: it ended. Both with the tail of its log.
+            ServerStartError: it did not answer in time, or ended; with the tail of its log.
             ServerUnfit: it answers, but the run cannot use it.
         """
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
-                raise ServerEnded(
-                    f"{member.url}: the server ended while it started, or was stopped\n{member.engine.log_tail()}"
-                )
+                raise ServerStartError(f"{member.url}: it ended while it started\n{member.engine.log_tail()}")
             try:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return self._check(member, member.info)
             except AccessDenied as error:  # a restart would not change it
-                raise ServerUnfit(
-                    f"{error}\nrollout.api_key_file names the file with the key that it asks for"
-                ) from None
+                raise ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
             except (ServerUnavailable, ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:
@@ -162,14 +203,10 @@ class Supervisor:
     def _check(self, member: Member, info: ServerInfo) -> None:
         if self.config.deterministic and not info.deterministic:
             raise ServerUnfit(
-                f"{member.url}: rollout.deterministic is set, but this server runs without "
-                "--enable-deterministic-inference and would ignore the seeds"
+                f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
             )
         if info.altered:
-            raise ServerUnfit(
-                f"{member.url}: it runs with {info.altered}, so that its weights are not those it is given and no "
-                "publish could be verified; start it without"
-            )
+            raise ServerUnfit(f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified")
 
     async def _watch(self, member: Member) -> None:
         while True:
@@ -189,7 +226,6 @@ class Supervisor:
         failed = 0
         try:
             while True:
-                member.attention.clear()
                 if member.state is State.DOWN:
                     return member.reason
                 if not member.engine.alive():
@@ -209,10 +245,7 @@ class Supervisor:
                     failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
-                # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.timing.probe_interval_s):
-                        await member.attention.wait()
+                await asyncio.sleep(self.timing.probe_interval_s)
         finally:
             scheduler.cancel()
 
@@ -223,7 +256,7 @@ class Supervisor:
             try:
                 await member.client.server_info(self.timing.scheduler_deadline_s)
             except (ServerUnavailable, ServerRefused) as error:
-                if member.silent_since(asked):
+                if not member.busy_calls and member.last_answer < asked:
                     return f"its scheduler does not answer: {error}"
 
     async def _revive(self, member: Member) -> None:
@@ -244,9 +277,13 @@ class Supervisor:
         still_starting, member.late = member.late and member.engine.alive(), False
         if not still_starting:
             member.restarts += 1
+            while not self._may_start.is_set():
+                await self._may_start.wait()
+            start = asyncio.ensure_future(member.engine.restart())
+            self._starts.add(start)
+            start.add_done_callback(self._starts.discard)
+            await start
             await member.forget_client()
-            async with self.gpu_memory.server_start():
-                await member.engine.restart()
         member.enter(State.STARTING, member.reason)
         await self._wait_ready(member, time.monotonic() + self.start_deadline_s)
         if not member.engine.ours:
@@ -254,15 +291,10 @@ class Supervisor:
             with member.busy():
                 await member.client.checksums(self.timing.load_deadline_s)
         failure = asyncio.ensure_future(self._until_failure(member))
-        load = asyncio.ensure_future(self.publisher.bring_up_to_date(member))
         try:
-            await asyncio.wait({failure, load}, return_when=asyncio.FIRST_COMPLETED)
-            if not load.done():
-                raise ServerUnavailable(f"{member.url}: {failure.result()}")
-            load.result()
+            await member.call(self.publisher.bring_up_to_date(member), failure)
         finally:
             failure.cancel()
-            load.cancel()
 
     async def _watch_fleet(self) -> None:
         """Reports while no server serves. Ends the waits of requests once that lasts longer than `fleet_deadline_s` and
@@ -272,7 +304,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            if any(member.serving for member in self.members) or not self.gpu_memory.with_servers:
+            if any(member.serving for member in self.members) or not self._may_start.is_set():
                 down_since = reported = None
                 continue
             down_since = down_since or now
@@ -285,9 +317,10 @@ class Supervisor:
                 )
             restarting = any(member.restart_deadline >= now for member in self.members)
             if now - down_since > deadline_s and not restarting:
+                tails = "\n".join(f"{member.url}:\n{member.engine.log_tail()}" for member in self.members)
                 self.balancer.refuse(
                     FleetLost(
-                        f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}; "
-                        f"last words:\n{describe(self.members)}"
+                        f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}: {states}; "
+                        f"last words:\n{tails}"
                     )
                 )

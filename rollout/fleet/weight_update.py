@@ -49,11 +49,9 @@ class WeightStream(Protocol):
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         """Into servers that are paused. The answer names the servers that failed, and has the checksums of each kind
         of server."""
-        ...
 
     async def to_disk(self) -> "OnDisk | None":
         """The same weights as a folder; None when the trainer has other ones by now."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,12 +143,9 @@ class Publisher:
         """Updates the serving servers while no request starts; see `RolloutFleet.publish`."""
         size = 0
         if isinstance(weights, OnDisk):
-            files = list(weights.folder.glob("*.safetensors"))
-            if not (weights.folder / "config.json").is_file() or not files:
-                raise FileNotFoundError(
-                    f"{weights.folder}: publish needs config.json and .safetensors files in one folder"
-                )
-            size = sum(file.stat().st_size for file in files)
+            size = sum(file.stat().st_size for file in weights.folder.glob("*.safetensors"))
+            if not size or not (weights.folder / "config.json").is_file():
+                raise FileNotFoundError(f"{weights.folder}: a publish needs config.json and .safetensors files there")
         published = Published(weight_version, weights)
         async with self._one_at_a_time:
             self.balancer.close()
@@ -183,20 +178,17 @@ class Publisher:
     ) -> dict[Member, Any]:
         """{member: result} of `work(member)`, on all of them at once, without those that failed: they are DOWN. Any
         other error is raised once all have ended."""
+        results: dict[Member, Any] = {}
 
-        async def one(member: Member) -> Any:
+        async def one(member: Member) -> None:
             try:
-                return await work(member)
+                results[member] = await work(member)
             except ServerUnavailable as error:
                 self._give_up(member, published, error)
-                return error
 
-        results = await asyncio.gather(*map(one, members), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ServerUnavailable):
-                raise result
-        pairs = zip(members, results, strict=True)
-        return {member: result for member, result in pairs if not isinstance(result, BaseException)}
+        for error in filter(None, await asyncio.gather(*map(one, members), return_exceptions=True)):
+            raise error
+        return results
 
     def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
         if member.serving and member not in published.verified:  # it may be paused, with a part of the weights

@@ -44,7 +44,6 @@ class Engine(Protocol):
     @property
     def url(self) -> str:
         """http://host:port"""
-        ...
 
     async def start(self) -> None:
         """Begins the start; the fleet waits for readiness."""
@@ -60,7 +59,6 @@ class Engine(Protocol):
 
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
-        ...
 
     async def restart(self) -> None:
         """Ends what is left of it and begins a new start."""
@@ -168,9 +166,8 @@ class LocalServer:
         if self.alive() and self.spec.device == "cuda":
             assert self.process is not None
             self.process.terminate()
-            deadline = time.monotonic() + GRACE_S
-            while self.alive() and time.monotonic() < deadline:
-                await asyncio.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.process.wait, GRACE_S)
         await asyncio.to_thread(self.kill)
 
     def _is_stopped(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.errors import WeightMismatch
+from rollout.murmur import fmix32, rotate, signed
 from rollout.weights.server_tensors import ServerTensor, server_dtype, server_tensors
 from rollout.wire.client import ServerInfo
 
@@ -74,6 +75,8 @@ class ChecksumStream:
                 if source not in names:
                     raise ValueError(f"the model needs {source}, which is not among its tensors")
                 self._by_source[source].append((info, tensor))
+        self.missing = set(names)
+        """Those that have not come yet."""
         self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str]] = {}
         self._incomplete: dict[str, Tensor] = {}
         """Tensors that wait for another one that they are fused with."""
@@ -87,13 +90,13 @@ class ChecksumStream:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Begins to hash what `tensors` complete; they must not change until `flush`."""
+        self.missing -= tensors.keys()
         known = self._incomplete | dict(tensors)
         for name in tensors:
             for key in self._by_source[name]:
                 sources = key[1].sources
                 if key not in self._hashes and all(source in known for source in sources):
-                    parts = {source: known[source] for source in sources}
-                    self._hashes[key] = self._pool.submit(self._hash, *key, parts)
+                    self._hashes[key] = self._pool.submit(self._hash, *key, known)
         still = {name for name in known if any(key not in self._hashes for key in self._by_source[name])}
         self._incomplete = {name: known[name] for name in still}
 
@@ -129,10 +132,11 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
 
     Raises:
         ValueError: an unknown model, a tensor of it that is not in the files, or a size that the ranks do not divide.
-        FileNotFoundError: no config or no safetensors in `folder`.
+        FileNotFoundError: no config in `folder`.
     """
     config = json.loads((folder / "config.json").read_text())
-    where = _files(folder)
+    files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    where = {name: file for file in files for name in list(file.keys())}
     try:
         with ChecksumStream(config, where.keys(), [info]) as stream:
             read = 0
@@ -159,28 +163,11 @@ def verify(expected: Checksums, reported: Mapping[int, Mapping[str, str]], where
         ours, theirs = expected.get(rank, {}), reported.get(rank, {})
         place = f" (rank {rank})" if len(expected) > 1 else ""
         for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) == theirs.get(name):
-                continue
-            if name not in theirs:
-                problems.append(f"{name}{place} is not reported")
-            elif name not in ours:
-                problems.append(f"{name}{place} is not in the published files")
-            else:
-                problems.append(f"{name}{place} has {theirs[name]}, published {ours[name]}")
+            held, published = theirs.get(name, "no checksum"), ours.get(name, "nothing")
+            if held != published:
+                problems.append(f"{name}{place} has {held}, published {published}")
     if problems:
         raise WeightMismatch(where, problems)
-
-
-def _files(folder: Path) -> dict[str, Any]:
-    """The open file of each tensor of a folder."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(f"{folder}: no .safetensors file; publish a folder in Hugging Face layout")
-    where: dict[str, Any] = {}
-    for path in paths:
-        file = safe_open(path, framework="pt")
-        where |= dict.fromkeys(file.keys(), file)
-    return where
 
 
 def cpu_hash(parts: Sequence[Tensor]) -> str:
@@ -200,18 +187,16 @@ def cuda_hash(parts: Sequence[Tensor]) -> str:
     """
     size = sum(part.numel() * part.element_size() for part in parts)
     size += -size % 4
-    if size == 0:
-        return f"{0:016x}"
     total, begin = 0, 0
     for run in _whole_tiles(parts):
         words = pad(run, (0, -run.numel() % 4)).view(torch.int32)
         index = torch.arange(begin, begin + words.numel(), device=words.device).to(torch.int32)
         halves = []
         for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
-            position = (index * _signed(factor) + _signed(seed)) ^ _rotate(index, rotation)
-            mixed = _fmix32(words ^ position)
+            position = (index * signed(factor) + signed(seed)) ^ rotate(index, rotation)
+            mixed = fmix32(words ^ position)
             tiles = pad(mixed, (0, -mixed.numel() % _TILE_WORDS)).view(-1, _TILE_WORDS).sum(1, dtype=torch.int32)
-            halves.append(_fmix32(tiles ^ _signed(size & _LOW32)).to(torch.int64))
+            halves.append(fmix32(tiles ^ signed(size & _LOW32)).to(torch.int64))
         total += int(((halves[0] << 32) | (halves[1] & _LOW32)).sum())
         begin += words.numel()
     return f"{_splitmix64(total & _LOW64):016x}"
@@ -241,26 +226,6 @@ def _whole_tiles(parts: Sequence[Tensor]) -> Iterator[Tensor]:
         rest = [joined[whole:]] if whole < joined.numel() else []
     if rest:
         yield torch.cat(rest)
-
-
-def _signed(value: int) -> int:
-    """A 32-bit pattern as int32 has it."""
-    return value - (1 << 32) if value >= 1 << 31 else value
-
-
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    """Shift to the right that fills up with zeros, not with the sign."""
-    return (value >> bits) & (_LOW32 >> bits)
-
-
-def _rotate(value: Tensor, bits: int) -> Tensor:
-    return (value << bits) | _shifted(value, 32 - bits)
-
-
-def _fmix32(value: Tensor) -> Tensor:
-    value = (value ^ _shifted(value, 16)) * _signed(0x85EBCA6B)
-    value = (value ^ _shifted(value, 13)) * _signed(0xC2B2AE35)
-    return value ^ _shifted(value, 16)
 
 
 def _splitmix64(value: int) -> int:

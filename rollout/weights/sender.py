@@ -6,41 +6,17 @@ servers must then report. It runs in trainer rank 0, which holds the gathered we
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.transport import (
-    Failure,
-    FlatBucket,
-    GroupTransport,
-    SharedMemoryTransport,
-    Target,
-    failures_of,
-)
+from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
 from rollout.wire.client import ServerInfo, SglangClient
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendRequest:
-    """What is to be sent where."""
-
-    transport: Literal["tensor", "distributed"]
-    targets: tuple[Target, ...]
-    """Paused servers; none: only checksums are computed."""
-    label: str
-    """The servers' new name of their weights."""
-    deadline_s: float
-    """For each bucket, and for the servers to meet in a process group."""
-    backend: Literal["nccl", "gloo"]
-    """Of a process group."""
-    api_key_file: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +24,6 @@ class Sent:
     """The result of a send."""
 
     bytes: int = 0
-    buckets: int = 0
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
@@ -62,21 +37,17 @@ class GroupCache:
         self._group: GroupTransport | None = None
 
     async def get(
-        self, request: SendRequest, clients: Mapping[str, SglangClient], *, device: torch.device
+        self, request: SendRequest, clients: Mapping[str, SglangClient], device: torch.device
     ) -> GroupTransport:
         """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
-        before = self._group
-        if before is not None and not before.broken and before.targets == request.targets:
-            return before
-        self._group = None
-        if before is not None:
+        before, self._group = self._group, None
+        if before is not None and (before.broken or before.targets != request.targets):
             before.close()
             if not before.broken:  # of a broken one a server could wait for ever in this call
                 ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
                 await failures_of(ends)
-        self._group = GroupTransport(
-            request.targets, backend=request.backend, device=device, deadline_s=request.deadline_s
-        )
+            before = None
+        self._group = before or GroupTransport(request, device)
         return self._group
 
 
@@ -87,26 +58,15 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        request: SendRequest,
-        checksums: ChecksumStream,
-        names: Collection[str],
-        groups: GroupCache,
-        *,
-        device: torch.device,
+        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, *, device: torch.device
     ) -> None:
-        """
-        Args:
-            names: all tensors that will come.
-            device: where the trainer's weights are.
-        """
-        self._request, self._checksums, self._missing = request, checksums, set(names)
-        self._groups, self._device = groups, device
+        """`device`: where the trainer's weights are."""
+        self._request, self._checksums, self._groups, self._device = request, checksums, groups, device
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
         self._failures: dict[str, Failure] = {}
         self._runner = asyncio.Runner()
-        self._bytes = self._buckets = 0
+        self._bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
@@ -127,37 +87,26 @@ class WeightSender:
     def put(self, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         """Sends a bucket and hashes it meanwhile; on return its memory may be used again."""
         self._checksums.add(tensors)
-        self._missing -= tensors.keys()
         self._bytes += bucket.size
-        self._buckets += 1
-        label = None if self._missing else self._request.label
+        label = None if self._checksums.missing else self._request.label
         if self._clients and self._transport is not None:
-            flat = FlatBucket(buffer=self._buffer, shapes=bucket.shapes, dtype=bucket.dtype)
-            self._runner.run(self._drop_failed(self._transport.send(flat, self._clients, label)))
+            self._runner.run(self._drop_failed(self._transport.send(self._buffer, bucket, self._clients, label)))
         self._checksums.flush()
 
     def report(self) -> Sent:
         """Once the last bucket was put."""
-        return Sent(
-            bytes=self._bytes,
-            buckets=self._buckets,
-            failures=dict(self._failures),
-            checksums=self._checksums.finish(),
-        )
+        return Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
 
     async def _open(self) -> None:
-        request = self._request
+        request, limit_s = self._request, self._request.deadline_s
         key = read_key(request.api_key_file) if request.api_key_file else None
-        for target in request.targets:
-            self._clients[target.url] = SglangClient(
-                target.url, request_deadline_s=request.deadline_s, control_deadline_s=request.deadline_s, api_key=key
-            )
+        for url in (target.url for target in request.targets):
+            self._clients[url] = SglangClient(url, request_deadline_s=limit_s, control_deadline_s=limit_s, api_key=key)
         if not request.targets or request.transport == "tensor":
-            self._transport = SharedMemoryTransport(request.targets, device=self._device, deadline_s=request.deadline_s)
+            self._transport = SharedMemoryTransport(request, self._device)
         else:
-            self._transport = await self._groups.get(request, self._clients, device=self._device)
-        if self._clients:
-            await self._drop_failed(self._transport.join(self._clients))
+            self._transport = group = await self._groups.get(request, self._clients, self._device)
+            await self._drop_failed(group.join(self._clients))
 
     async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:
         """Leaves the servers that fail in `work` out of the buckets that follow."""

@@ -24,12 +24,7 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-_EACH = (
-    "self_attn.o_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-)
+_EACH = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight")
 _OPTIONAL = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
 """Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them."""
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,15 +46,28 @@ class ServerTensor:
         return [piece for source in self.sources for piece in self.layout.shard(source, tensors[source], self.rank)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
     """What decides how a model's tensors are sharded."""
 
-    ranks: int
-    key_heads: int
-    vocabulary: int
-    sizes: Mapping[str, int | None]
-    """Of the tensors that are sharded, by the last part of their name: the size to which they are padded with zeros."""
+    def __init__(self, config: Mapping[str, Any], info: ServerInfo) -> None:
+        heads, ranks = config["num_attention_heads"], info.tensor_parallel
+        self.ranks, self.key_heads = ranks, config.get("num_key_value_heads") or heads
+        intermediate = config["intermediate_size"]
+        if info.device == "cpu":
+            if heads % ranks or self.key_heads % ranks:
+                raise ValueError(
+                    f"rollout.tensor_parallel = {ranks}: must divide the model's {heads} heads and {self.key_heads} "
+                    "key heads on a CPU; SGLang would invent heads of zeros there"
+                )
+            intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
+        self.vocabulary, step = config["vocab_size"], _VOCABULARY_STEP
+        if _multiple(self.vocabulary, step) % ranks:
+            step *= ranks
+        self.sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"))
+        """Of the tensors that are sharded, by the last part of their name: the size to which they are padded with
+        zeros."""
+        self.sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), intermediate)
+        self.sizes |= dict.fromkeys(_VOCABULARY, _multiple(self.vocabulary, step))
 
     def shard(self, name: str, tensor: Tensor, rank: int) -> list[Tensor]:
         """A rank's shard of a Hugging Face tensor, in pieces along the first dimension.
@@ -73,12 +81,20 @@ class _Layout:
             return [tensor]
         if part in _VOCABULARY:
             tensor = tensor[: self.vocabulary]
-        size = self.sizes[part] or tensor.shape[dim]
+        length = tensor.shape[dim]
+        size = self.sizes[part] or length
         # If there are fewer key heads than ranks, several ranks have the same one.
         ranks = min(self.ranks, self.key_heads) if part in ("k_proj", "v_proj") else self.ranks
         if size % ranks:
             raise ValueError(f"{name}: {size} cannot be split over {ranks} ranks; see rollout.tensor_parallel")
-        return _shard(tensor, dim, size // ranks, rank * ranks // self.ranks)
+        size //= ranks
+        begin = min(rank * ranks // self.ranks * size, length)
+        shard = tensor.narrow(dim, begin, min(size, length - begin))
+        missing = size - shard.shape[dim]
+        if missing == 0:
+            return [shard]
+        zeros = shard.new_zeros([missing if at == dim else width for at, width in enumerate(shard.shape)])
+        return [shard, zeros] if dim == 0 else [torch.cat([shard, zeros], dim)]
 
 
 def server_tensors(config: Mapping[str, Any], names: Container[str], info: ServerInfo) -> Iterator[ServerTensor]:
@@ -94,7 +110,7 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(f"config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
-    layout = _layout_of(config, info)
+    layout = _Layout(config, info)
     whole = ["model.norm.weight", "model.embed_tokens.weight"]
     if not config.get("tie_word_embeddings"):  # a tied head is the embedding itself; a copy in the file is not loaded
         whole.append("lm_head.weight")
@@ -121,37 +137,6 @@ def server_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"the server's dtype {name!r} is not one of {sorted(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _layout_of(config: Mapping[str, Any], info: ServerInfo) -> _Layout:
-    heads, ranks = config["num_attention_heads"], info.tensor_parallel
-    key_heads = config.get("num_key_value_heads") or heads
-    intermediate = config["intermediate_size"]
-    if info.device == "cpu":
-        if heads % ranks or key_heads % ranks:
-            raise ValueError(
-                f"rollout.tensor_parallel = {ranks}: must divide the model's {heads} heads and {key_heads} key heads "
-                "on a CPU; SGLang would invent heads of zeros there"
-            )
-        intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
-    vocabulary, step = config["vocab_size"], _VOCABULARY_STEP
-    if _multiple(vocabulary, step) % ranks:
-        step *= ranks
-    sizes = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"))
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), intermediate)
-    sizes |= dict.fromkeys(_VOCABULARY, _multiple(vocabulary, step))
-    return _Layout(ranks=ranks, key_heads=key_heads, vocabulary=vocabulary, sizes=sizes)
-
-
-def _shard(tensor: Tensor, dim: int, size: int, index: int) -> list[Tensor]:
-    """Number `index` of the shards of `size` along `dim`, with zeros where the tensor has ended."""
-    length = tensor.shape[dim]
-    part = tensor.narrow(dim, min(index * size, length), max(0, min(size, length - index * size)))
-    missing = size - part.shape[dim]
-    if missing == 0:
-        return [part]
-    zeros = part.new_zeros([missing if at == dim else length for at, length in enumerate(part.shape)])
-    return [part, zeros] if dim == 0 else [torch.cat([part, zeros], dim)]
 
 
 def _multiple(size: int, step: int) -> int:

@@ -12,14 +12,15 @@ import pickle
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -35,6 +36,10 @@ GRACE_S = 3.0
 _NEVER = timedelta(days=7)
 """Limit of torch's own watchdog, which would end the process. The transport has deadlines of its own."""
 
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that a group reads when it is made. By default torch ends the process when a rank of the group is lost, and
+a lost server must not end the trainer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
@@ -47,13 +52,19 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlatBucket:
-    """A bucket: its bytes, and the tensors that lie in them one behind the other."""
+class SendRequest:
+    """What is to be sent where."""
 
-    buffer: Tensor
-    """uint8 [size]"""
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    transport: Literal["tensor", "distributed"]
+    targets: tuple[Target, ...]
+    """Paused servers; none: only checksums are computed."""
+    label: str
+    """The servers' new name of their weights."""
+    deadline_s: float
+    """For each bucket, and for the servers to meet in a process group."""
+    backend: Literal["nccl", "gloo"]
+    """Of a process group."""
+    api_key_file: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +83,7 @@ class SharedMemoryTransport:
     on a GPU are gathered and hashed there, and copied to the memory bucket by bucket.
     """
 
-    def __init__(self, targets: Sequence[Target], *, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, request: SendRequest, device: torch.device) -> None:
         """
         Args:
             device: where buckets are filled: that of the trainer's weights.
@@ -80,17 +91,15 @@ class SharedMemoryTransport:
         Raises:
             RolloutError: a target is on another machine.
         """
-        for target in targets:
+        for target in request.targets:
             with suppress(OSError):  # raised where there is no way to it
                 theirs, ours = _addresses(target.url)
                 if theirs == ours or ip_address(ours).is_loopback:
                     continue
-            raise RolloutError(
-                f"{target.url}: not on the machine of trainer rank 0, whose memory rollout.weight_sync = tensor "
-                "shares with the servers; use distributed or disk"
-            )
-        self._ranks = {target.url: target.info.tensor_parallel for target in targets}
-        self._device, self._deadline_s = device, deadline_s
+            remedy = "rollout.weight_sync must be distributed or disk"
+            raise RolloutError(f"{target.url}: not on the machine of trainer rank 0; {remedy}")
+        self._ranks = {target.url: target.info.tensor_parallel for target in request.targets}
+        self._device, self._deadline_s = device, request.deadline_s
         self._file = os.memfd_create("rollout-weights")
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -100,23 +109,21 @@ class SharedMemoryTransport:
         if self._memory.numel() < size:
             os.ftruncate(self._file, size)
             self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-        if self._device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._memory[:size]
-
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
-        """Nothing to do here; see `GroupTransport`."""
-        return {}
+        on_cpu = self._device.type == "cpu"
+        return self._memory[:size] if on_cpu else torch.empty(size, dtype=torch.uint8, device=self._device)
 
     async def send(
-        self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
+        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
         """Returns when every server has loaded the bucket; {url: why} of those that have not.
 
-        `label`: the servers' new name of their weights, sent with the last bucket.
+        Args:
+            buffer: uint8 [size], in which its tensors lie one behind the other.
+            bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.buckets.Bucket).
+            label: the servers' new name of their weights, sent with the last bucket.
         """
-        if bucket.buffer.device.type != "cpu":
-            self._memory[: bucket.buffer.numel()].copy_(bucket.buffer)
+        if buffer.device.type != "cpu":
+            self._memory[: buffer.numel()].copy_(buffer)
         payload = _payload(self._path, bucket)
         calls = {}
         for url, client in clients.items():
@@ -139,7 +146,7 @@ class _MappedMemory:
         return functools.partial(torch.from_file, dtype=torch.uint8), (self.path, False, self.size)
 
 
-def _payload(path: str, bucket: FlatBucket) -> str:
+def _payload(path: str, bucket: Any) -> str:
     """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
     metadata, start = [], 0
     for name, shape in bucket.shapes.items():
@@ -176,19 +183,15 @@ class GroupTransport:
     thread may never end.
     """
 
-    def __init__(self, targets: Sequence[Target], *, backend: str, device: torch.device, deadline_s: float) -> None:
-        """
-        Args:
-            backend: "nccl", or "gloo".
-            device: where buckets are filled: that of the trainer's weights.
-        """
-        self.targets = tuple(targets)
+    def __init__(self, request: SendRequest, device: torch.device) -> None:
+        """`device`: where buckets are filled: that of the trainer's weights."""
+        self.targets = request.targets
         self.broken = False
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         """The servers' name of the group."""
-        self._backend, self._device, self._deadline_s = backend, device, deadline_s
-        self._host = host = own_address_for(targets)
-        self._world = 1 + sum(target.info.tensor_parallel for target in targets)
+        self._backend, self._device, self._deadline_s = request.backend, device, request.deadline_s
+        self._host = host = own_address_for(self.targets)
+        self._world = 1 + sum(target.info.tensor_parallel for target in self.targets)
         # Torch by itself would listen on every interface.
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._store = TCPStore(
@@ -196,13 +199,13 @@ class GroupTransport:
             listener.getsockname()[1],
             self._world,
             is_master=True,
-            timeout=timedelta(seconds=deadline_s),
+            timeout=timedelta(seconds=self._deadline_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
         self._group: Any = None
         # Later than the servers' deadline, so that the late server is named and not this process.
-        self._own_limit = timedelta(seconds=deadline_s + 2 * GRACE_S)
+        self._own_limit = timedelta(seconds=self._deadline_s + 2 * GRACE_S)
 
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -227,7 +230,7 @@ class GroupTransport:
         return await self._together("the joining of the process group", calls, self._make, may_hang=False)
 
     async def send(
-        self, bucket: FlatBucket, clients: Mapping[str, SglangClient], label: str | None
+        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
         """As `SharedMemoryTransport.send`."""
         names = list(bucket.shapes)
@@ -242,8 +245,8 @@ class GroupTransport:
             url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
         }
         # A new thread would use another CUDA stream than the one that fills the bucket.
-        stream = torch.cuda.current_stream(bucket.buffer.device) if bucket.buffer.is_cuda else None
-        ours = functools.partial(self._broadcast, bucket.buffer, stream)
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        ours = functools.partial(self._broadcast, buffer, stream)
         return await self._together(f"the broadcast of {names[0]}", calls, ours, may_hang=self._backend == "nccl")
 
     def close(self) -> None:
@@ -267,8 +270,13 @@ class GroupTransport:
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options.group_name = self.name  # type: ignore[assignment]
         options._timeout = _NEVER
-        with _without_fatal_watchdog():
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
             self._group = distributed_c10d.ProcessGroupNCCL(store, 0, self._world, options)
+        finally:
+            del os.environ[_ERROR_HANDLING]
+            os.environ |= {} if before is None else {_ERROR_HANDLING: before}
 
     def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
         with torch.cuda.stream(stream):
@@ -316,22 +324,6 @@ class GroupTransport:
             failure = _failure(error) if url in failed else Failure(reason=f"{url}: {cause}", answers=url not in silent)
             failures[url] = replace(failure, answers=failure.answers and not may_hang)
         return failures
-
-
-@contextmanager
-def _without_fatal_watchdog() -> Iterator[None]:
-    """Around the making of a group: by default torch ends the process when a rank of the group is lost, and a lost
-    server must not end the trainer."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _in_thread(work: Callable[[], object]) -> "Future[object]":

@@ -17,8 +17,9 @@ from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
-READ_AHEAD = 1 << 20
-"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection."""
+READ_AHEAD = 1 << 24
+"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
+server-sent event may be twice as long: 800,000 tokens."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
@@ -56,20 +57,22 @@ class SglangClient:
     def __init__(
         self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0, api_key: str | None = None
     ) -> None:
-        """`api_key`: for a server that asks for one."""
+        """Made in the event loop that it is used in. `api_key`: for a server that asks for one."""
         self.url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.request_deadline_s = request_deadline_s
         self.control_deadline_s = control_deadline_s
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        # Neither a proxy from the environment nor cookies: servers are addressed directly.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            read_bufsize=READ_AHEAD,
+            timeout=aiohttp.ClientTimeout(),
+        )
 
     async def close(self) -> None:
         """Closes the connections. Running and later calls end in ServerUnavailable."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._session.close()
 
     async def generate(
         self,
@@ -136,13 +139,10 @@ class SglangClient:
                 raise ValueError(f"log-probs of {scored.size} other tokens than the {asked.size} asked for")
             return np.array([entry[0] for entry in entries], np.float32)
 
-    async def health(self, deadline_s: float) -> None:
-        """Returns if a server of ours answers that it serves. A paused one does, one that still loads does not."""
-        await self._call("/health", None, deadline_s)
-
-    async def answers(self, deadline_s: float) -> None:
-        """Returns if the HTTP process answers. For servers of others, whose /health may draw a token."""
-        await self._call("/model_info", None, deadline_s)
+    async def health(self, deadline_s: float, *, ours: bool = True) -> None:
+        """Returns if a server of ours answers that it serves (a paused one does, one that still loads does not), or if
+        the HTTP process of a server of others answers: its /health may draw a token."""
+        await self._call("/health" if ours else "/model_info", None, deadline_s)
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
         """Asks the server's scheduler too, so an answer shows that both processes are alive."""
@@ -262,18 +262,8 @@ class SglangClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A 200 answer, to GET without a `body`, else to POST. It is read inside; whatever fails becomes one of the two
         errors."""
-        if self._closed:  # the call was created before the server's restart and runs only now
+        if self._session.closed:  # the call was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            # Neither a proxy from the environment nor cookies: servers are addressed directly.
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers,
-                read_bufsize=READ_AHEAD,
-                timeout=aiohttp.ClientTimeout(),
-            )
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
         try:
             # Not aiohttp's own deadline: it swallows a cancellation that comes at the same time (its issue 5979), and

@@ -11,6 +11,7 @@ has a finish reason or an error.
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +26,11 @@ MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
 
 LENGTH_BYTES = 4
 TOKEN_ID, LOG_PROB = np.dtype("<i4"), np.dtype("<f4")
-LONGEST_FRAME = 1 << 28
-"""Bytes, for 32 million tokens. A larger number is no length: the body holds no frames."""
 
 _ROUNDING = 1e-3
 """Nats by which rounding may lift the log-prob of a certain token above 0."""
 
-_EVENT_START, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"[DONE]"
+_EVENT, _LAST_EVENT = b"data: ", b"data: [DONE]\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,38 +125,21 @@ _SEGMENT = msgspec.msgpack.Decoder(Segment)
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to the end of the stream, without the last one's "[DONE]".
+    """The data of each server-sent event, one line each, up to the end of the stream, without the last one's "[DONE]".
 
-    An event may be longer than aiohttp reads at once. One that the end of the connection cuts off is left out.
+    A line that the end of the connection cuts off is left out.
     """
-    buffer = bytearray()
-    async for chunk in content.iter_any():
-        searched = max(len(buffer) - len(_EVENT_END) + 1, 0)
-        buffer += chunk
-        while (end := buffer.find(_EVENT_END, searched)) >= 0:
-            begin = len(_EVENT_START) if buffer.startswith(_EVENT_START) else 0
-            with memoryview(buffer) as view:
-                data = bytes(view[begin:end])  # the only copy of a segment's ten kilobytes
-            del buffer[: end + len(_EVENT_END)]
-            searched = 0
-            if data != _LAST_EVENT:
-                yield data
+    async for line in content:
+        if line.startswith(_EVENT) and line.endswith(b"\n") and line != _LAST_EVENT:
+            yield line[len(_EVENT) :]
 
 
 async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The content of each frame up to the end of the body. One that the end of the connection cuts off is left out.
-
-    Raises:
-        ValueError: the body holds no frames.
-    """
-    try:
+    """The content of each frame up to the end of the body. One that the end of the connection cuts off is left out."""
+    with suppress(asyncio.IncompleteReadError):
         while True:
             length = int.from_bytes(await content.readexactly(LENGTH_BYTES), "little")
-            if length > LONGEST_FRAME:
-                raise ValueError(f"a frame of {length} bytes")
             yield await content.readexactly(length)
-    except asyncio.IncompleteReadError:
-        return
 
 
 def frame(segment: Segment) -> bytes:
@@ -210,12 +192,10 @@ def _segment(answer: _Answer) -> Segment:
     if meta is None:
         raise KeyError("meta_info")
     aborted = meta.finish_reason is None or meta.finish_reason.type == "abort"
-    drawn = meta.output_token_logprobs
-    if drawn is None:
-        # A request that is aborted before its first token has no log-probs at all.
-        if not aborted:
-            raise KeyError("output_token_logprobs")
-        drawn = []
+    # A request that is aborted before its first token has no log-probs at all.
+    if meta.output_token_logprobs is None and not aborted:
+        raise KeyError("output_token_logprobs")
+    drawn = meta.output_token_logprobs or []
     ids = [token.id for token in drawn]
     if not aborted and answer.output_ids not in (None, ids):
         raise ValueError("output_ids and output_token_logprobs disagree")

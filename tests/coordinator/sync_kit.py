@@ -9,8 +9,8 @@ from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.run_config import ModelConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.weight_update import OnDisk
-from rollout.weights.sender import SendRequest, Sent
-from rollout.weights.transport import Target
+from rollout.weights.sender import Sent
+from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
 
 

@@ -15,8 +15,8 @@ from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.coordinator.publish import TrainerWeights
 from rollout.config import RolloutConfig
-from rollout.weights.sender import SendRequest, Sent
-from rollout.weights.transport import Target
+from rollout.weights.sender import Sent
+from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
 
 CPU = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=1)

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights import sender as send
 from rollout.weights.checksums import ChecksumStream
-from rollout.weights.sender import GroupCache, SendRequest, Sent, WeightSender
-from rollout.weights.transport import GroupTransport, Target
+from rollout.weights.sender import GroupCache, Sent, WeightSender
+from rollout.weights.transport import GroupTransport, SendRequest, Target
 from rollout.wire.client import ServerInfo
 from tests.emulated import strict_nccl
 from tests.emulated.played_server import CONTEXT
@@ -116,7 +116,7 @@ class _Rank:
         checksums = ChecksumStream(config, names, order.kinds)
         with (
             checksums,
-            WeightSender(order.request, checksums, names, self.groups, device=torch.device("cpu")) as sender,
+            WeightSender(order.request, checksums, self.groups, device=torch.device("cpu")) as sender,
         ):
             for cut in cuts:
                 self._gather()

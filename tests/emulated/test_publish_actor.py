@@ -46,6 +46,6 @@ def test_the_actors_ranks_and_two_servers_meet_in_a_group_of_their_own(strict: A
             assert report.by_disk == {}
             assert len(report.servers) == 2  # each tensor's checksum is that of the actor's
             assert trainer.sent is not None
-            assert trainer.sent.buckets > 2
+            assert trainer.sent.bytes > trainer.bucket_bytes, "in several buckets"
 
     asyncio.run(test())

@@ -46,7 +46,7 @@ async def fleet_of(
     *engines: StandIn,
     reports: list[str] | None = None,
     timing: Timing = FAST,
-    observe: Callable[[ServedPart], None] | None = None,
+    observe: Callable[[ServedPart], None] = lambda part: None,
     start_s: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[RolloutFleet]:

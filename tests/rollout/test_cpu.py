@@ -118,7 +118,8 @@ def test_a_kernel_of_an_absent_triton_is_a_plain_function_that_cannot_be_launche
     out = python(
         "import importlib.util, sys\n"
         "from rollout.cpu import standins\n"
-        "standins.install(('triton',), found=lambda name: None)\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "standins.install(('triton',))\n"
         "import triton, triton.language as tl\n"
         "@triton.autotune(configs=[triton.Config({'BLOCK': 4}, num_warps=2)], key=['n'])\n"
         "@triton.jit(do_not_specialize=['n'])\n"
@@ -161,7 +162,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from rollout.cpu import attention
-from rollout.cpu.attention import BatchedAttention
+from rollout.cpu.attention import BatchedAttention, backend_for
 
 attention.MASK_ELEMENTS, attention.KEY_ELEMENTS = 16 * 128 * 2, 128 * 2 * 8 * 2  # so that groups are split
 torch.manual_seed(0)
@@ -196,7 +197,7 @@ for prefix, new, mode in [
 ]:
     torch.manual_seed(1)
     results = []
-    for backend in (TorchNativeAttnBackend, BatchedAttention):
+    for backend in (TorchNativeAttnBackend, backend_for):
         torch.manual_seed(2)
         its = runner()
         its.token_to_kv_pool.k.normal_(); its.token_to_kv_pool.v.normal_()
@@ -238,7 +239,7 @@ prompts = [torch.randint(50, (size,)) for size in (70, 5, 70, 3)]
 asked = [prompts[i] for i in (0, 1, 0, 2, 1, 0, 1, 0, 3)]
 new = [len(prompt) for prompt in asked]
 pools = []
-for backend in (TorchNativeAttnBackend, BatchedAttention):
+for backend in (TorchNativeAttnBackend, backend_for):
     torch.manual_seed(2)
     model = Qwen3ForCausalLM()
     its = runner()
@@ -258,10 +259,15 @@ for backend in (TorchNativeAttnBackend, BatchedAttention):
     assert len(out) == sum(new)
 worst = max([worst, *((one - other).abs().max().item() for one, other in zip(*pools))])
 print(f"shared: {model.model.rows} of {sum(new)} rows computed")
-made = BatchedAttention(runner())
+made = backend_for(runner())
 made.init_forward_metadata(Named(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([70] * 5), seq_lens_cpu=None,
-                                 encoder_lens=None, req_pool_indices=torch.arange(5)))
-print(made.key_width, [group.size for group in made.groups])  # two requests of 128 tokens fill up KEY_ELEMENTS
+                                 req_pool_indices=torch.arange(5), input_embeds=None, replace_embeds=None))
+print(made.key_width, [len(group.bias) for group in made.groups])  # two requests of 128 tokens fill up KEY_ELEMENTS
+for change in ({"sliding_window_size": 4}, {"is_cross_attention": True}, {"attn_type": AttentionType.ENCODER_ONLY}):
+    other = runner()
+    vars(other.model.layer).update(change)
+    assert type(backend_for(other)) is TorchNativeAttnBackend
+assert type(backend_for(runner())) is BatchedAttention
 print(dict(attention.group_requests([64, 65, 3, 500, 40], [1, 1, 1, 1, 17], 512)))
 print(worst)
 """

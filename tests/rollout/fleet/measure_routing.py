@@ -10,13 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import fmean
 from typing import Protocol, cast
 
 from megatron_dapo.plan.lengths import Workload
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.member import Member, State
 from rollout.server.engine import RemoteServer
+from rollout.wire.client import SglangClient
 from tests.simulation.modelled_engine import Engine, Response, Speed
 from tests.simulation.modelled_fleet import Prompts
 from tests.simulation.virtual_time import run_virtually
@@ -81,7 +83,8 @@ async def route(make: Callable[[list[Member], int], Router], slowness: float, se
         fixed_s=base.fixed_s * slowness, context_s=base.context_s * slowness, prefill_s=base.prefill_s * slowness
     )
     engines = [Engine(slow if number == 0 else base, SLOTS, lambda _: None) for number in range(SERVERS)]
-    members = [Member(RemoteServer(f"http://server{number}"), 1.0, Timing()) for number in range(SERVERS)]
+    connect = partial(SglangClient, request_deadline_s=1.0)
+    members = [Member(RemoteServer(f"http://server{number}"), connect) for number in range(SERVERS)]
     for member in members:
         member.enter(State.READY)
     router, number_of = make(members, SLOTS), {id(member): number for number, member in enumerate(members)}

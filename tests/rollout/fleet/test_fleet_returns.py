@@ -1,14 +1,12 @@
 """Servers that come late, or come back: what is awaited, what is not, and that they come side by side."""
 
 import asyncio
-import time
 
 import pytest
 
 from rollout.config import RolloutConfig
 from rollout.errors import FleetLost, ServerStartError
 from rollout.fleet.fleet import RolloutFleet
-from rollout.fleet.gpu_memory import GpuMemory
 from tests.rollout.fleet_kit import FAST, VOCABULARY, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -92,20 +90,25 @@ def test_a_server_that_comes_late_is_looked_at_like_the_others() -> None:
 
 def test_servers_restart_side_by_side_and_memory_is_left_when_none_starts() -> None:
     async def test() -> None:
-        async with fleet_of(StandIn()) as fleet:
-            memory: GpuMemory = fleet._gpu_memory
-            async with memory.server_start(), asyncio.timeout(5), memory.server_start():
-                leaving = asyncio.ensure_future(memory.release())
-                await asyncio.sleep(0.1)
-                assert not leaving.done()
+        servers = [StandIn() for _ in range(3)]
+        async with fleet_of(*servers) as fleet:
+            for server in servers[:2]:
+                server.may_start.clear()
+                await server.die()
+            await until(lambda: [server.starts for server in servers] == [2, 2, 1])
+            leaving = asyncio.ensure_future(fleet.release_memory())
+            await asyncio.sleep(0.2)
+            assert not leaving.done(), "two servers start"
+            assert not servers[2].released
+            for server in servers[:2]:
+                server.may_start.set()
             await leaving
-            late = asyncio.ensure_future(memory.server_start().__aenter__())
-            await asyncio.sleep(0.1)
-            assert not late.done(), "the trainer has the memory"
-            await memory.resume()
-            began = time.monotonic()
-            await late
-            assert time.monotonic() - began < 5
+            assert servers[2].released
+            await servers[2].die()
+            await asyncio.sleep(0.3)
+            assert [server.starts for server in servers] == [2, 2, 1], "the trainer has the memory"
+            await fleet.resume_memory()
+            await until(lambda: all(member.state == "ready" for member in fleet.members))
 
     run(test)
 

@@ -42,7 +42,7 @@ class FromMemory:
                 assert not server.running
                 server.loaded, server.label = self.folder, label
         failures = {url: failure for url, failure in self.fails.items() if url in self.sent[-1]}
-        return Sent(bytes=100, buckets=1, failures=failures, checksums={INFO: expected_checksums(self.folder, INFO)})
+        return Sent(bytes=100, failures=failures, checksums={INFO: expected_checksums(self.folder, INFO)})
 
     async def to_disk(self) -> OnDisk | None:
         await self.may_write.wait()

@@ -88,11 +88,11 @@ def test_a_difference_is_named() -> None:
         verify(expected, {0: {"a": "1", "b": "9", "d": "4"}}, "http://here")
     assert caught.value.problems == (
         "b has 9, published 2",
-        "c is not reported",
-        "d is not in the published files",
+        "c has no checksum, published 3",
+        "d has 4, published nothing",
     )
     assert "http://here: 3 tensors" in str(caught.value)
-    with pytest.raises(WeightMismatch, match=r"a \(rank 1\) is not reported"):
+    with pytest.raises(WeightMismatch, match=r"a \(rank 1\) has no checksum"):
         verify({0: {"a": "1"}, 1: {"a": "1"}}, {0: {"a": "1"}})
 
 

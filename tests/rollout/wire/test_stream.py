@@ -1,28 +1,18 @@
 """Responses in segments: what a server has passed on outlives it, and nothing else about a response changes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from aiohttp import StreamReader
 
 from rollout.errors import RolloutError, ServerRefused
 from rollout.generation import FinishReason
 from rollout.wire.reply import Finish, Segment, StreamedError, events, frame, join_segments, read_part
 from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
-
-
-class Pieces:
-    """A body as it may arrive: cut anywhere."""
-
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self.pieces = pieces
-
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        for piece in self.pieces:
-            yield piece
 
 
 def streaming(interval: int = 2, seconds_a_token: float = 0.0) -> StandIn:
@@ -36,10 +26,19 @@ def test_events_are_put_together_however_they_are_cut(size: int) -> None:
     body = b'data: {"a":1}\n\ndata: {"b":"data: "}\n\ndata: [DONE]\n\ndata: {"cut off":'
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
 
-    async def read() -> list[bytes]:
-        return [event async for event in events(Pieces(pieces))]
+    async def read(content: StreamReader) -> list[bytes]:
+        return [event.strip() async for event in events(content)]
 
-    assert asyncio.run(read()) == [b'{"a":1}', b'{"b":"data: "}']
+    async def test() -> None:
+        content = StreamReader(Mock(), limit=2**16, loop=asyncio.get_running_loop())
+        reading = asyncio.ensure_future(read(content))
+        for piece in pieces:
+            content.feed_data(piece)
+            await asyncio.sleep(0)
+        content.feed_eof()
+        assert await reading == [b'{"a":1}', b'{"b":"data: "}']
+
+    run(test)
 
 
 def test_segments_make_the_response() -> None:
@@ -149,7 +148,7 @@ def arrays(*ids: int) -> dict[str, bytes]:
         (b"{not json", 0),
         (b'{"output_ids":[99999999],"meta_info":{"finish_reason":null,"output_token_logprobs":[[-1,99999999,""]]}}', 0),
         (b'{"error":{"message":"scripted","code":503}}', 2),
-        (b"\xff\xff\xff\xff", 0),
+        (b"\xff\xff\xff\xff", 2),  # the length of a frame that never comes whole
         (b"\x05\x00\x00\x00 what", 0),
         (b"\x40\x00\x00\x00 cut off", 2),
         (frame(Segment(**arrays(99999999))), 0),
