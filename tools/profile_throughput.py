@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give one run directory, or two")
     peak = given.peak_flops or load_calibration().peak_flops
     try:
-        runs = [read_run(path, needs_ledger=False) for path in given.run]
+        runs = [read_run(path) for path in given.run]
         profiles = [profile_run(run, skip=given.skip, peak_flops=peak, tail_share=given.tail_share) for run in runs]
         if given.trace is not None:
             _write_trace(profiles[0], given.trace)

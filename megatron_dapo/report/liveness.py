@@ -1,6 +1,5 @@
 """Whether a run goes on: from its lock and its last sign of life."""
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -10,6 +9,8 @@ import psutil
 
 from megatron_dapo.cluster.heartbeat import Heartbeat
 from megatron_dapo.monitor.console import duration
+from megatron_dapo.storage.durable import LOCK_NAME
+from megatron_dapo.storage.run_dir import HOLDER
 
 STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
@@ -25,27 +26,14 @@ class Liveness(NamedTuple):
 def lock_holder(folder: Path) -> int | None:
     """Process of this machine that holds the run directory's lock. Looks only: a run that starts is not disturbed."""
     try:
-        inode = os.stat(folder / ".lock").st_ino
-        table = Path("/proc/locks").read_text()
-    except OSError:
-        return None
-    for line in table.splitlines():  # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
-        parts = line.split()
-        if "->" not in parts and len(parts) >= 6 and parts[5].rpartition(":")[2] == str(inode):
-            pid = int(parts[4])
-            if pid > 0 and _has_open(pid, folder / ".lock"):
-                return pid
-    return None
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether it is this file: another file system may have the same inode number."""
-    try:
-        return str(path.resolve()) in {opened.path for opened in psutil.Process(pid).open_files()}
-    except psutil.NoSuchProcess:
-        return False
+        _, pid, _, host = (folder / HOLDER).read_text().split()
+        opened = psutil.Process(int(pid)).open_files() if host == socket.gethostname() else []
     except psutil.AccessDenied:  # somebody else's process: the number has to do
-        return True
+        return int(pid)
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None
+    lock = str((folder / LOCK_NAME).resolve())
+    return int(pid) if lock in {file.path for file in opened} else None
 
 
 def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float | None = None) -> Liveness:

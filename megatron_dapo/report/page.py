@@ -10,9 +10,12 @@ from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.monitor.catalog import GROUPS
+from megatron_dapo.monitor.console import duration
+from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.source import Run
+from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -28,7 +31,9 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    environment.filters |= {"value_text": value_text, "shortened": tables.shortened}
+    environment.globals |= {"look_up": look_up, "percent": percent, "difference": difference, "stages": STAGES}
+    filters = {"value_text": value_text, "share": tables.share, "amount": tables.count, "duration": duration}
+    environment.filters |= filters | {"shortened": tables.shortened, "breakable": tables.breakable}
     return environment
 
 
@@ -36,13 +41,20 @@ def report_page(runs: Sequence[Run]) -> str:
     """HTML of one run, or of two on the same axes. No script, no request: the page's own policy forbids both."""
     if len({run.name for run in runs}) < len(runs):  # folders of one name, as two clones of a repository have them
         runs = [replace(run, name=str(run.path)) for run in runs]
-    environment = page_environment()
-    environment.globals |= {"tables": tables, "sections": sections, "read_heartbeat": read_heartbeat}
-    return environment.get_template("report.html.j2").render(
-        runs=runs,
-        tiles=[tables.tiles(run) for run in runs],
-        measured=any(tables.held_out(run) for run in runs),
-        baseline=any(run.before.get("baseline") for run in runs),
+    notes = [[*run.notes] for run in runs]
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            runs=runs,
+            outcomes=[count_outcomes(run.path / "ledger.jsonl", noted) for run, noted in zip(runs, notes, strict=True)],
+            notes=notes,
+            heartbeats=[read_heartbeat(run.path) for run in runs],
+            alarms=[tables.alarm_periods(run) for run in runs],
+            baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
+            tables=tables,
+            sections=sections,
+        )
     )
 
 

@@ -2,25 +2,20 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter
 
-from megatron_dapo.monitor.health import HealthLimits
-from megatron_dapo.monitor.statistics import Accuracy
+from megatron_dapo.monitor.statistics import Accuracy, by_way
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 from megatron_dapo.report.evaluations import Evaluation, read_evaluations
-from megatron_dapo.report.outcomes import Outcomes, count_outcomes
 from megatron_dapo.storage.file_shapes import misshapen
 
-RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
+RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json", "status.json")
 """A folder that holds none of these is no run."""
-
-
-_HELD_OUT = TypeAdapter(dict[str, dict[str, Accuracy] | None])
 
 
 class ReportError(ValueError):
@@ -41,13 +36,12 @@ class Run:
     """config.yaml as it is on disk: a report must also be made of runs of another version."""
     summary: Mapping[str, Any]
     """summary.json: only a finished run has it."""
-    before: Mapping[str, Mapping[str, Accuracy] | None]
-    """Held-out figures before training (`before`, `baseline`), also of a run under way."""
+    held_out: Mapping[str, Mapping[str, Accuracy]]
+    """Way of answering -> stage -> figures; of a run under way those before training."""
     manifest: Mapping[str, Any]
     samples: list[dict[str, Any]]
-    outcomes: Outcomes | None
-    evaluations: list[Evaluation] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    evaluations: list[Evaluation]
+    notes: list[str]
 
     @property
     def steps(self) -> int:
@@ -61,21 +55,16 @@ class Run:
         return wanted if isinstance(wanted, int) else None
 
     @property
-    def finished(self) -> bool:
-        return bool(self.summary)
-
-    @property
     def parameters(self) -> int | None:
         """Parameters of the model, as the trainer counted them."""
-        count = look_up(self.manifest, "trainer.parameters")
-        return count if isinstance(count, int) else None
+        count: int | None = look_up(self.manifest, "trainer.parameters")
+        return count
 
     @property
-    def health_limits(self) -> HealthLimits:
-        """Those that its config sets, else the defaults."""
-        asked = ((name, self.setting(f"monitor.{name}")) for name in ("mismatch_warn", "mismatch_stop"))
-        bounds: dict[str, Any] = {name: value for name, value in asked if isinstance(value, int | float)}
-        return HealthLimits(**bounds)
+    def mismatch_bounds(self) -> dict[str, float]:
+        """`mismatch_warn` and `mismatch_stop`, where its config sets them."""
+        asked = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
+        return {name: value for name, value in asked.items() if isinstance(value, int | float)}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""
@@ -93,12 +82,8 @@ def look_up(tree: Any, key: str) -> Any:
     return tree
 
 
-def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool = True) -> Run:
-    """All that is readable in the run directory `path`.
-
-    Args:
-        needs_files: whether a folder without any of RUN_FILES is refused; a run that is starting has none yet.
-        needs_ledger: whether the ledger is read: of a long run seconds, and a gigabyte for a million prompts' events.
+def read_run(path: str | Path) -> Run:
+    """All that is readable in the run directory `path`, but for the ledger, which takes seconds in a long run.
 
     Raises:
         ReportError: no such folder, or none of a run's files is in it.
@@ -107,15 +92,15 @@ def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool =
     folder = Path(path)
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder; give a run directory (`run.dir` of its config)")
-    if needs_files and not any((folder / name).exists() for name in RUN_FILES):
+    if not any((folder / name).exists() for name in RUN_FILES):
         raise ReportError(f"{folder}: no run directory, it holds none of {', '.join(RUN_FILES)}")
     notes: list[str] = []
     summary = _mapping(folder / "summary.json", notes)
     stored = _mapping(folder / "heldout_before.json", notes)
-    begun = {part: stored.get(part) or {} for part in ("before", "baseline")}
-    before = {part: {way: answers["figures"] for way, answers in ways.items()} for part, ways in begun.items()}
+    begun = {stage: stored.get(stage) or {} for stage in ("before", "baseline")}
+    before = {stage: {way: answers["figures"] for way, answers in ways.items()} for stage, ways in begun.items()}
     lines = read_metrics(folder)
-    if needs_files and not (folder / FILE).exists():
+    if not (folder / FILE).exists():
         notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
     return Run(
         path=folder,
@@ -123,50 +108,42 @@ def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool =
         lines=lines,
         config=_mapping(folder / "config.yaml", notes),
         summary=summary,
-        before=_HELD_OUT.validate_python(summary.get("heldout") or before),
+        held_out=by_way(summary.get("heldout") or before),
         manifest=_mapping(folder / "manifest.json", notes),
         samples=_samples(folder / "samples.jsonl", notes),
-        outcomes=count_outcomes(folder / "ledger.jsonl", notes) if needs_ledger else None,
         evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
         notes=notes,
     )
 
 
 def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it is something else, or of
+    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it cannot be read or is of
     another shape than a run's."""
-    if not path.exists():
-        return {}
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        wrong = "no object" if not isinstance(content, dict) else misshapen(path.name, text)
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} holds no object.")
-        return {}
-    if wrong := misshapen(path.name, text):
+        wrong = str(error).splitlines()[0]
+    if wrong:
         notes.append(f"{path.name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
-        return {}
-    return content
+    return {} if wrong else content
 
 
 def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
-    if not path.exists():
-        return []
     samples: list[dict[str, Any]] = []
     broken = 0
-    for line in path.read_bytes().splitlines():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             sample = json.loads(line)
-        except ValueError:
-            sample = None
-        if not isinstance(sample, dict) or not isinstance(sample.get("rollout_step"), int):
+            step = index(sample["rollout_step"])
+        except (ValueError, TypeError, KeyError):
             broken += 1
             continue
-        while samples and samples[-1]["rollout_step"] > sample["rollout_step"]:
+        while samples and samples[-1]["rollout_step"] > step:
             samples.pop()
         samples.append(sample)
     if broken:

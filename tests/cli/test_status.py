@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +15,13 @@ from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
+from tests.processes import ROOT
 from tests.report.folders import write_lines, write_run
 
 HOLD = """
-import sys, filelock
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
+import sys
+from megatron_dapo.storage.run_dir import RunDir
+held = RunDir(sys.argv[1], resume=True)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -57,17 +57,16 @@ def test_liveness(sign, holder, now, alive, text):
     assert text in found.text
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
 def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
     assert lock_holder(tmp_path) is None
-    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as holder:
         assert holder.stdout.readline() == "held\n"
         assert lock_holder(tmp_path) == holder.pid
         holder.kill()
         holder.wait(10)
         assert lock_holder(tmp_path) is None, "the file is still there, the lock is not"
-    assert (tmp_path / ".lock").exists()
+    assert (tmp_path / ".holder").exists()
 
 
 def test_a_dead_run_in_full(tmp_path, capsys):
@@ -127,11 +126,12 @@ def test_somebody_elses_run_that_may_not_be_read(tmp_path, capsys, monkeypatch, 
     assert "Permission denied" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
-def test_a_lock_that_no_process_of_this_machine_is_named_for_is_looked_past(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "holder", [f"process {os.getpid()} on {socket.gethostname()}", "process 7 on another", "process x on y", ""]
+)
+def test_who_does_not_have_the_lock_open_is_not_its_holder(tmp_path, holder):
     (tmp_path / ".lock").touch()
-    line = f"1: OFDLCK ADVISORY  WRITE -1 fe:00:{os.stat(tmp_path / '.lock').st_ino} 0 EOF\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_: line)
+    (tmp_path / ".holder").write_text(holder)
     assert lock_holder(tmp_path) is None
 
 
