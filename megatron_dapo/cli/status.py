@@ -10,7 +10,7 @@ from megatron_dapo.cluster.heartbeat import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import RECENT, duration, step_line
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.report.liveness import liveness, lock_holder
-from megatron_dapo.report.source import ReportError, Run, read_run
+from megatron_dapo.report.source import ReportError, Run
 from megatron_dapo.storage.run_dir import newest_step
 
 
@@ -22,7 +22,7 @@ def status_command(folder: Path) -> None:
     """
     beat = read_heartbeat(folder)
     try:
-        run = read_run(folder)
+        run = Run(folder)
         checkpoint = newest_step(folder)
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None

@@ -19,7 +19,8 @@ from megatron_dapo.monitor.picture import plain_axes
 
 WIDTH, HEIGHT = 420, 210
 """Units of the view box; on a wide screen one of them is a little more than a pixel."""
-_LEFT, _RIGHT, _BOTTOM, _TOP = 48, 10, 42, 10
+_PANEL = (48 / WIDTH, 42 / HEIGHT, 362 / WIDTH, 158 / HEIGHT)
+"""Left, bottom, width and height of what the axes enclose."""
 
 _FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
 _SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
@@ -28,6 +29,17 @@ _VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
     colour: f"--c{number}" for number, colour in enumerate(_SERIES)
 }
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
+
+
+_CLEANED: Mapping[str, str] = {
+    r"^.*?(?=<svg)": "",  # XML declaration and document type: the page has its own
+    r"<metadata>.*?</metadata>": "",
+    r"<defs>\s*<style.*?</style>\s*</defs>": "",  # would hold for the whole page
+    r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
+    r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
+    r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
+    r" *\n\s*": "\n",
+}
 
 
 class Unit(StrEnum):
@@ -90,9 +102,7 @@ class Drawn:
 def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     """`salt` must differ between the charts of a page: ids are made from it."""
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
-    panel = figure.add_axes(
-        (_LEFT / WIDTH, _BOTTOM / HEIGHT, 1 - (_LEFT + _RIGHT) / WIDTH, 1 - (_BOTTOM + _TOP) / HEIGHT)
-    )
+    panel = figure.add_axes(_PANEL)
     panel.patch.set_visible(False)
     plain_axes(panel, text=_FAINT, line=_FAINT, grid=_GRID)
     panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
@@ -109,7 +119,15 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
         panel.set_ylim(0, 1)
     elif frame.from_zero and not frame.stack:
         panel.set_ylim(bottom=min(0, panel.dataLim.y0), top=None if panel.get_ylim()[1] > 0 else 1)
-    return Drawn(frame=frame, curves=curves, svg=Markup(_svg_of(figure, salt)))
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+        figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    for pattern, replacement in _CLEANED.items():
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return Drawn(frame=frame, curves=curves, svg=Markup(text.strip()))
 
 
 def _draw_lines(panel: Axes, curves: Sequence[Curve]) -> None:
@@ -152,28 +170,3 @@ def _tick(value: float, unit: Unit) -> str:
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"
     return f"{value:g}".replace("e-0", "e-")
-
-
-_CLEANED: Mapping[str, str] = {
-    r"^.*?(?=<svg)": "",  # XML declaration and document type: the page has its own
-    r"<metadata>.*?</metadata>": "",
-    r"<defs>\s*<style.*?</style>\s*</defs>": "",  # would hold for the whole page
-    r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
-    r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
-    r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
-    r' transform="rotate\(-0 [^"]*"': "",
-    r"<g/>": "",
-    r" *\n\s*": "\n",
-}
-
-
-def _svg_of(figure: Figure, salt: str) -> str:
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
-        figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
-    for pattern, replacement in _CLEANED.items():
-        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return text.strip()

@@ -1,7 +1,6 @@
 """The page: the template, what it may call, and every text escaped."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +8,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
+from megatron_dapo.config.config_diff import departures, differences, shown
+from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.catalog import GROUPS
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
@@ -31,16 +32,18 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    environment.globals |= {"look_up": look_up, "percent": percent, "difference": difference, "stages": STAGES}
-    filters = {"value_text": value_text, "share": tables.share, "amount": tables.count, "duration": duration}
-    environment.filters |= filters | {"shortened": tables.shortened, "breakable": tables.breakable}
+    called = (look_up, percent, difference, differences, departures, flatten)
+    environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES}
+    environment.filters |= {each.__name__: each for each in (value_text, duration, shown, tables.shortened)}
+    environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
 
 
 def report_page(runs: Sequence[Run]) -> str:
     """HTML of one run, or of two on the same axes. No script, no request: the page's own policy forbids both."""
     if len({run.name for run in runs}) < len(runs):  # folders of one name, as two clones of a repository have them
-        runs = [replace(run, name=str(run.path)) for run in runs]
+        for run in runs:
+            run.name = str(run.path)
     notes = [[*run.notes] for run in runs]
     return (
         page_environment()

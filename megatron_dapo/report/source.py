@@ -1,21 +1,25 @@
 """A run directory, finished or not, as what the report shows. Nothing in it is trusted to be there or to be whole."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_dapo.monitor.statistics import Accuracy, by_way
-from megatron_dapo.monitor.writer import FILE, Line, read_metrics
-from megatron_dapo.report.evaluations import Evaluation, read_evaluations
+from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate, by_way
+from megatron_dapo.monitor.writer import FILE, read_metrics
 from megatron_dapo.storage.file_shapes import misshapen
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json", "status.json")
 """A folder that holds none of these is no run."""
+
+
+INSIDE, BESIDE = "inside the run", "beside it"
+SAMPLED = "sampled"
+_STEPS = re.compile(r"(?:step|v)(\d+)")
 
 
 class ReportError(ValueError):
@@ -24,41 +28,64 @@ class ReportError(ValueError):
     exit_code = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken."""
+class Evaluation(NamedTuple):
+    """One way of answering in one folder of `evaluations/`: ("v12", 12, BESIDE, "sampled", 30, 8, {"avg@8": ...})."""
 
-    path: Path
     name: str
-    lines: list[Line]
-    """metrics.jsonl, without what a resume did again."""
-    config: Mapping[str, Any]
-    """config.yaml as it is on disk: a report must also be made of runs of another version."""
-    summary: Mapping[str, Any]
-    """summary.json: only a finished run has it."""
-    held_out: Mapping[str, Mapping[str, Accuracy]]
-    """Way of answering -> stage -> figures; of a run under way those before training."""
-    manifest: Mapping[str, Any]
-    samples: list[dict[str, Any]]
-    evaluations: list[Evaluation]
-    notes: list[str]
+    step: int | None
+    """Rollout steps that the weights had behind them; None where the name does not say it."""
+    where: str
+    way: str
+    problems: int
+    samples: int
+    figures: Mapping[str, Estimate]
+    """avg@n, and with several answers a problem pass@n and cons@n."""
 
-    @property
-    def steps(self) -> int:
+
+class Run:
+    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken.
+
+    The ledger is not read: of a long run that takes seconds.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path`: the run directory.
+
+        Raises:
+            ReportError: no such folder, or none of a run's files is in it.
+            MetricsError: metrics.jsonl is broken in the middle: the curves would lie.
+        """
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ReportError(f"{path}: no such folder; give a run directory (`run.dir` of its config)")
+        if not any((self.path / name).exists() for name in RUN_FILES):
+            raise ReportError(f"{path}: no run directory, it holds none of {', '.join(RUN_FILES)}")
+        self.name = self.path.resolve().name
+        self.notes: list[str] = []
+        self.summary = self._mapping("summary.json")
+        """Only a finished run has it."""
+        stored = self._mapping("heldout_before.json")
+        begun = {stage: stored.get(stage) or {} for stage in ("before", "baseline")}
+        before = {stage: {way: answers["figures"] for way, answers in ways.items()} for stage, ways in begun.items()}
+        self.held_out = by_way(self.summary.get("heldout") or before)
+        """Way of answering -> stage -> figures; of a run under way those before training."""
+        self.lines = read_metrics(self.path)
+        """metrics.jsonl, without what a resume did again."""
+        if not (self.path / FILE).exists():
+            self.notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
+        self.steps = int(self.lines[-1]["rollout_step"]) if self.lines else 0
         """Rollout steps done."""
-        return int(self.lines[-1]["rollout_step"]) if self.lines else 0
-
-    @property
-    def planned(self) -> int | None:
-        """Rollout steps that the config asks for."""
+        self.config = self._mapping("config.yaml")
+        """As it is on disk: a report must also be made of runs of another version."""
         wanted = self.setting("run.rollout_steps")
-        return wanted if isinstance(wanted, int) else None
-
-    @property
-    def parameters(self) -> int | None:
+        self.planned: int | None = wanted if isinstance(wanted, int) else None
+        """Rollout steps that the config asks for."""
+        self.manifest = self._mapping("manifest.json")
+        self.parameters: int | None = look_up(self.manifest, "trainer.parameters")
         """Parameters of the model, as the trainer counted them."""
-        count: int | None = look_up(self.manifest, "trainer.parameters")
-        return count
+        self.samples = self._samples("samples.jsonl")
+        """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
+        self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
     @property
     def mismatch_bounds(self) -> dict[str, float]:
@@ -74,6 +101,39 @@ class Run:
         """Value of a config key (`algorithm.clip.high`), None if the file lacks it."""
         return look_up(self.config, key)
 
+    def _mapping(self, name: str) -> dict[str, Any]:
+        """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it cannot be read or is of
+        another shape than a run's."""
+        try:
+            text = (self.path / name).read_text(encoding="utf-8")
+            content = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
+            wrong = "no object" if not isinstance(content, dict) else misshapen(name, text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            wrong = str(error).splitlines()[0]
+        if wrong:
+            self.notes.append(f"{name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
+        return {} if wrong else content
+
+    def _samples(self, name: str) -> list[dict[str, Any]]:
+        samples: list[dict[str, Any]] = []
+        broken = 0
+        file = self.path / name
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            try:
+                sample = json.loads(line)
+                step = index(sample["rollout_step"])
+            except (ValueError, TypeError, KeyError):
+                broken += 1
+                continue
+            while samples and samples[-1]["rollout_step"] > step:
+                samples.pop()
+            samples.append(sample)
+        if broken:
+            self.notes.append(f"{name}: {broken} lines cannot be read and are left out.")
+        return samples
+
 
 def look_up(tree: Any, key: str) -> Any:
     """look_up({"a": {"b": 1}}, "a.b") == 1; None where there is no such key."""
@@ -82,70 +142,25 @@ def look_up(tree: Any, key: str) -> Any:
     return tree
 
 
-def read_run(path: str | Path) -> Run:
-    """All that is readable in the run directory `path`, but for the ledger, which takes seconds in a long run.
-
-    Raises:
-        ReportError: no such folder, or none of a run's files is in it.
-        MetricsError: metrics.jsonl is broken in the middle: the curves would lie.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder; give a run directory (`run.dir` of its config)")
-    if not any((folder / name).exists() for name in RUN_FILES):
-        raise ReportError(f"{folder}: no run directory, it holds none of {', '.join(RUN_FILES)}")
-    notes: list[str] = []
-    summary = _mapping(folder / "summary.json", notes)
-    stored = _mapping(folder / "heldout_before.json", notes)
-    begun = {stage: stored.get(stage) or {} for stage in ("before", "baseline")}
-    before = {stage: {way: answers["figures"] for way, answers in ways.items()} for stage, ways in begun.items()}
-    lines = read_metrics(folder)
-    if not (folder / FILE).exists():
-        notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
-    return Run(
-        path=folder,
-        name=folder.resolve().name,
-        lines=lines,
-        config=_mapping(folder / "config.yaml", notes),
-        summary=summary,
-        held_out=by_way(summary.get("heldout") or before),
-        manifest=_mapping(folder / "manifest.json", notes),
-        samples=_samples(folder / "samples.jsonl", notes),
-        evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
-        notes=notes,
-    )
-
-
-def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it cannot be read or is of
-    another shape than a run's."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        wrong = "no object" if not isinstance(content, dict) else misshapen(path.name, text)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        wrong = str(error).splitlines()[0]
-    if wrong:
-        notes.append(f"{path.name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
-    return {} if wrong else content
-
-
-def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
-    samples: list[dict[str, Any]] = []
-    broken = 0
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+def read_evaluations(run: Path, last_step: int, notes: list[str]) -> list[Evaluation]:
+    """In the order of their steps. One that cannot be read is left out, with a line in `notes`."""
+    found: list[Evaluation] = []
+    for file in (run / EVALUATIONS).glob("*/result.json"):
+        name = file.parent.name
         try:
-            sample = json.loads(line)
-            step = index(sample["rollout_step"])
-        except (ValueError, TypeError, KeyError):
-            broken += 1
-            continue
-        while samples and samples[-1]["rollout_step"] > step:
-            samples.pop()
-        samples.append(sample)
-    if broken:
-        notes.append(f"{path.name}: {broken} lines cannot be read and are left out.")
-    return samples
+            found += [*_ways(name, last_step, json.loads(file.read_text(encoding="utf-8"))["ways"])]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            notes.append(f"{EVALUATIONS}/{name}/{file.name} cannot be read ({type(error).__name__}: {error}).")
+    return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.name))
+
+
+def _ways(name: str, last_step: int, ways: Mapping[str, Any]) -> Iterator[Evaluation]:
+    numbered = _STEPS.fullmatch(name)
+    step = int(numbered[1]) if numbered else {"before": 0, "after": last_step}.get(name)
+    where = INSIDE if name.startswith("step") or name in ("before", "baseline", "after") else BESIDE
+    for way, about in ways.items():
+        problems, samples = about["problems"], about["samples"]
+        names = [f"{figure}@{samples}" for figure in ("avg", *(("pass", "cons") if samples > 1 else ()))]
+        ends = {each: {end: float(about["figures"][each][end]) for end in ("value", "low", "high")} for each in names}
+        figures = {each: Estimate(**interval) for each, interval in ends.items()}
+        yield Evaluation(name, step, where, way, problems, samples, figures)

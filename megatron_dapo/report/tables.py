@@ -5,14 +5,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import ArrayLike
 
-from megatron_dapo.config.config_diff import departures, differences, shown
-from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
-from megatron_dapo.monitor.statistics import percent
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, value_text
 from megatron_dapo.report.source import Run
@@ -109,39 +105,6 @@ def phase_rows(run: Run) -> list[list[str]]:
         for phase, seconds in spent.items()
         if seconds and whole
     ]
-
-
-def evaluation_rows(run: Run) -> list[list[str]]:
-    """[name, where, way of answering, problems x answers, figures] of every evaluation."""
-    rows = []
-    for found in run.evaluations:
-        figures = [f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()]
-        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", "; ".join(figures)])
-    return rows
-
-
-def difference_rows(one: Run, other: Run) -> list[list[str]]:
-    """[key, value of one, value of the other] where their configs differ."""
-    found = differences(flatten(one.config), flatten(other.config))
-    return [[breakable(each.key), shown(each.one), shown(each.other)] for each in found]
-
-
-def departure_rows(run: Run) -> list[list[str]]:
-    """[key, value, the paper's value, where it states it]; none where the config is not known."""
-    found = departures(flatten(run.config)) if run.config else []
-    return [
-        [breakable(each.stated.key), shown(each.value), shown(each.stated.value), each.stated.where] for each in found
-    ]
-
-
-def config_rows(run: Run) -> list[list[str]]:
-    """[key, value]"""
-    return [[breakable(key), shown(value)] for key, value in flatten(run.config).items()]
-
-
-def breakable(key: str) -> Markup:
-    """A config key as code that may be broken after its dots, on a narrow screen."""
-    return Markup("<code>{}</code>").format(Markup(".<wbr>").join(key.split(".")))
 
 
 def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:

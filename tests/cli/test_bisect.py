@@ -10,6 +10,7 @@ import typer
 
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError
 from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
 from tests.processes import ROOT
@@ -17,21 +18,15 @@ from tests.processes import ROOT
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
 
-def exit_code(source: Path, **options: object) -> int:
-    with pytest.raises(typer.Exit) as ended:
-        bisect(source, responses=2, tokens=8, deadline=5.0, **options)
-    return ended.value.exit_code
-
-
-def test_what_cannot_be_bisected_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_what_cannot_be_bisected_is_said(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert exit_code(tmp_path) == ExitCode.CONFIG
-    assert "no config.yaml there" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no config\.yaml there"):
+        bisect(tmp_path)
     shutil.copy(CONFIG, tmp_path / "config.yaml")
-    assert exit_code(tmp_path) == ExitCode.CONFIG
-    assert "no weights in Hugging Face format" in capsys.readouterr().err
-    assert exit_code(CONFIG, skip=["Megatron"]) == ExitCode.CONFIG
-    assert "'Megatron TP=1'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no weights in Hugging Face format"):
+        bisect(tmp_path)
+    with pytest.raises(ConfigError, match="'Megatron TP=1'"):
+        bisect(CONFIG, skip=["Megatron"])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,9 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
     ]
     asked = []
     monkeypatch.setattr(log_prob_gap, "find_gaps", lambda request, say: asked.append(request) or gaps)
-    assert exit_code(CONFIG) == code
+    with pytest.raises(typer.Exit) as ended:
+        bisect(CONFIG, responses=2, tokens=8, deadline=5.0)
+    assert ended.value.exit_code == code
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)
     assert len(asked[0].prompts) == 2
