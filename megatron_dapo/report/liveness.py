@@ -53,20 +53,13 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     if beat is None:
         none = "not running: no process of this machine holds the lock, and no status.json"
         return Liveness(False, "finished" if finished else none)
-    elsewhere = beat.host != socket.gethostname()
-    if beat.state == "running" and elsewhere and abs(age) <= STALE_S:
-        return Liveness(True, f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
-    if beat.state == "running":
-        unless = " (or its coordinator is stuck)" if elsewhere else ""
-        when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
-        return Liveness(
-            False,
-            f"died without an error message{unless}: process {beat.pid} on {beat.host} gave its last sign of life "
-            f"{when}; look at the end of logs/, continue with run.resume=true",
-        )
-    how = {
-        "finished": "finished",
-        "stopped": "stopped by a signal, continue with run.resume=true",
-        "failed": "failed, see the last error",
-    }
-    return Liveness(False, f"{how.get(beat.state, beat.state)} ({duration(age)} ago)")
+    when = f"({duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'})"
+    if beat.state != "running":
+        how = {"stopped": "stopped by a signal, continue with run.resume=true", "failed": "failed, see the last error"}
+        return Liveness(False, f"{how.get(beat.state, beat.state)} {when}")
+    process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
+    if elsewhere and abs(age) <= STALE_S:
+        return Liveness(True, f"running, {process} {when}")
+    unless = " (or its coordinator is stuck)" if elsewhere else ""
+    sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with run.resume=true"
+    return Liveness(False, f"died without an error message{unless}: {sign}")
