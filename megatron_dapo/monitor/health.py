@@ -85,25 +85,22 @@ class HealthMonitor:
         return self.recent(name) - self.before(name)
 
     def _check(self) -> list[Alarm]:
-        alarms: dict[str, Alarm] = {}
-        for rule, look in RULES if self.lines else ():
-            if message := look(self):
-                alarms.setdefault(rule.name, replace(rule, message=message))
-        return list(alarms.values())
+        seen = [(rule, look(self)) for rule, look in RULES] if self.lines else []
+        return [replace(rule, message=message) for rule, message in seen if message]
 
 
 Look = Callable[[HealthMonitor], str | None]
 """What is wrong at the newest step, with numbers; None where nothing is."""
 
 RULES: list[tuple[Alarm, Look]] = []
-"""Alarms without a message, and what looks for it. Of two with one name the first that finds something counts."""
+"""Alarms without a message, and what looks for it."""
 
 
-def _rule(reason: str, key: str, *, name: str = "", stop: bool = False) -> Callable[[Look], Look]:
-    """Make a function a rule, named as the function is unless `name` is given."""
+def _rule(reason: str, key: str, *, stop: bool = False) -> Callable[[Look], Look]:
+    """Make a function a rule of its name."""
 
     def register(look: Look) -> Look:
-        RULES.append((Alarm(name=name or look.__name__, message="", reason=reason, key=key, stop=stop), look))
+        RULES.append((Alarm(name=look.__name__, message="", reason=reason, key=key, stop=stop), look))
         return look
 
     return register
@@ -205,18 +202,13 @@ def all_correct(run: HealthMonitor) -> str | None:
     return None
 
 
-_NO_SPREAD = "Groups without spread have advantage 0 (eq. 9, section 3.2)."
-
-
-@_rule(_NO_SPREAD, "algorithm.dynamic_sampling.enabled", name="no_signal")
-def no_gradient(run: HealthMonitor) -> str | None:
-    norm = run.now("grad_norm")
-    return f"the gradient norm is {norm:.2g}" if norm < 1e-8 else None
-
-
-@_rule(_NO_SPREAD, "data.path", name="no_signal")
-def no_useful_group(run: HealthMonitor) -> str | None:
-    rate = run.recent("sampling/pass_rate")
+@_rule(
+    "Groups without spread have advantage 0 (eq. 9, section 3.2).", "algorithm.dynamic_sampling.enabled or data.path"
+)
+def no_signal(run: HealthMonitor) -> str | None:
+    norm, rate = run.now("grad_norm"), run.recent("sampling/pass_rate")
+    if norm < 1e-8:
+        return f"the gradient norm is {norm:.2g}"
     return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < 0.1 else None
 
 

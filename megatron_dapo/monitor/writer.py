@@ -67,7 +67,6 @@ class MetricsWriter:
         self._file.close()
         for board in self._boards.values():
             board.close()
-        self._boards.clear()
 
     def _write_boards(self, values: Mapping[str, Value]) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
