@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -131,7 +131,10 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Run ranks symbolically; needs CUDA wheels, no GPU.")] = False,
     ranks: Annotated[str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and others.")] = None,
-    layers: Annotated[str | None, typer.Option(help="With --trace: te (the default), stood in for, or local.")] = None,
+    layers: Annotated[
+        Literal["te", "local"] | None,
+        typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""

@@ -1,5 +1,6 @@
 """Whether a run goes on: from its lock and its last sign of life."""
 
+import re
 import socket
 import time
 from pathlib import Path
@@ -10,7 +11,6 @@ import psutil
 from megatron_dapo.cluster.heartbeat import Heartbeat
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.storage.durable import LOCK_NAME
-from megatron_dapo.storage.run_dir import HOLDER
 
 STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
@@ -26,14 +26,21 @@ class Liveness(NamedTuple):
 def lock_holder(folder: Path) -> int | None:
     """Process of this machine that holds the run directory's lock. Looks only: a run that starts is not disturbed."""
     try:
-        _, pid, _, host = (folder / HOLDER).read_text().split()
-        opened = psutil.Process(int(pid)).open_files() if host == socket.gethostname() else []
-    except psutil.AccessDenied:  # somebody else's process: the number has to do
-        return int(pid)
-    except (OSError, ValueError, psutil.NoSuchProcess):
+        lock = (folder / LOCK_NAME).resolve()
+        inode, table = lock.stat().st_ino, Path("/proc/locks").read_text()
+    except OSError:
         return None
-    lock = str((folder / LOCK_NAME).resolve())
-    return int(pid) if lock in {file.path for file in opened} else None
+    # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
+    for pid in map(int, re.findall(rf"^\d+: \w+ +\w+ +\w+ +(\d+) \S+:{inode} ", table, re.MULTILINE)):
+        try:  # another file system may have the same inode number
+            held = str(lock) in {opened.path for opened in psutil.Process(pid).open_files()}
+        except psutil.NoSuchProcess:
+            held = False
+        except psutil.AccessDenied:  # somebody else's process: the number has to do
+            held = True
+        if held:
+            return pid
+    return None
 
 
 def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float | None = None) -> Liveness:
