@@ -84,25 +84,21 @@ class MetricsWriter:
             self._boards[axis].flush()
 
 
-def read_metrics(path: str | Path) -> list[Line]:
+def read_metrics(run_dir: str | Path) -> list[Line]:
     """Lines of a run in order of rollout step, without what a resume did again.
 
     A line of step s supersedes all earlier lines of steps >= s: a run that was resumed from an older checkpoint did
     them again. A torn last line (the run was killed while writing) is left out.
 
-    Args:
-        path: the run directory, or the metrics file itself.
-
     Raises:
         MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`, or holds a value that
             is no number.
     """
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    file = Path(run_dir) / FILE
     if not file.exists():
         return []
-    content = file.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
     lines: list[Line] = []
+    complete, _, _ = file.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.splitlines(), start=1):
         line = _parse(text, file, number)
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:

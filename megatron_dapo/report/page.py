@@ -34,7 +34,7 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
     called = (look_up, percent, difference, differences, departures, flatten)
     environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES}
-    environment.filters |= {each.__name__: each for each in (value_text, duration, shown, tables.shortened)}
+    environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
     environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
 

@@ -13,9 +13,6 @@ from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, value_text
 from megatron_dapo.report.source import Run
 
-LONGEST = 4000
-"""Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
-
 share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
 """12.5% and 12 345"""
 
@@ -110,15 +107,6 @@ def phase_rows(run: Run) -> list[list[str]]:
 def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:
     """The newest four responses that were right, or wrong."""
     return [line for line in run.samples if bool(line.get("accuracy")) is right][:-5:-1]
-
-
-def shortened(text: Any) -> str:
-    """Beginning and end of a long text."""
-    text = "" if text is None else str(text)
-    if len(text) <= LONGEST:
-        return text
-    head, tail = LONGEST * 5 // 8, LONGEST * 3 // 8
-    return f"{text[:head]}\n[... {count(len(text) - head - tail)} characters left out ...]\n{text[-tail:]}"
 
 
 def _weighted(run: Run, name: str, weight: str) -> float | None:
