@@ -31,17 +31,6 @@ _VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
 
 
-_CLEANED: Mapping[str, str] = {
-    r"^.*?(?=<svg)": "",  # XML declaration and document type: the page has its own
-    r"<metadata>.*?</metadata>": "",
-    r"<defs>\s*<style.*?</style>\s*</defs>": "",  # would hold for the whole page
-    r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
-    r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
-    r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
-    r" *\n\s*": "\n",
-}
-
-
 class Unit(StrEnum):
     NUMBER = "number"
     SHARE = "share"
@@ -119,15 +108,7 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
         panel.set_ylim(0, 1)
     elif frame.from_zero and not frame.stack:
         panel.set_ylim(bottom=min(0, panel.dataLim.y0), top=None if panel.get_ylim()[1] > 0 else 1)
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
-        figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
-    for pattern, replacement in _CLEANED.items():
-        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return Drawn(frame=frame, curves=curves, svg=Markup(text.strip()))
+    return Drawn(frame=frame, curves=curves, svg=Markup(_svg_of(figure, salt)))
 
 
 def _draw_lines(panel: Axes, curves: Sequence[Curve]) -> None:
@@ -170,3 +151,26 @@ def _tick(value: float, unit: Unit) -> str:
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"
     return f"{value:g}".replace("e-0", "e-")
+
+
+_CLEANED: Mapping[str, str] = {
+    r"^.*?(?=<svg)": "",  # XML declaration and document type: the page has its own
+    r"<metadata>.*?</metadata>": "",
+    r"<defs>\s*<style.*?</style>\s*</defs>": "",  # would hold for the whole page
+    r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
+    r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
+    r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
+    r" *\n\s*": "\n",
+}
+
+
+def _svg_of(figure: Figure, salt: str) -> str:
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+        figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    for pattern, replacement in _CLEANED.items():
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text.strip()
