@@ -48,7 +48,7 @@ class HealthMonitor:
     """
 
     def __init__(
-        self, history: Iterable[Line] = (), *, mismatch_warn: float = 0.05, mismatch_stop: float = 1.0
+        self, history: Iterable[Line] = (), /, *, mismatch_warn: float = 0.05, mismatch_stop: float = 1.0
     ) -> None:
         """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already. The others are
         those of the config's `monitor`, in nats."""
