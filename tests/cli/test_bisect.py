@@ -18,6 +18,12 @@ from tests.processes import ROOT
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
 
+def exit_code(source: Path, **options: object) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        bisect(source, responses=2, tokens=8, deadline=5.0, **options)
+    return ended.value.exit_code
+
+
 def test_what_cannot_be_bisected_is_said(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=r"no config\.yaml there"):
@@ -40,9 +46,7 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
     ]
     asked = []
     monkeypatch.setattr(log_prob_gap, "find_gaps", lambda request, say: asked.append(request) or gaps)
-    with pytest.raises(typer.Exit) as ended:
-        bisect(CONFIG, responses=2, tokens=8, deadline=5.0)
-    assert ended.value.exit_code == code
+    assert exit_code(CONFIG) == code
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)
     assert len(asked[0].prompts) == 2
