@@ -111,7 +111,7 @@ class Run:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, yaml.YAMLError) as error:
-            wrong = str(error).splitlines()[0]
+            content, wrong = {}, str(error).splitlines()[0]
         if wrong:
             self.notes.append(f"{name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
         return {} if wrong else content
