@@ -19,7 +19,7 @@ from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.recorded_spans import SpanError
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.report.source import ReportError, Run, read_run
+from megatron_dapo.report.source import ReportError, Run
 from tools.arguments import count, positive, share
 from tools.calibrate import calibration_file
 from tools.chrome_trace import chrome_trace
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give one run directory, or two")
     peak = given.peak_flops or load_calibration().peak_flops
     try:
-        runs = [read_run(path, needs_ledger=False) for path in given.run]
+        runs = [Run(path) for path in given.run]
         profiles = [profile_run(run, skip=given.skip, peak_flops=peak, tail_share=given.tail_share) for run in runs]
         if given.trace is not None:
             _write_trace(profiles[0], given.trace)

@@ -2,14 +2,23 @@
 
 import os
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.data.tokenizer import load_text_tools
 
 
-def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: float) -> str:
-    """The response to `prompt`; temperature 0 is greedy. Raises TokenizerError, ConfigError."""
+def ask(
+    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt, as the model was trained to get it.")],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+) -> None:
+    """Answer one prompt with a model in Hugging Face format, on the CPU."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from megatron_dapo.data.tokenizer import load_text_tools
+
     text = load_text_tools(model)
     tokens = text.tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
@@ -28,4 +37,4 @@ def ask_command(model: Path, prompt: str, max_new_tokens: int, temperature: floa
         pad_token_id=text.stop_token_ids[0],
         **drawn,
     )
-    return str(text.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
+    print(text.tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))

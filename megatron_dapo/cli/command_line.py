@@ -9,7 +9,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of, named
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
 
 P = ParamSpec("P")
@@ -30,24 +30,17 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:
-    """A command that ends with FINISHED, or with INEXACT where `compare` returns False; a known error is printed
-    without a traceback."""
+    """A command that ends with FINISHED, or with INEXACT where `compare` returns False."""
 
     @functools.wraps(compare)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
-            code = ExitCode.FINISHED if compare(*args, **kwargs) else ExitCode.INEXACT
+            same = compare(*args, **kwargs)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            code = ExitCode.INTERRUPTED
-        except Exception as error:
-            known = exit_code_of(error)
-            if known is None:
-                raise
-            print(named(error), file=sys.stderr)
-            code = known
-        raise typer.Exit(code)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        raise typer.Exit(ExitCode.FINISHED if same else ExitCode.INEXACT)
 
     return command

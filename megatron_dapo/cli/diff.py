@@ -1,7 +1,9 @@
 """`megatron-dapo diff`: how two configs differ, and from the paper."""
 
 import sys
+from typing import Annotated
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -15,8 +17,11 @@ WIDEST = 200
 """Columns where the output is no terminal: a table in a file is not folded to eighty."""
 
 
-def diff_command(one: str, other: str) -> None:
-    """Print a table of every key in which they differ or leave the paper, loaded as strictly as for a run."""
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or `paper`.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or `paper`.")] = NAME_OF_THE_PAPER,
+) -> None:
+    """Say in which keys two configs differ, and in which they leave the paper's settings."""
     if one == other == NAME_OF_THE_PAPER:
         raise ConfigError("diff paper paper: name at least one config file")
     if one == NAME_OF_THE_PAPER:

@@ -5,13 +5,15 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from megatron_dapo.cli.ask import ask
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
+from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
@@ -49,19 +51,7 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
         print(f"token ids: {prompt.ids.tolist()}")
 
 
-@app.command()
-def ask(
-    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
-    prompt: Annotated[str, typer.Argument(help="The prompt, as the model was trained to get it.")],
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-) -> None:
-    """Answer one prompt with a model in Hugging Face format, on the CPU."""
-    from megatron_dapo.cli.ask import ask_command
-
-    print(ask_command(model, prompt, max_new_tokens, temperature))
-
-
+app.command()(ask)
 app.command("eval")(evaluate)
 
 
@@ -73,15 +63,7 @@ def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
     status_command(run)
 
 
-@app.command()
-def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or `paper`.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or `paper`.")] = "paper",
-) -> None:
-    """Say in which keys two configs differ, and in which they leave the paper's settings."""
-    from megatron_dapo.cli.diff import diff_command
-
-    diff_command(one, other)
+app.command()(diff)
 
 
 @app.command()
@@ -92,10 +74,10 @@ def report(
 ) -> None:
     """Write a run, finished or not, as one HTML file that needs no network."""
     from megatron_dapo.report.page import report_page
-    from megatron_dapo.report.source import read_run
+    from megatron_dapo.report.source import Run
 
     file = out or run / "report.html"
-    file.write_text(report_page([read_run(folder) for folder in (run, other) if folder]), encoding="utf-8")
+    file.write_text(report_page([Run(folder) for folder in (run, other) if folder]), encoding="utf-8")
     print(file)
 
 
@@ -144,21 +126,14 @@ def plan(
     gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB (10^9 bytes) of a GPU; 80 if not given.")] = None,
     mean_length: Annotated[float | None, typer.Option(min=1, help="Tokens of a response, uncut, on average.")] = None,
     sigma: Annotated[float | None, typer.Option(min=0, help="Deviation of the logarithm of the length.")] = None,
-    pass_rate: Annotated[
-        float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept; else initial_pass_rate.")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Constants of the hardware instead of the package's.")
-    ] = None,
+    pass_rate: Annotated[float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Constants of your hardware.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Run ranks symbolically at true size; needs CUDA wheels, no GPU.")
-    ] = False,
-    ranks: Annotated[
-        str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and neighbours.")
-    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Run ranks symbolically; needs CUDA wheels, no GPU.")] = False,
+    ranks: Annotated[str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and others.")] = None,
     layers: Annotated[
-        str | None, typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local.")
+        Literal["te", "local"] | None,
+        typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:
@@ -174,9 +149,8 @@ def plan(
         from megatron_dapo.cli.trace import trace_command
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end too, and their folder is removed
-        raise typer.Exit(
-            trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
-        )
+        code = trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
+        raise typer.Exit(code)
     from megatron_dapo.cli.plan import plan_command
 
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}

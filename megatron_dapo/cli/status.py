@@ -8,9 +8,9 @@ from rich.text import Text
 
 from megatron_dapo.cluster.heartbeat import FILE, Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import RECENT, duration, step_line
-from megatron_dapo.monitor.health import check_health
+from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.report.liveness import liveness, lock_holder
-from megatron_dapo.report.source import ReportError, Run, read_run
+from megatron_dapo.report.source import ReportError, Run
 from megatron_dapo.storage.run_dir import newest_step
 
 
@@ -22,11 +22,11 @@ def status_command(folder: Path) -> None:
     """
     beat = read_heartbeat(folder)
     try:
-        run = read_run(folder, needs_files=beat is None, needs_ledger=False)
+        run = Run(folder)
         checkpoint = newest_step(folder)
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
-    state = liveness(beat, lock_holder(folder), finished=run.finished)
+    state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
     screen = Console(highlight=False, soft_wrap=True)
     _print(screen, "run", [str(folder.resolve())])
     _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
@@ -39,7 +39,7 @@ def status_command(folder: Path) -> None:
     _print(screen, "last error", _error(beat))
     for note in run.notes:
         _print(screen, "note", [note])
-    alarms = check_health(run.lines, run.health_limits)
+    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:

@@ -36,7 +36,7 @@ from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
+from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
@@ -134,7 +134,7 @@ class RunStart:
         stack.callback(writer.close)
         # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
         done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-        limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
+        bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
         responder = Responder(fleet=services.fleet, pool=pool, decoder=inputs.text.decoder)
         generator = self._generator(responder)
         sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
@@ -146,7 +146,7 @@ class RunStart:
             console=console,
             services=services,
             writer=writer,
-            health=HealthMonitor(done, limits),
+            health=HealthMonitor(done, **bounds),
             generator=generator,
             sampler=sampler,
             timeline=timeline,

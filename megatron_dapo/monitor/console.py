@@ -17,13 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.monitor.statistics import Accuracy, difference, percent
+from megatron_dapo.monitor.statistics import MADE_TO_WORK, STAGES, Accuracy, by_way, difference, percent
 
 Figures = Mapping[str, Any]
-WAYS = ("greedy", "sampled")
-MADE_TO_WORK = "made to work"
-STAGES = {"before": "before", "baseline": f"before, {MADE_TO_WORK}", "after": "after"}
-"""Held-out measurements of a run, in their order, with their labels."""
 _MADE_TO_WORK_NOTE = (
     "made to work: the model before training, not allowed to begin a response with\n"
     "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
@@ -141,35 +137,32 @@ def duration(seconds: float) -> str:
 
 def _accuracy_table(summary: Figures) -> Table:
     """One column a way of answering; rows: before, the made-to-work baseline, after, change."""
-    ways = [way for way in WAYS if way in summary["heldout"]["after"]]
-    measured = {
-        stage: {way: Accuracy(**figures[way]) for way in ways if way in figures}
-        for stage, figures in summary["heldout"].items()
-        if figures
-    }
-    after = measured["after"]
-    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.title = f"Held-out accuracy, {after[ways[0]].problems} problems (95% intervals)"
-    table.add_column("")
-    for way in ways:
-        each = after[way].n // after[way].problems
+    measured = by_way(summary["heldout"])
+    ways = {way: measured[way] for way in ("greedy", "sampled") if "after" in measured.get(way, {})}
+    problems = {stages["after"].problems for stages in ways.values()}.pop()
+    title = f"Held-out accuracy, {problems} problems (95% intervals)"
+    table = Table("", title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for way, stages in ways.items():
+        each = stages["after"].n // problems
         table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
-    for stage, label in STAGES.items():
-        if found := measured.get(stage):
-            table.add_row(label, *(_interval(found[way]) if way in found else "" for way in ways))
+    rows = [(label, [_share(stages.get(stage)) for stages in ways.values()]) for stage, label in STAGES.items()]
     for stage, label in (("before", "gain, points"), ("baseline", f"gain over {MADE_TO_WORK}")):
-        if found := measured.get(stage):
-            table.add_row(label, *(_gain(found[way], after[way]) if way in found else "" for way in ways))
+        rows.append((label, [_gain(stages.get(stage), stages["after"]) for stages in ways.values()]))
+    for label, cells in rows:
+        if any(cells):
+            table.add_row(label, *cells)
     return table
 
 
-def _gain(before: Accuracy, after: Accuracy) -> str:
+def _share(found: Accuracy | None) -> str:
+    return percent(found.accuracy, found.low, found.high) if found else ""
+
+
+def _gain(before: Accuracy | None, after: Accuracy) -> str:
+    if before is None:
+        return ""
     change = difference(before, after)
     return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-
-
-def _interval(accuracy: Accuracy) -> str:
-    return percent(accuracy.accuracy, accuracy.low, accuracy.high)
 
 
 def _cost_lines(summary: Figures) -> Text:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_dapo.monitor.writer import series
+from megatron_dapo.monitor.writer import series, shares
 
 Lines = Sequence[Mapping[str, Any]]
 Summary = Mapping[str, Any]
@@ -21,7 +21,7 @@ PANELS: Any = [
     ["Accuracy", "Response length, tokens", "Cut off at the limit"],
     ["Accuracy", "Entropy, nats a token", "Groups sampled"],
 ]
-GROUPS = {"all_wrong": VERMILLION, "kept": PALE, "all_correct": GREEN}
+GROUPS = {"sampling/all_wrong": VERMILLION, "sampling/kept": PALE, "sampling/all_correct": GREEN}
 _LEGEND: dict[str, Any] = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "labelcolor": INK}
 
 
@@ -109,12 +109,10 @@ def _mark(panel: Axes, step: int, point: Mapping[str, float], colour: str, marke
 
 def _draw_groups(panel: Axes, metrics: Lines) -> None:
     """Shares of the groups decided in each step, from top to bottom: all right, kept, all wrong."""
-    counts = [[line.get(f"sampling/{name}") or 0 for name in GROUPS] for line in metrics]
-    decided = {line["rollout_step"]: each for line, each in zip(metrics, counts, strict=True) if sum(each)}
-    if decided:
-        shares = zip(*([number / sum(each) for number in each] for each in decided.values()), strict=True)
-        labels = ("all wrong", "kept", "all right")
-        panel.stackplot(list(decided), *shares, colors=list(GROUPS.values()), alpha=0.8, labels=labels)
+    if decided := shares(metrics, list(GROUPS)):
+        steps, labels = [line["rollout_step"] for line in decided], ("all wrong", "kept", "all right")
+        layers = [[line[name] for line in decided] for name in GROUPS]
+        panel.stackplot(steps, layers, colors=list(GROUPS.values()), alpha=0.8, labels=labels)
         panel.legend(loc="center", reverse=True, fontsize=8.5, **_LEGEND)
     panel.set_ylim(0, 1)
 

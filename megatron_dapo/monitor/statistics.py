@@ -11,13 +11,21 @@ point.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 EVALUATIONS = "evaluations"
 """Folder of a run's held-out results, one folder each: `before`, `step12`, `after`, those of `megatron-dapo eval`."""
+
+MADE_TO_WORK = "made to work"
+STAGES = {"before": "before", "baseline": f"before, {MADE_TO_WORK}", "after": "after"}
+"""Held-out measurements of a run, in their order, with their labels."""
+
+WAYS = ("sampled", "greedy")
 
 RESAMPLES = 10_000
 _CHUNK = 500
@@ -46,6 +54,17 @@ class Estimate:
     value: float
     low: float
     high: float
+
+
+_STAGES = TypeAdapter(dict[str, dict[str, Accuracy] | None])
+
+
+def by_way(heldout: Mapping[str, Any]) -> dict[str, dict[str, Accuracy]]:
+    """The `heldout` of summary.json, turned: {"sampled": {"before": Accuracy(...), "after": ...}, "greedy": ...}, of
+    what was measured."""
+    known = {stage: ways for stage, ways in _STAGES.validate_python(heldout).items() if ways}
+    turned = {way: {stage: known[stage][way] for stage in STAGES if way in known.get(stage, {})} for way in WAYS}
+    return {way: stages for way, stages in turned.items() if stages}
 
 
 def percent(value: float, low: float, high: float) -> str:

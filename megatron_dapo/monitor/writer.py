@@ -67,7 +67,6 @@ class MetricsWriter:
         self._file.close()
         for board in self._boards.values():
             board.close()
-        self._boards.clear()
 
     def _write_boards(self, values: Mapping[str, Value]) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
@@ -85,25 +84,21 @@ class MetricsWriter:
             self._boards[axis].flush()
 
 
-def read_metrics(path: str | Path) -> list[Line]:
+def read_metrics(run_dir: str | Path) -> list[Line]:
     """Lines of a run in order of rollout step, without what a resume did again.
 
     A line of step s supersedes all earlier lines of steps >= s: a run that was resumed from an older checkpoint did
     them again. A torn last line (the run was killed while writing) is left out.
 
-    Args:
-        path: the run directory, or the metrics file itself.
-
     Raises:
         MetricsError: a line other than a torn last one is no JSON object with a `rollout_step`, or holds a value that
             is no number.
     """
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    file = Path(run_dir) / FILE
     if not file.exists():
         return []
-    content = file.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
     lines: list[Line] = []
+    complete, _, _ = file.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.splitlines(), start=1):
         line = _parse(text, file, number)
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
@@ -117,6 +112,16 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
     check_declared([name])
     known = [line for line in lines if line.get(name) is not None]
     return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
+
+
+def shares(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Line]:
+    """Of each line the metrics `names` as shares of their sum; without the lines in which that is 0."""
+    counts = [{name: line.get(name) or 0 for name in names} for line in lines]
+    return [
+        {"rollout_step": line["rollout_step"]} | {name: number / sum(each.values()) for name, number in each.items()}
+        for line, each in zip(lines, counts, strict=True)
+        if sum(each.values())
+    ]
 
 
 def _parse(text: bytes, file: Path, number: int) -> Line:

@@ -19,7 +19,8 @@ from megatron_dapo.monitor.picture import plain_axes
 
 WIDTH, HEIGHT = 420, 210
 """Units of the view box; on a wide screen one of them is a little more than a pixel."""
-_LEFT, _RIGHT, _BOTTOM, _TOP = 48, 10, 42, 10
+_PANEL = (48 / WIDTH, 42 / HEIGHT, 362 / WIDTH, 158 / HEIGHT)
+"""Left, bottom, width and height of what the axes enclose."""
 
 _FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
 _SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
@@ -90,9 +91,7 @@ class Drawn:
 def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     """`salt` must differ between the charts of a page: ids are made from it."""
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
-    panel = figure.add_axes(
-        (_LEFT / WIDTH, _BOTTOM / HEIGHT, 1 - (_LEFT + _RIGHT) / WIDTH, 1 - (_BOTTOM + _TOP) / HEIGHT)
-    )
+    panel = figure.add_axes(_PANEL)
     panel.patch.set_visible(False)
     plain_axes(panel, text=_FAINT, line=_FAINT, grid=_GRID)
     panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
@@ -161,8 +160,6 @@ _CLEANED: Mapping[str, str] = {
     r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
     r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
     r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
-    r' transform="rotate\(-0 [^"]*"': "",
-    r"<g/>": "",
     r" *\n\s*": "\n",
 }
 

@@ -1,6 +1,6 @@
 """Whether a run goes on: from its lock and its last sign of life."""
 
-import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -10,6 +10,7 @@ import psutil
 
 from megatron_dapo.cluster.heartbeat import Heartbeat
 from megatron_dapo.monitor.console import duration
+from megatron_dapo.storage.durable import LOCK_NAME
 
 STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
@@ -25,27 +26,21 @@ class Liveness(NamedTuple):
 def lock_holder(folder: Path) -> int | None:
     """Process of this machine that holds the run directory's lock. Looks only: a run that starts is not disturbed."""
     try:
-        inode = os.stat(folder / ".lock").st_ino
-        table = Path("/proc/locks").read_text()
+        lock = (folder / LOCK_NAME).resolve()
+        inode, table = lock.stat().st_ino, Path("/proc/locks").read_text()
     except OSError:
         return None
-    for line in table.splitlines():  # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
-        parts = line.split()
-        if "->" not in parts and len(parts) >= 6 and parts[5].rpartition(":")[2] == str(inode):
-            pid = int(parts[4])
-            if pid > 0 and _has_open(pid, folder / ".lock"):
-                return pid
+    # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
+    for pid in map(int, re.findall(rf"^\d+: \w+ +\w+ +\w+ +(\d+) \S+:{inode} ", table, re.MULTILINE)):
+        try:  # another file system may have the same inode number
+            held = str(lock) in {opened.path for opened in psutil.Process(pid).open_files()}
+        except psutil.NoSuchProcess:
+            held = False
+        except psutil.AccessDenied:  # somebody else's process: the number has to do
+            held = True
+        if held:
+            return pid
     return None
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether it is this file: another file system may have the same inode number."""
-    try:
-        return str(path.resolve()) in {opened.path for opened in psutil.Process(pid).open_files()}
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # somebody else's process: the number has to do
-        return True
 
 
 def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float | None = None) -> Liveness:
@@ -65,20 +60,13 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     if beat is None:
         none = "not running: no process of this machine holds the lock, and no status.json"
         return Liveness(False, "finished" if finished else none)
-    elsewhere = beat.host != socket.gethostname()
-    if beat.state == "running" and elsewhere and abs(age) <= STALE_S:
-        return Liveness(True, f"running, process {beat.pid} on {beat.host} ({duration(max(0.0, age))} ago)")
-    if beat.state == "running":
-        unless = " (or its coordinator is stuck)" if elsewhere else ""
-        when = f"{duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'}"
-        return Liveness(
-            False,
-            f"died without an error message{unless}: process {beat.pid} on {beat.host} gave its last sign of life "
-            f"{when}; look at the end of logs/, continue with run.resume=true",
-        )
-    how = {
-        "finished": "finished",
-        "stopped": "stopped by a signal, continue with run.resume=true",
-        "failed": "failed, see the last error",
-    }
-    return Liveness(False, f"{how.get(beat.state, beat.state)} ({duration(age)} ago)")
+    when = f"({duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'})"
+    if beat.state != "running":
+        how = {"stopped": "stopped by a signal, continue with run.resume=true", "failed": "failed, see the last error"}
+        return Liveness(False, f"{how.get(beat.state, beat.state)} {when}")
+    process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
+    if elsewhere and abs(age) <= STALE_S:
+        return Liveness(True, f"running, {process} {when}")
+    unless = " (or its coordinator is stuck)" if elsewhere else ""
+    sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with run.resume=true"
+    return Liveness(False, f"died without an error message{unless}: {sign}")

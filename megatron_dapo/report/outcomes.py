@@ -63,23 +63,19 @@ def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     standing: list[dict[str, Any]] = []
     for event in events:
-        if event["event"] == Event.RESUMED:
-            step = event["rollout_step"]
-            keep = 0
-            for at, earlier in enumerate(standing, start=1):
-                if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
-                    keep = at
-            # A run that stops in the middle of a step saves what stood before it, after events of that step.
-            standing = [earlier for earlier in standing[:keep] if earlier["rollout_step"] <= step]
-            standing += _interrupted(standing, event)
-        else:
+        if event["event"] != Event.RESUMED:
             standing.append(event)
+            continue
+        step = event["rollout_step"]
+        saved = (
+            at
+            for at, earlier in enumerate(standing, start=1)
+            if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step
+        )
+        # A run that stops in the middle of a step saves what stood before it, after events of that step.
+        standing = [earlier for earlier in standing[: max(saved, default=0)] if earlier["rollout_step"] <= step]
+        last = {earlier["prompt"]: earlier["event"] for earlier in standing if earlier["prompt"] is not None}
+        # Also what is finished: that was after the checkpoint's content was fixed.
+        lost = [prompt for prompt, kind in last.items() if kind in (Event.DISPATCHED, Event.FINISHED)]
+        standing += [event | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt in lost]
     return standing
-
-
-def _interrupted(standing: Iterable[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[str, Any]]:
-    last = {event["prompt"]: event["event"] for event in standing if event["prompt"] is not None}
-    unfinished = (Event.DISPATCHED, Event.FINISHED)  # finished, but after the checkpoint's content was fixed
-    return [
-        resumed | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt, kind in last.items() if kind in unfinished
-    ]

@@ -1,7 +1,6 @@
 """The page: the template, what it may call, and every text escaped."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,10 +8,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
+from megatron_dapo.config.config_diff import departures, differences, shown
+from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.catalog import GROUPS
+from megatron_dapo.monitor.console import duration
+from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.source import Run
+from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -28,21 +32,32 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    environment.filters |= {"value_text": value_text, "shortened": tables.shortened}
+    called = (look_up, percent, difference, differences, departures, flatten)
+    environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES}
+    environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
+    environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
 
 
 def report_page(runs: Sequence[Run]) -> str:
     """HTML of one run, or of two on the same axes. No script, no request: the page's own policy forbids both."""
     if len({run.name for run in runs}) < len(runs):  # folders of one name, as two clones of a repository have them
-        runs = [replace(run, name=str(run.path)) for run in runs]
-    environment = page_environment()
-    environment.globals |= {"tables": tables, "sections": sections, "read_heartbeat": read_heartbeat}
-    return environment.get_template("report.html.j2").render(
-        runs=runs,
-        tiles=[tables.tiles(run) for run in runs],
-        measured=any(tables.held_out(run) for run in runs),
-        baseline=any(run.before.get("baseline") for run in runs),
+        for run in runs:
+            run.name = str(run.path)
+    notes = [[*run.notes] for run in runs]
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            runs=runs,
+            outcomes=[count_outcomes(run.path / "ledger.jsonl", noted) for run, noted in zip(runs, notes, strict=True)],
+            notes=notes,
+            heartbeats=[read_heartbeat(run.path) for run in runs],
+            alarms=[tables.alarm_periods(run) for run in runs],
+            baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
+            tables=tables,
+            sections=sections,
+        )
     )
 
 

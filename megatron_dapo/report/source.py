@@ -1,26 +1,25 @@
 """A run directory, finished or not, as what the report shows. Nothing in it is trusted to be there or to be whole."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from pydantic import TypeAdapter
 
-from megatron_dapo.monitor.health import HealthLimits
-from megatron_dapo.monitor.statistics import Accuracy
-from megatron_dapo.monitor.writer import FILE, Line, read_metrics
-from megatron_dapo.report.evaluations import Evaluation, read_evaluations
-from megatron_dapo.report.outcomes import Outcomes, count_outcomes
+from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate, by_way
+from megatron_dapo.monitor.writer import FILE, read_metrics
 from megatron_dapo.storage.file_shapes import misshapen
 
-RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
+RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json", "status.json")
 """A folder that holds none of these is no run."""
 
 
-_HELD_OUT = TypeAdapter(dict[str, dict[str, Accuracy] | None])
+INSIDE, BESIDE = "inside the run", "beside it"
+SAMPLED = "sampled"
+_STEPS = re.compile(r"(?:step|v)(\d+)")
 
 
 class ReportError(ValueError):
@@ -29,53 +28,70 @@ class ReportError(ValueError):
     exit_code = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken."""
+class Evaluation(NamedTuple):
+    """One way of answering in one folder of `evaluations/`: ("v12", 12, BESIDE, "sampled", 30, 8, {"avg@8": ...})."""
 
-    path: Path
     name: str
-    lines: list[Line]
-    """metrics.jsonl, without what a resume did again."""
-    config: Mapping[str, Any]
-    """config.yaml as it is on disk: a report must also be made of runs of another version."""
-    summary: Mapping[str, Any]
-    """summary.json: only a finished run has it."""
-    before: Mapping[str, Mapping[str, Accuracy] | None]
-    """Held-out figures before training (`before`, `baseline`), also of a run under way."""
-    manifest: Mapping[str, Any]
-    samples: list[dict[str, Any]]
-    outcomes: Outcomes | None
-    evaluations: list[Evaluation] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    step: int | None
+    """Rollout steps that the weights had behind them; None where the name does not say it."""
+    where: str
+    way: str
+    problems: int
+    samples: int
+    figures: Mapping[str, Estimate]
+    """avg@n, and with several answers a problem pass@n and cons@n."""
 
-    @property
-    def steps(self) -> int:
+
+class Run:
+    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken.
+
+    The ledger is not read: of a long run that takes seconds.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path`: the run directory.
+
+        Raises:
+            ReportError: no such folder, or none of a run's files is in it.
+            MetricsError: metrics.jsonl is broken in the middle: the curves would lie.
+        """
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ReportError(f"{path}: no such folder; give a run directory (`run.dir` of its config)")
+        if not any((self.path / name).exists() for name in RUN_FILES):
+            raise ReportError(f"{path}: no run directory, it holds none of {', '.join(RUN_FILES)}")
+        self.name = self.path.resolve().name
+        self.notes: list[str] = []
+        self.summary = self._mapping("summary.json")
+        """Only a finished run has it."""
+        stored = self._mapping("heldout_before.json")
+        begun = {stage: stored.get(stage) or {} for stage in ("before", "baseline")}
+        before = {stage: {way: answers["figures"] for way, answers in ways.items()} for stage, ways in begun.items()}
+        self.held_out = by_way(self.summary.get("heldout") or before)
+        """Way of answering -> stage -> figures; of a run under way those before training."""
+        self.lines = read_metrics(self.path)
+        """metrics.jsonl, without what a resume did again."""
+        if not (self.path / FILE).exists():
+            self.notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
+        self.steps = int(self.lines[-1]["rollout_step"]) if self.lines else 0
         """Rollout steps done."""
-        return int(self.lines[-1]["rollout_step"]) if self.lines else 0
-
-    @property
-    def planned(self) -> int | None:
-        """Rollout steps that the config asks for."""
+        self.config = self._mapping("config.yaml")
+        """As it is on disk: a report must also be made of runs of another version."""
         wanted = self.setting("run.rollout_steps")
-        return wanted if isinstance(wanted, int) else None
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.summary)
-
-    @property
-    def parameters(self) -> int | None:
+        self.planned: int | None = wanted if isinstance(wanted, int) else None
+        """Rollout steps that the config asks for."""
+        self.manifest = self._mapping("manifest.json")
+        self.parameters: int | None = look_up(self.manifest, "trainer.parameters")
         """Parameters of the model, as the trainer counted them."""
-        count = look_up(self.manifest, "trainer.parameters")
-        return count if isinstance(count, int) else None
+        self.samples = self._samples("samples.jsonl")
+        """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
+        self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
     @property
-    def health_limits(self) -> HealthLimits:
-        """Those that its config sets, else the defaults."""
-        asked = ((name, self.setting(f"monitor.{name}")) for name in ("mismatch_warn", "mismatch_stop"))
-        bounds: dict[str, Any] = {name: value for name, value in asked if isinstance(value, int | float)}
-        return HealthLimits(**bounds)
+    def mismatch_bounds(self) -> dict[str, float]:
+        """`mismatch_warn` and `mismatch_stop`, where its config sets them."""
+        asked = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
+        return {name: value for name, value in asked.items() if isinstance(value, int | float)}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""
@@ -85,6 +101,39 @@ class Run:
         """Value of a config key (`algorithm.clip.high`), None if the file lacks it."""
         return look_up(self.config, key)
 
+    def _mapping(self, name: str) -> dict[str, Any]:
+        """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it cannot be read or is of
+        another shape than a run's."""
+        try:
+            text = (self.path / name).read_text(encoding="utf-8")
+            content = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
+            wrong = "no object" if not isinstance(content, dict) else misshapen(name, text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            content, wrong = {}, str(error).splitlines()[0]
+        if wrong:
+            self.notes.append(f"{name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
+        return {} if wrong else content
+
+    def _samples(self, name: str) -> list[dict[str, Any]]:
+        samples: list[dict[str, Any]] = []
+        broken = 0
+        file = self.path / name
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            try:
+                sample = json.loads(line)
+                step = index(sample["rollout_step"])
+            except (ValueError, TypeError, KeyError):
+                broken += 1
+                continue
+            while samples and samples[-1]["rollout_step"] > step:
+                samples.pop()
+            samples.append(sample)
+        if broken:
+            self.notes.append(f"{name}: {broken} lines cannot be read and are left out.")
+        return samples
+
 
 def look_up(tree: Any, key: str) -> Any:
     """look_up({"a": {"b": 1}}, "a.b") == 1; None where there is no such key."""
@@ -93,82 +142,25 @@ def look_up(tree: Any, key: str) -> Any:
     return tree
 
 
-def read_run(path: str | Path, *, needs_files: bool = True, needs_ledger: bool = True) -> Run:
-    """All that is readable in the run directory `path`.
-
-    Args:
-        needs_files: whether a folder without any of RUN_FILES is refused; a run that is starting has none yet.
-        needs_ledger: whether the ledger is read: of a long run seconds, and a gigabyte for a million prompts' events.
-
-    Raises:
-        ReportError: no such folder, or none of a run's files is in it.
-        MetricsError: metrics.jsonl is broken in the middle: the curves would lie.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder; give a run directory (`run.dir` of its config)")
-    if needs_files and not any((folder / name).exists() for name in RUN_FILES):
-        raise ReportError(f"{folder}: no run directory, it holds none of {', '.join(RUN_FILES)}")
-    notes: list[str] = []
-    summary = _mapping(folder / "summary.json", notes)
-    stored = _mapping(folder / "heldout_before.json", notes)
-    begun = {part: stored.get(part) or {} for part in ("before", "baseline")}
-    before = {part: {way: answers["figures"] for way, answers in ways.items()} for part, ways in begun.items()}
-    lines = read_metrics(folder)
-    if needs_files and not (folder / FILE).exists():
-        notes.append(f"{FILE} is missing: no rollout step was finished, or the file was removed.")
-    return Run(
-        path=folder,
-        name=folder.resolve().name,
-        lines=lines,
-        config=_mapping(folder / "config.yaml", notes),
-        summary=summary,
-        before=_HELD_OUT.validate_python(summary.get("heldout") or before),
-        manifest=_mapping(folder / "manifest.json", notes),
-        samples=_samples(folder / "samples.jsonl", notes),
-        outcomes=count_outcomes(folder / "ledger.jsonl", notes) if needs_ledger else None,
-        evaluations=read_evaluations(folder, int(lines[-1]["rollout_step"]) if lines else 0, notes),
-        notes=notes,
-    )
-
-
-def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON or YAML file that holds an object; {} if it is missing, {} and a note if it is something else, or of
-    another shape than a run's."""
-    if not path.exists():
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} holds no object.")
-        return {}
-    if wrong := misshapen(path.name, text):
-        notes.append(f"{path.name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
-        return {}
-    return content
-
-
-def _samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
-    if not path.exists():
-        return []
-    samples: list[dict[str, Any]] = []
-    broken = 0
-    for line in path.read_bytes().splitlines():
+def read_evaluations(run: Path, last_step: int, notes: list[str]) -> list[Evaluation]:
+    """In the order of their steps. One that cannot be read is left out, with a line in `notes`."""
+    found: list[Evaluation] = []
+    for file in (run / EVALUATIONS).glob("*/result.json"):
+        name = file.parent.name
         try:
-            sample = json.loads(line)
-        except ValueError:
-            sample = None
-        if not isinstance(sample, dict) or not isinstance(sample.get("rollout_step"), int):
-            broken += 1
-            continue
-        while samples and samples[-1]["rollout_step"] > sample["rollout_step"]:
-            samples.pop()
-        samples.append(sample)
-    if broken:
-        notes.append(f"{path.name}: {broken} lines cannot be read and are left out.")
-    return samples
+            found += [*_ways(name, last_step, json.loads(file.read_text(encoding="utf-8"))["ways"])]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            notes.append(f"{EVALUATIONS}/{name}/{file.name} cannot be read ({type(error).__name__}: {error}).")
+    return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.name))
+
+
+def _ways(name: str, last_step: int, ways: Mapping[str, Any]) -> Iterator[Evaluation]:
+    numbered = _STEPS.fullmatch(name)
+    step = int(numbered[1]) if numbered else {"before": 0, "after": last_step}.get(name)
+    where = INSIDE if name.startswith("step") or name in ("before", "baseline", "after") else BESIDE
+    for way, about in ways.items():
+        problems, samples = about["problems"], about["samples"]
+        names = [f"{figure}@{samples}" for figure in ("avg", *(("pass", "cons") if samples > 1 else ()))]
+        ends = {each: {end: float(about["figures"][each][end]) for end in ("value", "low", "high")} for each in names}
+        figures = {each: Estimate(**interval) for each, interval in ends.items()}
+        yield Evaluation(name, step, where, way, problems, samples, figures)

@@ -1,85 +1,33 @@
-"""What a report says in tables and in its headline figures: computed here, laid out by the template."""
+"""What a report says in tables: computed here, laid out by the template."""
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import ArrayLike
 
-from megatron_dapo.config.config_diff import departures, differences, shown
-from megatron_dapo.config.load import flatten
-from megatron_dapo.monitor.console import STAGES, duration
+from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
-from megatron_dapo.monitor.statistics import Accuracy, difference, percent
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import Unit, value_text
-from megatron_dapo.report.source import Run, look_up
-
-LONGEST = 4000
-"""Characters of a response that are shown: most of its beginning, and its end, where the answer stands."""
-PROVENANCE = {
-    "started": "started",
-    "host": "host.name",
-    "system": "host.system",
-    "device": "trainer.device",
-    "model": "model.path",
-}
-"""Label -> key of manifest.json."""
-SAMPLES = 4
-"""Right and wrong responses shown of each run: the newest."""
+from megatron_dapo.report.source import Run
 
 share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
 """12.5% and 12 345"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """One way of answering, before and after."""
-
-    way: str
-    problems: str
-    rows: list[tuple[str, Accuracy]]
-    gain: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlarmPeriod:
-    """An alarm that held without a break from rollout step `first` to `last`."""
+class AlarmPeriod(NamedTuple):
+    """An alarm, as it stood at rollout step `last`, that held without a break since `first`."""
 
     alarm: Alarm
-    """As it stood at `last`."""
     first: int
     last: int
-    holds: bool
-    """Whether it still holds at the newest step."""
-
-
-def held_out(run: Run) -> list[HeldOut]:
-    """Each way of answering that was measured; a run under way has no `after` yet."""
-    tables = []
-    for way in ("sampled", "greedy"):
-        measured = {stage: run.before.get(stage) or {} for stage in STAGES}
-        known = {stage: found[way] for stage, found in measured.items() if way in found}
-        if not known:
-            continue
-        some = next(iter(known.values()))
-        each = some.n // max(some.problems, 1)
-        gain = ""
-        if "before" in known and "after" in known:
-            change = difference(known["before"], known["after"])
-            gain = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-        problems = f"{count(some.problems)} problems" + (f", {each} answers each" if each > 1 else "")
-        rows = [(label, known[stage]) for stage, label in STAGES.items() if stage in known]
-        tables.append(HeldOut(way=way, problems=problems, rows=rows, gain=gain))
-    return tables
 
 
 def alarm_periods(run: Run) -> list[AlarmPeriod]:
     """Those that hold now first, then the newest first."""
-    monitor = HealthMonitor(limits=run.health_limits)
+    monitor = HealthMonitor(**run.mismatch_bounds)
     periods: dict[str, AlarmPeriod] = {}
     over: list[AlarmPeriod] = []
     for line in run.lines:
@@ -87,9 +35,8 @@ def alarm_periods(run: Run) -> list[AlarmPeriod]:
         now = {alarm.name: alarm for alarm in monitor.alarms}
         over += [periods.pop(name) for name in list(periods) if name not in now]
         for name, alarm in now.items():
-            step = line["rollout_step"]
-            first = periods[name].first if name in periods else step
-            periods[name] = AlarmPeriod(alarm=alarm, first=first, last=step, holds=line is run.lines[-1])
+            first = periods[name].first if name in periods else line["rollout_step"]
+            periods[name] = AlarmPeriod(alarm, first, last=line["rollout_step"])
     return [*periods.values(), *sorted(over, key=lambda period: -period.last)]
 
 
@@ -148,117 +95,18 @@ def correlation(rates: ArrayLike, among: ArrayLike, accuracies: ArrayLike) -> fl
 def phase_rows(run: Run) -> list[list[str]]:
     """[phase, seconds in all, share, mean of a step]; the last row is what no phase claims."""
     whole = run.total("timing/step")
-    if not whole:
-        return []
     spent = {phase.replace("_", " "): run.total(f"timing/{phase}") for phase in PHASES}
     spent["coordinator"] = max(0.0, whole - sum(spent.values()))
     return [
         [phase, duration(seconds), share(seconds / whole), duration(seconds / len(run.lines))]
         for phase, seconds in spent.items()
-        if seconds
+        if seconds and whole
     ]
-
-
-def evaluation_rows(run: Run) -> list[list[str]]:
-    """[name, where, way of answering, problems x answers, figures] of every evaluation."""
-    rows = []
-    for found in run.evaluations:
-        figures = [f"{name} {percent(each.value, each.low, each.high)}" for name, each in found.figures.items()]
-        rows.append([found.name, found.where, found.way, f"{found.problems} x {found.samples}", "; ".join(figures)])
-    return rows
-
-
-def difference_rows(one: Run, other: Run) -> list[list[str]]:
-    """[key, value of one, value of the other] where their configs differ."""
-    found = differences(flatten(one.config), flatten(other.config))
-    return [[breakable(each.key), shown(each.one), shown(each.other)] for each in found]
-
-
-def departure_rows(run: Run) -> list[list[str]]:
-    """[key, value, the paper's value, where it states it]; none where the config is not known."""
-    found = departures(flatten(run.config)) if run.config else []
-    return [
-        [breakable(each.stated.key), shown(each.value), shown(each.stated.value), each.stated.where] for each in found
-    ]
-
-
-def config_rows(run: Run) -> list[list[str]]:
-    """[key, value]"""
-    return [[breakable(key), shown(value)] for key, value in flatten(run.config).items()]
-
-
-def breakable(key: str) -> Markup:
-    """A config key as code that may be broken after its dots, on a narrow screen."""
-    return Markup("<code>{}</code>").format(Markup(".<wbr>").join(key.split(".")))
 
 
 def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:
-    """The newest responses that were right, or wrong."""
-    return [line for line in run.samples if bool(line.get("accuracy")) is right][: -SAMPLES - 1 : -1]
-
-
-def provenance(run: Run) -> list[tuple[str, str]]:
-    """Where, when and with what it was run."""
-    rows = {name: look_up(run.manifest, key) for name, key in PROVENANCE.items()}
-    rows["parameters"] = count(run.parameters) if run.parameters else None
-    for name, part in (("training prompts", "train"), ("held-out problems", "heldout")):
-        if entry := look_up(run.manifest, f"data.{part}"):
-            rows[name] = f"{entry.get('path')}: {entry.get('rows')}; sha256 {entry['sha256'][:12]}"
-    versions = (run.manifest.get("versions") or {}).items()
-    rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions if version)
-    rows["command"] = " ".join(map(str, run.manifest.get("command") or ()))
-    return [(name, str(value)) for name, value in rows.items() if value]
-
-
-def state(run: Run) -> str:
-    """How far the run is, as a sentence."""
-    if run.finished:
-        return f"finished after {count(run.steps)} rollout steps"
-    if not run.lines:
-        return "no rollout step finished yet"
-    return f"{count(run.steps)} of {count(run.planned)} rollout steps" if run.planned else f"{count(run.steps)} steps"
-
-
-def tiles(run: Run) -> dict[str, tuple[str, str]]:
-    """The headline figures: label -> (figure, what to know of it)."""
-    labels = ("Held-out accuracy", "Rollout steps", "Tokens generated", "Time", "Groups kept", "Alarms now")
-    tiles = dict.fromkeys(labels, ("–", "not measured yet"))
-    if measured := held_out(run):
-        first = measured[0]
-        shares = [f"{100 * accuracy.accuracy:.1f}%" for stage, accuracy in first.rows if stage in ("before", "after")]
-        gain = f"{first.way}; {first.gain}" if first.gain else f"{first.way}, so far only before"
-        tiles["Held-out accuracy"] = (" → ".join(shares), gain)
-    if run.lines:
-        wanted = f" of {count(run.planned)}" if run.planned and run.planned != run.steps else ""
-        optimizer = run.lines[-1].get("optimizer_step") or 0
-        tiles["Rollout steps"] = (f"{count(run.steps)}{wanted}", f"{count(optimizer)} optimizer steps")
-        tiles["Alarms now"] = _alarms(run)
-    if generated := run.total("tokens/generated"):
-        trained = share(run.total("tokens/trained") / generated)
-        tiles["Tokens generated"] = (count(generated), f"{trained} of them trained on")
-    if seconds := run.total("timing/step"):
-        tiles["Time"] = (duration(seconds), f"{duration(seconds / len(run.lines))} a rollout step")
-    kept, right, wrong = (run.total(f"sampling/{name}") for name in ("kept", "all_correct", "all_wrong"))
-    if decided := kept + right + wrong:
-        others = f"{share(right / decided)} all right, {share(wrong / decided)} all wrong"
-        tiles["Groups kept"] = (share(kept / decided), others)
-    return tiles
-
-
-def _alarms(run: Run) -> tuple[str, str]:
-    periods = alarm_periods(run)
-    holding = [period.alarm.name for period in periods if period.holds]
-    earlier = len(periods) - len(holding)
-    return str(len(holding)), ", ".join(holding) or (f"{earlier} earlier" if earlier else "none")
-
-
-def shortened(text: Any) -> str:
-    """Beginning and end of a long text."""
-    text = "" if text is None else str(text)
-    if len(text) <= LONGEST:
-        return text
-    head, tail = LONGEST * 5 // 8, LONGEST * 3 // 8
-    return f"{text[:head]}\n[... {count(len(text) - head - tail)} characters left out ...]\n{text[-tail:]}"
+    """The newest four responses that were right, or wrong."""
+    return [line for line in run.samples if bool(line.get("accuracy")) is right][:-5:-1]
 
 
 def _weighted(run: Run, name: str, weight: str) -> float | None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron_dapo.cli.ask import ask_command
+from megatron_dapo.cli.ask import ask
 from megatron_dapo.config import ConfigError
 from tests.processes import ROOT
 
 
 def test_an_empty_prompt_is_refused_in_words():
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        ask_command(ROOT / "examples" / "quickstart" / "base", "", 8, 0.0)
+        ask(ROOT / "examples" / "quickstart" / "base", "", 8, 0.0)

@@ -10,6 +10,7 @@ import typer
 
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.config import ConfigError
 from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
 from tests.processes import ROOT
@@ -23,15 +24,15 @@ def exit_code(source: Path, **options: object) -> int:
     return ended.value.exit_code
 
 
-def test_what_cannot_be_bisected_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_what_cannot_be_bisected_is_said(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert exit_code(tmp_path) == ExitCode.CONFIG
-    assert "no config.yaml there" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no config\.yaml there"):
+        bisect(tmp_path)
     shutil.copy(CONFIG, tmp_path / "config.yaml")
-    assert exit_code(tmp_path) == ExitCode.CONFIG
-    assert "no weights in Hugging Face format" in capsys.readouterr().err
-    assert exit_code(CONFIG, skip=["Megatron"]) == ExitCode.CONFIG
-    assert "'Megatron TP=1'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no weights in Hugging Face format"):
+        bisect(tmp_path)
+    with pytest.raises(ConfigError, match="'Megatron TP=1'"):
+        bisect(CONFIG, skip=["Megatron"])
 
 
 @pytest.mark.parametrize(

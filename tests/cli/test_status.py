@@ -16,12 +16,13 @@ from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
+from tests.processes import ROOT
 from tests.report.folders import write_lines, write_run
 
 HOLD = """
-import sys, filelock
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
+import sys
+from megatron_dapo.storage.run_dir import RunDir
+held = RunDir(sys.argv[1], resume=True)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -60,8 +61,8 @@ def test_liveness(sign, holder, now, alive, text):
 @pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
 def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
     assert lock_holder(tmp_path) is None
-    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as holder:
         assert holder.stdout.readline() == "held\n"
         assert lock_holder(tmp_path) == holder.pid
         holder.kill()
@@ -128,10 +129,14 @@ def test_somebody_elses_run_that_may_not_be_read(tmp_path, capsys, monkeypatch, 
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
-def test_a_lock_that_no_process_of_this_machine_is_named_for_is_looked_past(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "line", ["1: OFDLCK ADVISORY  WRITE -1", "1: FLOCK  ADVISORY  WRITE {own}", "1: -> FLOCK ADVISORY  WRITE 1"]
+)
+def test_a_line_of_the_table_that_names_no_holder_is_looked_past(tmp_path, monkeypatch, line):
+    """No process of this machine, one that has not opened the file (another one of the same number), one that waits."""
     (tmp_path / ".lock").touch()
-    line = f"1: OFDLCK ADVISORY  WRITE -1 fe:00:{os.stat(tmp_path / '.lock').st_ino} 0 EOF\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_: line)
+    inode = os.stat(tmp_path / ".lock").st_ino
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"{line.format(own=os.getpid())} fe:00:{inode} 0 EOF\n")
     assert lock_holder(tmp_path) is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.cli.diff import diff_command
+from megatron_dapo.cli.diff import diff
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.config_diff import ABSENT, PAPER, departures, differences, flatten_config, shown
 from megatron_dapo.config.load import flatten
@@ -47,7 +47,7 @@ def test_values_are_shown_as_in_a_file(value, text):
 def test_diff_of_two_files(write, capsys):
     one = write("one.yaml", "algorithm: {clip: {high: 0.2}, group_size: 8, mini_batch_responses: 256}\n")
     other = write("other.yaml", "algorithm: {group_size: 8, mini_batch_responses: 256}\nactor: {threads: 4}\n")
-    diff_command(one, other)
+    diff(one, other)
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if "." in line}
     assert rows["algorithm.clip.high"] == ["0.2", "0.28", "0.28"]
     assert rows["actor.threads"] == ["1", "4", "not", "stated"]
@@ -57,17 +57,17 @@ def test_diff_of_two_files(write, capsys):
 
 def test_diff_with_the_paper_by_name_on_either_side(write, capsys):
     file = write("one.yaml", "actor: {optimizer: {lr: 1e-5}}\n")
-    diff_command(file, "paper")
+    diff(file, "paper")
     assert "actor.optimizer.lr" in capsys.readouterr().out
-    diff_command("paper", file)
+    diff("paper", file)
     row = next(line for line in capsys.readouterr().out.splitlines() if "optimizer.lr" in line)
     assert row.split()[1:3] == ["1e-05", "1e-06"]
-    diff_command(write("same.yaml"), "paper")
+    diff(write("same.yaml"), "paper")
     assert "as in the paper" in capsys.readouterr().out
 
 
 def test_diff_loads_strictly(write):
     with pytest.raises(ConfigError, match=r"did you mean algorithm\.clip\.high\?"):
-        diff_command(write("one.yaml", "algorithm: {clip: {hihg: 0.2}}\n"), "paper")
+        diff(write("one.yaml", "algorithm: {clip: {hihg: 0.2}}\n"), "paper")
     with pytest.raises(ConfigError, match="name at least one config file"):
-        diff_command("paper", "paper")
+        diff("paper", "paper")

@@ -8,7 +8,7 @@ from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
 from megatron_dapo.experience.groups import Admission
-from megatron_dapo.monitor.health import HealthLimits, HealthMonitor
+from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.writer import MetricsWriter
 from tests.coordinator.test_sampler import GROUP, group
 
@@ -60,7 +60,7 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
     context = SimpleNamespace(
         config=SimpleNamespace(monitor=MonitorConfig()),
         writer=writer,
-        health=HealthMonitor(limits=HealthLimits(mismatch_warn=0.3, mismatch_stop=0.5)),
+        health=HealthMonitor(mismatch_warn=0.3, mismatch_stop=0.5),
         run_dir=SimpleNamespace(path=tmp_path),
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),

@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.health import RULES, HealthLimits, HealthMonitor, check_health
+from megatron_dapo.monitor.health import RULES, Alarm, HealthMonitor
+
+
+def alarms(lines: list[dict]) -> list[Alarm]:
+    return HealthMonitor(lines).alarms
 
 
 def history(steps: int = 20, **columns) -> list[dict]:
@@ -61,23 +65,23 @@ SICK = {
 
 @pytest.mark.parametrize("name", SICK)
 def test_fires_alone_on_its_own_sickness(name):
-    assert [alarm.name for alarm in check_health(history(**SICK[name]))] == [name]
+    assert [alarm.name for alarm in alarms(history(**SICK[name]))] == [name]
 
 
 def test_few_useful_groups_are_no_signal():
-    assert [alarm.name for alarm in check_health(history(sampling__pass_rate=0.05))] == ["no_signal"]
+    assert [alarm.name for alarm in alarms(history(sampling__pass_rate=0.05))] == ["no_signal"]
 
 
 def test_verdicts_that_fail_at_once_are_not_waited_for():
     """A verifier that times out on everything shows at the first step; one bad verdict of a small batch does not."""
-    assert [alarm.name for alarm in check_health(history(verdict_error_fraction=0.9)[:1])] == ["verdict_errors"]
-    assert check_health(history(verdict_error_fraction=0.05)[:1]) == []
+    assert [alarm.name for alarm in alarms(history(verdict_error_fraction=0.9)[:1])] == ["verdict_errors"]
+    assert alarms(history(verdict_error_fraction=0.05)[:1]) == []
 
 
 def test_what_is_not_finite_stops_the_run():
     lines = history()
     lines[-1] |= {"loss": None, "non_finite": ["loss", "tokens/generated"]}
-    (alarm,) = check_health(lines)
+    (alarm,) = alarms(lines)
     assert (alarm.name, alarm.stop) == ("non_finite", True)
     assert "loss" in alarm.message
     assert "tokens" not in alarm.message
@@ -89,11 +93,11 @@ def test_every_rule_is_tried_here():
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 9, 10, 40])
 def test_a_healthy_run_is_left_in_peace(steps):
-    assert check_health(history(max(2, steps))[:steps]) == []
+    assert alarms(history(max(2, steps))[:steps]) == []
 
 
 def test_missing_values_raise_no_alarm_and_no_error():
-    assert check_health([{"rollout_step": step} for step in range(1, 30)]) == []
+    assert alarms([{"rollout_step": step} for step in range(1, 30)]) == []
 
 
 def test_certainty_on_a_solved_task_is_no_collapse():
@@ -103,11 +107,11 @@ def test_certainty_on_a_solved_task_is_no_collapse():
         accuracy__mean=lambda way: min(0.97, 0.3 + way),
         sampling__all_correct=lambda way: 200 * way,
     )
-    assert check_health(lines) == []
+    assert alarms(lines) == []
 
 
 def test_low_entropy_while_accuracy_rises_is_no_collapse():
-    assert check_health(history(entropy=lambda way: 0.3 * 0.1**way)) == []
+    assert alarms(history(entropy=lambda way: 0.3 * 0.1**way)) == []
 
 
 def test_an_alarm_is_new_once():
@@ -127,13 +131,13 @@ def test_a_resumed_run_raises_what_an_uninterrupted_one_raises(name):
     for cut in range(len(lines)):
         resumed = HealthMonitor(lines[:cut])
         assert [resumed.add(line) for line in lines[cut:]] == raised[cut:]
-        assert resumed.alarms == check_health(lines)
+        assert resumed.alarms == alarms(lines)
 
 
 def test_limits_are_read():
     lines = history(mismatch__mean_abs=0.2)
-    assert check_health(lines, HealthLimits(mismatch_warn=0.3)) == []
-    assert check_health(lines, HealthLimits(mismatch_stop=0.1))[0].stop
+    assert HealthMonitor(lines, mismatch_warn=0.3).alarms == []
+    assert HealthMonitor(lines, mismatch_stop=0.1).alarms[0].stop
 
 
 def config_keys(section: type, prefix: str = "") -> set[str]:
@@ -146,6 +150,6 @@ def config_keys(section: type, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("name", SICK)
 def test_the_key_to_turn_exists(name):
-    (alarm,) = check_health(history(**SICK[name]))
+    (alarm,) = alarms(history(**SICK[name]))
     assert set(alarm.key.split(" or ")) <= config_keys(Config)
     assert str(alarm).endswith(f"Look at {alarm.key}.")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.report.page import report_page
-from megatron_dapo.report.source import read_run
+from megatron_dapo.report.source import Run
 from tests.report.folders import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -34,7 +34,7 @@ def browse(folder, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     runs = tmp_path_factory.mktemp("runs")
-    return report_page([read_run(write_run(runs / name)) for name in ("one", "a-run-with-a-rather-long-name")])
+    return report_page([Run(write_run(runs / name)) for name in ("one", "a-run-with-a-rather-long-name")])
 
 
 @pytest.mark.parametrize("width", [1280, 390])

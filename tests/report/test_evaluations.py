@@ -3,9 +3,8 @@
 import json
 import re
 
-from megatron_dapo.report.evaluations import BESIDE, INSIDE, read_evaluations
 from megatron_dapo.report.page import report_page
-from megatron_dapo.report.source import read_run
+from megatron_dapo.report.source import BESIDE, INSIDE, Run, read_evaluations
 from tests.report.folders import write_run
 
 
@@ -37,7 +36,7 @@ def test_they_are_drawn_over_steps_with_intervals_and_listed(tmp_path):
     write(run, "before", 0.2, samples=1)
     write(run, "v0", 0.2)
     write(run, "v4", 0.4)
-    page = report_page([read_run(run)])
+    page = report_page([Run(run)])
     (chart,) = re.findall(r"Evaluations beside it; pale.*?</svg>", page, re.DOTALL)
     assert all(f"var(--c{colour})" in chart for colour in range(3)), "avg, pass, cons"
     assert "opacity: 0.16" in chart
@@ -57,6 +56,6 @@ def test_one_that_cannot_be_read_is_named(tmp_path):
     ):
         (run / "evaluations" / name).mkdir()
         (run / "evaluations" / name / "result.json").write_text(content)
-    found = read_run(run)
+    found = Run(run)
     assert [each.name for each in found.evaluations] == ["v1"]
     assert sum("evaluations/v" in note for note in found.notes) == 3

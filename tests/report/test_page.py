@@ -9,8 +9,9 @@ import pytest
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status_command
+from megatron_dapo.report.outcomes import count_outcomes
 from megatron_dapo.report.page import report_page
-from megatron_dapo.report.source import ReportError, read_run
+from megatron_dapo.report.source import ReportError, Run
 from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
 
@@ -55,7 +56,7 @@ class Page(HTMLParser):
 
 
 def page_of(*folders) -> Page:
-    return Page(report_page([read_run(folder) for folder in folders]))
+    return Page(report_page([Run(folder) for folder in folders]))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_departures_from_the_paper_are_named_with_both_values(usual):
 
 
 def test_outcomes_count_every_prompt_and_token_once(tmp_path):
-    outcomes = read_run(write_run(tmp_path / "run")).outcomes
+    outcomes = count_outcomes(write_run(tmp_path / "run") / "ledger.jsonl", [])
     assert outcomes.prompts == {"trained": 1, "all right": 1, "all wrong": 1, "waiting": 1, "in flight": 1}
     assert outcomes.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
 
@@ -102,7 +103,7 @@ def test_status_does_not_read_the_ledger(tmp_path, capsys):
     (folder / "ledger.jsonl").write_text("{]\n{}\n")
     status_command(folder)
     assert "ledger" not in capsys.readouterr().out
-    assert "ledger.jsonl:1: not an event" in " ".join(read_run(folder).notes)
+    assert "ledger.jsonl:1: not an event" in page_of(folder).text
 
 
 def test_the_papers_ranges_are_shown_for_32b_models_only(usual, tmp_path):
@@ -124,7 +125,7 @@ def test_an_alarm_is_shown_with_reason_key_and_steps(tmp_path):
 def test_two_runs_share_the_axes_and_differ_by_name(tmp_path):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", finished=False, steps=7)
     (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("0.25", "0.3"))
-    html = report_page([read_run(one), read_run(other)])
+    html = report_page([Run(one), Run(other)])
     page = Page(html)
     assert len(page.ids) == len(set(page.ids))
     assert "7 of 12 rollout steps" in page.text
@@ -143,7 +144,7 @@ def test_two_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
 def test_a_curve_goes_where_its_metric_goes(tmp_path):
     folder = write_run(tmp_path / "run")
     write_lines(folder / "metrics.jsonl", [{"rollout_step": s, "optimizer_step": s, "entropy": s} for s in (1, 2, 3)])
-    entropy = re.search(r'aria-label="Entropy.*?</svg>', report_page([read_run(folder)]), re.DOTALL).group()
+    entropy = re.search(r'aria-label="Entropy.*?</svg>', report_page([Run(folder)]), re.DOTALL).group()
     curve = re.search(r'd="([^"]*)"[^>]*stroke: var\(--c0\)', entropy).group(1)
     points = [tuple(map(float, point)) for point in re.findall(r"[ML] (\S+) (\S+)", curve)]
     assert [x for x, _ in points] == sorted(x for x, _ in points)
@@ -170,9 +171,9 @@ def test_the_error_that_ended_a_run_is_shown(tmp_path):
 def test_no_single_file_is_needed(tmp_path, name, content):
     folder = write_run(tmp_path / "run")
     (folder / name).unlink() if content is None else (folder / name).write_text(content)
-    run = read_run(folder)
-    assert content is None or run.notes
-    assert "Training curves" in page_of(folder).text
+    text = page_of(folder).text
+    assert content is None or name in text.partition("Held-out accuracy")[0], "what is left out is said at the top"
+    assert "Training curves" in text
 
 
 def nodes(content, path=()):
@@ -203,11 +204,11 @@ def test_whatever_stands_in_a_file_it_is_no_traceback_and_what_is_left_out_is_sa
     more = {"manifest.json": {"host": {"name": "x"}, "model": {"path": "y"}, "command": ["z"], "data": data}}
     whole = json.loads((folder / name).read_text()) | more.get(name, {})
     (folder / name).write_text(json.dumps(whole))
-    assert not read_run(folder).notes
+    assert not Run(folder).notes
     for path in nodes(whole):
         for value in (5, "text", [1], {"key": 1}, None):
             (folder / name).write_text(json.dumps(replaced(whole, path, value)))
-            run = read_run(folder)
+            run = Run(folder)
             report_page([run])
             assert len(run.notes) <= 1, (path, value)
             assert all(note.startswith(name) and "\n" not in note for note in run.notes), (path, value)
@@ -257,7 +258,7 @@ def run_command(monkeypatch):
 
 def test_what_is_no_run_is_an_error(tmp_path, run_command, capsys):
     with pytest.raises(ReportError, match="no such folder"):
-        read_run(tmp_path / "nowhere")
+        Run(tmp_path / "nowhere")
     assert run_command("report", str(tmp_path)) == ExitCode.CONFIG
     assert "no run directory" in capsys.readouterr().err
 

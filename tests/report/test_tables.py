@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.report import tables
-from megatron_dapo.report.source import read_run
+from megatron_dapo.report.source import Run
 from megatron_dapo.report.tables import correlation
 from tests.report.folders import write_lines, write_run
 
@@ -25,7 +25,7 @@ def test_the_accuracy_of_reflecting_responses_is_over_all_of_them(tmp_path):
         for at, (groups, rate, among, accuracy) in enumerate(steps, start=1)
     ]
     write_lines(folder / "metrics.jsonl", lines)
-    [[name, share, right, _]] = tables.reflection_rows(read_run(folder))
+    [[name, share, right, _]] = tables.reflection_rows(Run(folder))
     assert (name, share) == ("reflection", "38.0%")  # (10 x 0.2 + 90 x 0.4) / 100
     assert right == "2.6%"  # 10 x 0.2 x 0.5 of those 38
 
