@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -129,7 +129,7 @@ def slurm(
         mounts=mounts,
         setup=tuple(setup or ()),
     )
-    raise typer.Exit(slurm_command(config, overrides or [], options, out))
+    slurm_command(config, overrides or [], options, out)
 
 
 app.command()(certify)
@@ -158,7 +158,8 @@ def plan(
         str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and neighbours.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local.")
+        Literal["te", "local"] | None,
+        typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:

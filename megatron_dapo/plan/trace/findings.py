@@ -12,6 +12,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
+from megatron_dapo.plan.page import page
 from megatron_dapo.plan.scenario import Scenario
 
 CLOSE = 0.03
@@ -184,16 +185,4 @@ class Findings:
 
     def tables(self) -> str:
         """Markdown: peaks, calls, waits."""
-        heads = ["rank", "place", *PHASES, "calls", "sends, receives", "s"]
-        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-        cells = {(one.rank, one.phase): f"{one.traced / 1e9:.2f} ({one.deviation:+.1%})" for one in self.peaks}
-        for trace in self.traces:
-            place = " ".join(f"{name[0].upper()}P{number}" for name, number in trace.place.items())
-            messages = sum(call.peer is not None for call in trace.calls)
-            row = [str(trace.rank), place, *(cells.get((trace.rank, phase), "") for phase in PHASES)]
-            row += [str(len(trace.calls) - messages), str(messages), f"{trace.seconds:.0f}"]
-            lines.append("| " + " | ".join(row) + " |")
-        for (what, place), (count, reason) in self.waits.items():
-            accepted = reason or "not accepted"
-            lines.append(f"\nWaits in the loop over micro-batches: {what}, `{place}`, {count} times ({accepted}).")
-        return "\n".join(lines)
+        return page("trace.md.j2", findings=self)
