@@ -3,6 +3,7 @@ plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,12 @@ CLOSE = 0.03
 SMALL = 1.5e8
 """Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing."""
 
+_P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 KNOWN_WAITS = {
-    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
-        "micro-batches differ in length, so pipeline ranks tell each other the shape of each"
-    ),
-    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate"): (
-        "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch"
-    ),
+    f"{_P2P} _communicate_shapes": "micro-batches differ in length: pipeline ranks tell each other the shape of each",
+    f"{_P2P} _communicate": "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch",
 }
-"""(file, function) of waits in a loop over micro-batches that are accepted, and why."""
+"""File and function of waits in a loop over micro-batches that are accepted, and why."""
 
 _PHASE = {"optimizer step": "update, optimizer step"}
 """Of the plan, under which name the trace has it."""
@@ -149,8 +147,7 @@ def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, 
     is accepted (None: it is not)."""
     found: dict[tuple[str, str], tuple[int, str | None]] = {}
     for wait in (wait for trace in traces for wait in trace.waits if wait.loop):
-        file, _, rest = wait.place.partition(":")
-        reason = KNOWN_WAITS.get((file, rest.partition(" ")[2]))
+        reason = KNOWN_WAITS.get(re.sub(r":\d+", "", wait.place))
         most = found.get((wait.what, wait.place), (0, None))[0]
         found[wait.what, wait.place] = (max(wait.times, most), reason)
     return dict(sorted(found.items()))
