@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_dapo.config import ConfigError
-from megatron_dapo.data.records import DataError
-from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor import config_checks, gpu_checks, machine_checks
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 from megatron_dapo.storage.run_dir import RunDirError
 
-_SAID = (ConfigError, DataError, TokenizerError, RunDirError, OSError, ImportError, ValueError)
-"""Errors whose message says what is wrong and what to do."""
+_SAID = (ValueError, RunDirError, OSError, ImportError)
+"""Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
 
 ANYWHERE = {
     "versions": machine_checks.check_versions,

@@ -29,9 +29,6 @@ KNOWN_WAITS = {
 }
 """File and function of waits in a loop over micro-batches that are accepted, and why."""
 
-_PHASE = {"optimizer step": "update, optimizer step"}
-"""Of the plan, under which name the trace has it."""
-
 
 class Call(NamedTuple):
     """One collective, send or receive of a rank."""
@@ -161,7 +158,7 @@ class Findings:
         stages = trainer_memory(Scenario(config, hf, bare))
         self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
         self.peaks = [
-            Peak(trace.rank, phase, trace.peaks[_PHASE.get(phase, phase)], stages[trace.place["pipeline"]].peaks[phase])
+            Peak(trace.rank, phase, trace.peaks[phase], stages[trace.place["pipeline"]].peaks[phase])
             for trace in traces
             for phase in PHASES
             if phase != "weight sync" or trace.rank == 0  # only rank 0 gathers weights

@@ -83,7 +83,7 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     objective, step = objective_of(config.algorithm), actor.optimizer.step
 
     def measured_step() -> Any:
-        with meter.measured(f"{name}, optimizer step"):
+        with meter.measured("optimizer step" if name == "update" else "first optimizer step"):
             return step()
 
     actor.optimizer.step = measured_step  # type: ignore[method-assign]
