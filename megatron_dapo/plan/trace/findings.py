@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,9 +86,13 @@ def disagreements(traces: Sequence[RankTrace]) -> list[str]:
     for one, other in itertools.combinations(traces, 2):
         mine, theirs = _streams(one), _streams(other)
         for name, ranks in dict.fromkeys([*mine, *theirs]):
-            if {one.rank, other.rank} <= set(ranks):
-                both = itertools.zip_longest(mine[name, ranks], theirs[name, ranks])
-                found += _first_difference(name, one.rank, other.rank, both)
+            if not {one.rank, other.rank} <= set(ranks):
+                continue
+            for index, (left, right) in enumerate(itertools.zip_longest(mine[name, ranks], theirs[name, ranks])):
+                if _kind(left) != _kind(right):
+                    ends = f"{_told(left)} on rank {one.rank} and {_told(right)} on rank {other.rank}"
+                    found.append(f"{name} {index} is {ends}")
+                    break
     return found
 
 
@@ -105,19 +109,13 @@ def _streams(trace: RankTrace) -> dict[tuple[str, tuple[int, ...]], list[Call]]:
     return streams
 
 
-def _first_difference(
-    name: str, one: int, other: int, both: Iterator[tuple[Call | None, Call | None]]
-) -> Iterator[str]:
-    def kind(call: Call) -> tuple[str, str]:
-        return "message" if call.peer is not None else call.op, call.tensors
+def _kind(call: Call | None) -> tuple[str, str] | None:
+    """What is to be equal on both ranks: a send meets a receive."""
+    return None if call is None else ("message" if call.peer is not None else call.op, call.tensors)
 
-    def told(call: Call | None) -> str:
-        return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
 
-    for index, (left, right) in enumerate(both):
-        if left is None or right is None or kind(left) != kind(right):
-            yield f"{name} {index} is {told(left)} on rank {one} and {told(right)} on rank {other}"
-            return
+def _told(call: Call | None) -> str:
+    return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
 
 
 class Peak(NamedTuple):
@@ -142,12 +140,10 @@ class Peak(NamedTuple):
 def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, str | None]]:
     """(what, place) of the waits inside a loop over micro-batches: how often on the rank that does it most, and why it
     is accepted (None: it is not)."""
-    found: dict[tuple[str, str], tuple[int, str | None]] = {}
+    most: Counter[tuple[str, str]] = Counter()
     for wait in (wait for trace in traces for wait in trace.waits if wait.loop):
-        reason = KNOWN_WAITS.get(re.sub(r":\d+", "", wait.place))
-        most = found.get((wait.what, wait.place), (0, None))[0]
-        found[wait.what, wait.place] = (max(wait.times, most), reason)
-    return dict(sorted(found.items()))
+        most[wait.what, wait.place] = max(wait.times, most[wait.what, wait.place])
+    return {key: (most[key], KNOWN_WAITS.get(re.sub(r":\d+", "", key[1]))) for key in sorted(most)}
 
 
 class Findings:

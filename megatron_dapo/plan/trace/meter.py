@@ -102,11 +102,10 @@ class Meter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        before = self._sizes.get(key)
-        if before is None:
+        if key not in self._sizes:
             weakref.finalize(storage, self._gone, key)
+        self.bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.bytes += size - (before or 0)
         self._peak()
 
     def _gone(self, key: int) -> None:

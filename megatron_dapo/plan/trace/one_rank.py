@@ -204,10 +204,9 @@ def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
     found: list[set[str]] = [set() for _ in range(layout.pipeline)]
     layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     for name in model_shards(hf):
-        if name.startswith("decoder.layers."):
-            found[int(name.split(".")[2]) // layers % layout.pipeline].add(name)
-        else:
-            found[0 if name.startswith("embedding.") else -1].add(name)
+        _, of_layer, rest = name.partition("decoder.layers.")
+        outside = 0 if name.startswith("embedding.") else -1
+        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(name)
     return found
 
 
