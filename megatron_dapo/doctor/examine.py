@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from megatron_dapo.doctor import config_checks, gpu_checks, machine_checks
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 from megatron_dapo.storage.run_dir import RunDirError
+from rollout.errors import ServerStartError
 
-_SAID = (ValueError, RunDirError, OSError, ImportError)
+_SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
 """Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
 
 ANYWHERE = {
     "versions": machine_checks.check_versions,
     "GPUs": gpu_checks.check_gpus,
-    "ports": machine_checks.check_ports,
     "limits": machine_checks.check_limits,
 }
 ON_GPUS = {
@@ -23,6 +23,7 @@ ON_GPUS = {
     "InfiniBand": machine_checks.check_infiniband,
 }
 OF_A_CONFIG = {
+    "ports": machine_checks.check_ports,
     "run directory": config_checks.check_run_dir,
     "model": config_checks.check_model,
     "disk": config_checks.check_disk,

@@ -109,8 +109,7 @@ def check_compilers(facts: Facts) -> Iterator[Finding]:
         (*compiler.split(), "-fsyntax-only", "-I", paths["include"], "-include", "Python.h", "-xc", os.devnull)
     )
     if answer.code != 0:
-        line = next((line for line in answer.error.splitlines() if "error" in line), answer.cause)
-        found = f"{compiler} cannot include Python.h ({paths['include']}): {line[:300]}"
+        found = f"{compiler} cannot include Python.h ({paths['include']}): {answer.cause}"
         yield failed(found, "install gcc and Python's headers (python3-dev), or set CC")
     if not facts.own_servers:
         yield passed("C")

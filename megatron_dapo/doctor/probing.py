@@ -70,14 +70,14 @@ class Answer(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Why it failed, in one line: of a Python traceback its last error.
+        """Why it failed, in one line: of a Python traceback, or of a compiler, its last error.
 
         sgl_kernel's error lists its own causes in lines that begin with a dash: the first of them counts.
         """
         if self.code is not None and self.code < 0:
             return f"ended by signal {-self.code}"
         causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", self.error, re.MULTILINE)
-        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+", self.error, re.MULTILINE)
+        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+|^\S+ (?:fatal )?error: .+", self.error, re.MULTILINE)
         lines = self.error.strip().splitlines()
         return (causes[:1] or errors[-1:] or lines[-1:] or [f"exit code {self.code}"])[0][:300]
 

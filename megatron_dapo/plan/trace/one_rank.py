@@ -66,18 +66,17 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     from megatron_dapo.actor.checkpoint import checkpoint
     from megatron_dapo.coordinator.batch import objective_of
 
-    with tempfile.TemporaryDirectory() as folder:
-        actor = MegatronActor(
-            dataclasses.replace(config.actor, device="cuda"),
-            config.model,
-            rank=rank,
-            world_size=config.actor.layout.world_size,
-            rendezvous=f"file://{folder}/rendezvous",
-            steps_per_rollout=1,
-            seed=config.run.seed,
-            timeout_s=600,
-            keep_reference=config.algorithm.kl.coefficient > 0,
-        )
+    actor = MegatronActor(
+        dataclasses.replace(config.actor, device="cuda"),
+        config.model,
+        rank=rank,
+        world_size=config.actor.layout.world_size,
+        rendezvous=f"file://{tempfile.mkdtemp()}/rendezvous",  # in the folder of the trace, which goes with it
+        steps_per_rollout=1,
+        seed=config.run.seed,
+        timeout_s=600,
+        keep_reference=config.algorithm.kl.coefficient > 0,
+    )
     batch = _mini_batch(config, reference=actor.reference is not None)
     temperature = config.rollout.temperature
     objective, step = objective_of(config.algorithm), actor.optimizer.step
