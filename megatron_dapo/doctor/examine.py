@@ -28,7 +28,7 @@ OF_A_CONFIG = {
     "model": config_checks.check_model,
     "disk": config_checks.check_disk,
     "host memory": config_checks.check_host_memory,
-    "tokenizer and data": config_checks.check_inputs,
+    "layout, tokenizer and data": config_checks.check_inputs,
 }
 
 

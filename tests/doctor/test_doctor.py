@@ -58,7 +58,7 @@ def test_the_quickstart_passes(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}")
     assert answer.exit_code == 0, answer.stdout
     assert " 0 fail" in answer.stdout
-    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "tokenizer and data"):
+    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "layout, tokenizer and data"):
         assert f"{check}: " in answer.stdout
     assert not (tmp_path / "run").exists(), "it leaves nothing behind"
 
