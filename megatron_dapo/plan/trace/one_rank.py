@@ -126,15 +126,9 @@ def _mini_batch(config: Config, *, reference: bool) -> Any:
         prompt_lengths=np.ones(indices.size, np.int32),
     )
     plan = MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in indices), num_responses=indices.size)
-    column = np.ones(responses.num_response_tokens, np.float32)
-    return MiniBatch(
-        responses=responses,
-        weights=column,
-        plan=plan,
-        advantages=column,
-        old_log_probs=column,
-        reference_log_probs=column if reference else None,
-    )
+    names = ["weights", "advantages", "old_log_probs"] + ["reference_log_probs"] * reference
+    columns = dict.fromkeys(names, np.ones(responses.num_response_tokens, np.float32))
+    return MiniBatch(responses=responses, plan=plan, **columns)
 
 
 def _replace_torch(meter: Meter, hf: HFModelConfig, layout: LayoutConfig) -> None:
