@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.page import page
+from megatron_dapo.plan.plan_pages import page
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
 from megatron_dapo.plan.rank_state import model_parameters
 from megatron_dapo.plan.scenario import Changes, Scenario, model_dimensions, share_gpus

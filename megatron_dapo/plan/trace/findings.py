@@ -13,7 +13,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
-from megatron_dapo.plan.page import page
+from megatron_dapo.plan.plan_pages import page
 from megatron_dapo.plan.scenario import Scenario
 
 CLOSE = 0.03
