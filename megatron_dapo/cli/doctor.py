@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -23,8 +24,7 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
     """Print every check as it is made. FAILED if one of them says fail; the dry run is made only if none does."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
     if with_dry_run and path is None:
-        print("doctor --dry-run: give the config that is to be run", file=sys.stderr)
-        return ExitCode.CONFIG
+        raise typer.BadParameter("--dry-run: give the config that is to be run")
     counts: Counter[Status] = Counter()
 
     def show(name: str, finding: Finding) -> None:

@@ -111,7 +111,7 @@ def slurm(
         mounts=mounts,
         setup=tuple(setup or ()),
     )
-    raise typer.Exit(slurm_command(config, overrides or [], options, out))
+    slurm_command(config, overrides or [], options, out)
 
 
 app.command()(certify)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.probing import Facts, Finding, failed, needed_gpus, passed, run, warning
 from megatron_dapo.plan.calibration import load_calibration
@@ -35,42 +35,34 @@ def check_run_dir(facts: Facts) -> Iterator[Finding]:
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
-    """The model's shape, whether the layout divides it, whether its weights are all there and none is cut.
+    """The model's shape, and whether its weights are all there and none is cut.
 
     Raises:
-        ConfigError: a config.json that is not supported, or a layout that does not divide the model.
+        ConfigError: a config.json that is not supported.
         WeightsError: a file of weights is missing or damaged.
     """
     from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 
-    config = facts.given
-    folder, length = Path(config.model.path), config.model.context_length
+    folder = Path(facts.given.model.path)
     hf = HFModelConfig.load(folder)
-    check_layout(hf, config.actor.layout)
-    if length > hf.max_position_embeddings:
-        found = f"model.context_length = {length}, the model knows {hf.max_position_embeddings}"
-        yield failed(found, "lower model.context_length")
     with SafetensorsReader(folder):
         pass
-    yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters; the layout divides it")
+    yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters")
 
 
 def check_inputs(facts: Facts) -> Iterator[Finding]:
-    """The tokenizer loads and knows where a response ends; prompts and held-out problems can be read, and each verifier
-    can use its ground truths.
+    """What `train` reads before it starts anything: layout and context length fit the model, the tokenizer knows where
+    a response ends, prompts and held-out problems can be read, and each verifier can use its ground truths.
 
     Raises:
         TokenizerError, DataError, ConfigError: what is wrong.
     """
-    from megatron_dapo.coordinator.inputs import read_problems
-    from megatron_dapo.data.tokenizer import load_text_tools
+    from megatron_dapo.coordinator.inputs import read_inputs
 
-    config = facts.given
-    text = load_text_tools(config.model.path, config.model.stop_token_ids)
-    stops = ", ".join(f"{stop} {text.tokenizer.decode([stop])!r}" for stop in text.stop_token_ids)
-    yield passed(f"{type(text.tokenizer).__name__}; a response ends at {stops}")
-    prompts, heldout = read_problems(config, text)
-    yield passed(f"prompts: {prompts.summary()}; held out: {heldout.summary()}")
+    inputs = read_inputs(facts.given)
+    stops = ", ".join(f"{stop} {inputs.text.tokenizer.decode([stop])!r}" for stop in inputs.text.stop_token_ids)
+    yield passed(f"{type(inputs.text.tokenizer).__name__}; a response ends at {stops}")
+    yield passed(f"prompts: {inputs.prompts.summary()}; held out: {inputs.heldout.summary()}")
 
 
 def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:

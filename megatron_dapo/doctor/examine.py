@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 
-from megatron_dapo.config import ConfigError
-from megatron_dapo.data.records import DataError
-from megatron_dapo.data.tokenizer import TokenizerError
 from megatron_dapo.doctor import config_checks, gpu_checks, machine_checks
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 from megatron_dapo.storage.run_dir import RunDirError
+from rollout.errors import ServerStartError
 
-_SAID = (ConfigError, DataError, TokenizerError, RunDirError, OSError, ImportError, ValueError)
-"""Errors whose message says what is wrong and what to do."""
+_SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
+"""Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
 
 ANYWHERE = {
     "versions": machine_checks.check_versions,
     "GPUs": gpu_checks.check_gpus,
-    "ports": machine_checks.check_ports,
     "limits": machine_checks.check_limits,
 }
 ON_GPUS = {
@@ -26,11 +23,12 @@ ON_GPUS = {
     "InfiniBand": machine_checks.check_infiniband,
 }
 OF_A_CONFIG = {
+    "ports": machine_checks.check_ports,
     "run directory": config_checks.check_run_dir,
     "model": config_checks.check_model,
     "disk": config_checks.check_disk,
     "host memory": config_checks.check_host_memory,
-    "tokenizer and data": config_checks.check_inputs,
+    "layout, tokenizer and data": config_checks.check_inputs,
 }
 
 

@@ -56,24 +56,23 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 def check_torch(facts: Facts) -> Iterator[Finding]:
     """A CUDA build that the driver can run, which sees all GPUs."""
     torch, count = facts.torch, len(facts.gpus)
-    if "cause" in torch:
+    shown = f"{torch.get('version')}, CUDA {torch.get('cuda')}"
+    if "version" not in torch:
         yield failed(f"cannot be imported: {torch['cause']}", INSTALL)
-        return
-    shown = f"{torch['version']}, CUDA {torch['cuda']}"
-    if torch["cuda"] is None:
+    elif torch["cuda"] is None:
         yield failed(f"{torch['version']} is a build without CUDA", INSTALL)
-        return
-    if count and not torch["devices"]:
+    elif count and not torch["devices"]:
         fix = (
             "CUDA 12 needs driver 525 or newer, CUDA 13 driver 580 (or NVIDIA's cuda-compat libraries); look at "
             "CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ"
         )
         driver = facts.gpus[0].driver
-        yield failed(f"{shown} sees no GPU, nvidia-smi does (driver {driver}): {torch['error'][:300]}", fix)
+        yield failed(f"{shown} sees no GPU, nvidia-smi does (driver {driver}): {torch['cause']}", fix)
     elif torch["devices"] < count:
         found = f"{shown} sees {torch['devices']} of {count} GPUs"
         yield warning(found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
-    yield passed(shown)
+    else:
+        yield passed(shown)
 
 
 def check_imports(facts: Facts) -> Iterator[Finding]:
@@ -110,8 +109,7 @@ def check_compilers(facts: Facts) -> Iterator[Finding]:
         (*compiler.split(), "-fsyntax-only", "-I", paths["include"], "-include", "Python.h", "-xc", os.devnull)
     )
     if answer.code != 0:
-        line = next((line for line in answer.error.splitlines() if "error" in line), answer.cause)
-        found = f"{compiler} cannot include Python.h ({paths['include']}): {line[:300]}"
+        found = f"{compiler} cannot include Python.h ({paths['include']}): {answer.cause}"
         yield failed(found, "install gcc and Python's headers (python3-dev), or set CC")
     if not facts.own_servers:
         yield passed("C")

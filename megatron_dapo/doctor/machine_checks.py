@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_dapo.doctor.probing import Facts, Finding, failed, passed, warning
+from rollout.server.engine import choose_port
 
 _SHOWN = [canonicalize_name(name) for name in ("torch", "megatron-core", "sglang", "ray", "transformers")]
 _SHARED_MEMORY = 2e9
@@ -39,26 +40,22 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:
-    """The servers' ports are free, or servers that someone else runs can be reached."""
-    rollout = None if facts.config is None else facts.config.rollout
-    for url in () if rollout is None else rollout.urls:
+    """The servers' ports are free, or servers that someone else runs can be reached.
+
+    Raises:
+        ServerStartError: a port is taken.
+    """
+    rollout = facts.given.rollout
+    for url in rollout.urls:
         parts = urlsplit(url)
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
         except (OSError, ValueError) as error:
             yield failed(f"no answer from {url}: {error}", "start this server, or correct rollout.urls")
-    host = "127.0.0.1" if rollout is None else rollout.host
-    wanted = [0] if rollout is None or not rollout.port else range(rollout.port, rollout.port + rollout.servers)
-    for port in wanted if facts.own_servers else ():
-        try:
-            with socket.socket() as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, port))
-        except OSError as error:
-            fix = "set rollout.port=0 for free ones, or fix rollout.host"
-            yield failed(f"cannot listen on {host}:{port} ({error.strerror or error})", fix)
-    yield passed(f"{host} can be listened on" if facts.own_servers else "all rollout.urls can be reached")
+    for index in range(rollout.servers if facts.own_servers else 0):
+        choose_port(rollout, index)
+    yield passed(f"{rollout.host} can be listened on" if facts.own_servers else "all rollout.urls can be reached")
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:

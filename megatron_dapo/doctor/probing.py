@@ -26,14 +26,10 @@ _REAP_S = 2.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _TORCH = """
 import json, torch
-error, cuda = "", torch.version.cuda
-try:
-    cuda and torch.cuda.init()
-except Exception as raised:
-    error = str(raised)
-devices = torch.cuda.device_count() if cuda and not error else 0
-print()
-print(json.dumps(dict(version=torch.__version__, cuda=cuda, devices=devices, error=error)))
+found = dict(version=torch.__version__, cuda=torch.version.cuda, devices=0)
+print("", json.dumps(found), sep="\\n", flush=True)
+torch.version.cuda and torch.cuda.init()
+print("", json.dumps(found | dict(devices=torch.cuda.device_count())), sep="\\n")
 """
 
 
@@ -74,14 +70,14 @@ class Answer(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Why it failed, in one line: of a Python traceback its last error.
+        """Why it failed, in one line: of a Python traceback, or of a compiler, its last error.
 
         sgl_kernel's error lists its own causes in lines that begin with a dash: the first of them counts.
         """
         if self.code is not None and self.code < 0:
             return f"ended by signal {-self.code}"
         causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", self.error, re.MULTILINE)
-        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+", self.error, re.MULTILINE)
+        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+|^\S+ (?:fatal )?error: .+", self.error, re.MULTILINE)
         lines = self.error.strip().splitlines()
         return (causes[:1] or errors[-1:] or lines[-1:] or [f"exit code {self.code}"])[0][:300]
 
@@ -183,9 +179,8 @@ class Facts:
 
     @cached_property
     def torch(self) -> dict[str, Any]:
-        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices, error (why CUDA could
-        not be started). Where torch cannot be imported only `cause`."""
+        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices; cause: why it could not
+        be imported, if there is nothing else, or why CUDA could not be started."""
         answer = run([*self.python, "-c", _TORCH], IMPORT_DEADLINE_S)
-        if answer.code != 0:
-            return {"cause": answer.cause}
-        return dict(json.loads(answer.output.splitlines()[-1]))
+        found = re.findall(r'^{"version".*', answer.output, re.MULTILINE)
+        return {"cause": answer.cause, **json.loads(found[-1] if found else "{}")}

@@ -8,11 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import ConfigError
-
-Number = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+from megatron_dapo.config.base import ConfigError, Fraction, NonNegativeFloat, PositiveFloat
 
 
 class _Entry(BaseModel, extra="forbid", strict=True):
@@ -27,32 +23,32 @@ class _Entry(BaseModel, extra="forbid", strict=True):
 class Calibration:
     """Values of `calibration.yaml`, where each one's unit stands."""
 
-    gpu_memory: Positive
-    peak_flops: Positive
-    memory_bandwidth: Positive
-    nvlink_bandwidth: Positive
-    network_bandwidth: Positive
-    host_bandwidth: Positive
-    gpus_per_node: Positive
-    train_efficiency: Share
-    forward_efficiency: Share
-    prefill_efficiency: Share
-    communication_efficiency: Share
-    decode_efficiency: Share
-    decode_overhead: Number
-    decode_reduce_latency: Number
-    framework_memory: Number
-    fragmentation: Number
-    process_memory: Positive
-    disk_write: Positive
-    disk_read: Positive
-    gather_bandwidth: Positive
-    checksum_bandwidth: Positive
-    mean_response: Positive
-    response_sigma: Number
+    gpu_memory: PositiveFloat
+    peak_flops: PositiveFloat
+    memory_bandwidth: PositiveFloat
+    nvlink_bandwidth: PositiveFloat
+    network_bandwidth: PositiveFloat
+    host_bandwidth: PositiveFloat
+    gpus_per_node: PositiveFloat
+    train_efficiency: Fraction
+    forward_efficiency: Fraction
+    prefill_efficiency: Fraction
+    communication_efficiency: Fraction
+    decode_efficiency: Fraction
+    decode_overhead: NonNegativeFloat
+    decode_reduce_latency: NonNegativeFloat
+    framework_memory: NonNegativeFloat
+    fragmentation: NonNegativeFloat
+    process_memory: PositiveFloat
+    disk_write: PositiveFloat
+    disk_read: PositiveFloat
+    gather_bandwidth: PositiveFloat
+    checksum_bandwidth: PositiveFloat
+    mean_response: PositiveFloat
+    response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
-    mean_prompt: Positive
-    pass_rate: Share | None = None
+    mean_prompt: PositiveFloat
+    pass_rate: Fraction | None = None
     """None: `algorithm.dynamic_sampling.initial_pass_rate`."""
 
     def link(self, ranks: int) -> float:

@@ -114,14 +114,9 @@ def _layer_parameters(hf: HFModelConfig, tensor: int) -> Iterator[Parameter]:
     hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
     fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
     ffn = hf.ffn_hidden_size // tensor
-    yield from (Parameter(hidden), Parameter(hidden * queries))  # input norm, output projection
-    yield Parameter(fused * hidden)
-    if hf.qkv_bias:
-        yield Parameter(fused)
-    if hf.qk_norm:
-        yield from (Parameter(hf.head_dim), Parameter(hf.head_dim))
-    yield Parameter(hidden)  # norm before the MLP
-    yield from (Parameter(2 * ffn * hidden), Parameter(hidden * ffn))
+    attention = [hidden, hidden * queries, fused * hidden]  # input norm, output projection, queries, keys and values
+    attention += [fused] * hf.qkv_bias + [hf.head_dim, hf.head_dim] * hf.qk_norm
+    yield from map(Parameter, (*attention, hidden, 2 * ffn * hidden, hidden * ffn))  # the MLP and the norm before it
 
 
 def _buckets(tensors: Sequence[Parameter], limit: int | None) -> Iterator[list[tuple[int, int]]]:

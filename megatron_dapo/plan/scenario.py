@@ -45,16 +45,10 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
 
 def changed(config: Any, changes: Changes) -> Any:
     """`config`, or a section of it, with the keys in `changes` set."""
-    own: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
-        name, dot, rest = key.partition(".")
-        if dot:
-            below.setdefault(name, {})[rest] = value
-        else:
-            own[name] = value
-    sections = {name: changed(getattr(config, name), keys) for name, keys in below.items()}
-    return dataclasses.replace(config, **own, **sections)
+        name, _, rest = key.partition(".")
+        config = dataclasses.replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
 def share_gpus(config: Config) -> bool:

@@ -25,6 +25,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.slurm.ray_hook import without_client_server
 from megatron_dapo.storage.durable import replace_file
 from rollout.server import end_with
+from rollout.server.engine import free_port
 
 LOOK_S = 0.5
 LEAVE_S = 20.0
@@ -88,21 +89,22 @@ def lead(job: Job, arguments: list[str]) -> int:
     """Ray's head and the run."""
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / "token", secrets.token_hex(32), private=True)
-    port = _free_port()
+    port = free_port("0.0.0.0")
     # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
-    dashboard = ("--include-dashboard=false", f"--dashboard-port={_free_port()}")
+    dashboard = ("--include-dashboard=false", f"--dashboard-port={free_port('0.0.0.0')}")
     ray = _start_ray(job, "--head", f"--port={port}", *dashboard)
     try:
-        address = _until(lambda: _head_address(job, port), job.deadline_s, ray, "Ray's head", job)
+        address = _until(job, "Ray's head", lambda: _head_address(port), ray)
         replace_file(job.folder / "address", address, private=True)
-        _until(lambda: _all_joined(job, address), job.deadline_s, ray, f"{job.nodes} nodes to join", job)
+        _until(job, f"{job.nodes} nodes to join", lambda: _all_joined(job, address), ray)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
         if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
             print("told to stop before the run began", flush=True)
             return ExitCode.CONTINUE
         command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-        environment = os.environ | {"RAY_ADDRESS": address}
-        return subprocess.run(command, env=environment, preexec_fn=_ending_with_us(), check=False).returncode
+        # The run ends with this process.
+        ending, environment = partial(end_with, os.getpid()), os.environ | {"RAY_ADDRESS": address}
+        return subprocess.run(command, env=environment, preexec_fn=ending, check=False).returncode
     finally:
         (job.folder / "done").touch()
         _end(ray)
@@ -111,7 +113,7 @@ def lead(job: Job, arguments: list[str]) -> int:
 def follow(job: Job) -> int:
     """Join, and leave when the run is done or the first node is gone; how the run ended is the first node's to say."""
     place, done = job.folder / "address", job.folder / "done"
-    address = _until(lambda: place.read_text() if place.exists() else None, job.deadline_s, None, "the head node", job)
+    address = _until(job, "the head node", lambda: place.read_text() if place.exists() else None)
     ray = _start_ray(job, f"--address={address}")
     heard = time.monotonic()
     try:
@@ -146,40 +148,35 @@ def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=_ending_with_us(),  # Ray's own processes then end with this one: it asks the kernel for it
+            preexec_fn=partial(
+                end_with, os.getpid()
+            ),  # Ray's own processes then end with this one: it asks the kernel for it
         )
-
-
-def _ending_with_us() -> Callable[[], None]:
-    """For `preexec_fn`: the program ends with this one."""
-    return partial(end_with, os.getpid())
 
 
 def _output(job: Job) -> Path:
     return job.folder / f"ray-{job.rank}.log"
 
 
-def _until(
-    condition: Callable[[], str | None], deadline_s: float, ray: subprocess.Popen[bytes] | None, what: str, job: Job
-) -> str:
-    deadline = time.monotonic() + deadline_s
-    while True:
-        found = condition()
-        if found:
-            return found
+def _until(job: Job, what: str, condition: Callable[[], str | None], ray: subprocess.Popen[bytes] | None = None) -> str:
+    """What `condition` returns in the end.
+
+    Raises:
+        NodeError: it still returns None at the deadline, or Ray has ended.
+    """
+    deadline = time.monotonic() + job.deadline_s
+    while not (found := condition()):
         if ray is not None and ray.poll() is not None:
             raise NodeError(f"Ray ended with code {ray.returncode} while {what} was awaited; see {_output(job)}")
         if time.monotonic() > deadline:
-            raise NodeError(f"waited {deadline_s:g} s for {what}{_missing(job)}; see {job.folder}")
+            joined = job.folder / "joined.json"
+            so_far = f"; joined so far: {', '.join(json.loads(joined.read_text()))}" if joined.exists() else ""
+            raise NodeError(f"waited {job.deadline_s:g} s for {what}{so_far}; see {job.folder}")
         time.sleep(LOOK_S)
+    return found
 
 
-def _missing(job: Job) -> str:
-    joined = job.folder / "joined.json"
-    return f"; joined so far: {', '.join(json.loads(joined.read_text()))}" if joined.exists() else ""
-
-
-def _head_address(job: Job, port: int) -> str | None:
+def _head_address(port: int) -> str | None:
     """HOST:PORT once the head listens, on the address that Ray itself has chosen for this node."""
     from ray.util import get_node_ip_address
 
@@ -222,12 +219,6 @@ def _end(ray: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         ray.kill()
         ray.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

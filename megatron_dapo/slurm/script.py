@@ -68,14 +68,10 @@ def nodes_needed(config: Config, options: SlurmOptions) -> int:
             f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
             f"tensor-parallel group stands on one node, and a node has {size} {kind}; lower it"
         )
-    room: list[int] = []
+    room = [size] * len(pieces)  # of a node for each, more than are needed
     for piece in sorted(pieces, reverse=True):
-        at = next((at for at, free in enumerate(room) if free >= piece), None)
-        if at is None:
-            room.append(size)
-            at = -1
-        room[at] -= piece
-    return len(room)
+        room[next(at for at, free in enumerate(room) if free >= piece)] -= piece
+    return sum(free < size for free in room)
 
 
 def batch_script(config_file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions) -> str:
@@ -101,35 +97,23 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         raise ConfigError(f"--nodes {options.nodes}: trainer and servers need at least {nodes} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir = Path(config.run.dir).resolve()
-    cwd, python = Path.cwd(), "python" if options.container else shlex.quote(sys.executable)
+    cwd = Path.cwd()
     for text in (str(run_dir), str(config_file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
-    srun = []
-    if options.container:
-        srun.append(f"--container-image={shlex.quote(options.container)}")
-        mounts = options.mounts or f"{cwd}:{cwd},{run_dir}:{run_dir}"
-        srun.append(f"--container-mounts={shlex.quote(mounts)}")
-        srun.append(f"--container-workdir={shlex.quote(str(cwd))}")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
+    environment.filters["quote"] = shlex.quote
     return environment.get_template("run.sbatch.j2").render(
+        options=options,
         config=config_file.name,
         name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=options.nodes or nodes,
-        cpus=options.cpus_per_node,
-        gpus=options.gpus_per_node,
-        time=options.time,
-        warn_s=options.warn_s,
-        run_dir=shlex.quote(str(run_dir)),
-        output=shlex.quote(str(run_dir).replace("%", "%%")),  # Slurm's own names begin with %
-        cwd=shlex.quote(str(cwd)),
-        sbatch=options.sbatch,
-        setup=options.setup,
-        srun=srun,
-        python=python,
+        run_dir=str(run_dir),
+        cwd=str(cwd),
+        python="python" if options.container else sys.executable,
         start_deadline_s=ceil(config.run.start_deadline_s),
         train=shlex.join(train),
     )

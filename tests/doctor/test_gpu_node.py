@@ -121,7 +121,11 @@ def test_without_gpus_the_cpu_takes_what_it_can_hold(machine, config, monkeypatc
 @pytest.mark.parametrize(
     ("code", "status", "said"),
     [
-        (NO_DRIVER, FAIL, "sees no GPU, nvidia-smi does (driver 580.65.06): Error 802: system not yet initialized"),
+        (
+            NO_DRIVER,
+            FAIL,
+            "sees no GPU, nvidia-smi does (driver 580.65.06): RuntimeError: Error 802: system not yet initialized",
+        ),
         (TORCH.replace("return 8", "return 2"), WARNING, "sees 2 of 8 GPUs"),
         ("__version__ = '2.11.0+cpu'\nclass version:\n    cuda = None\n", FAIL, "2.11.0+cpu is a build without CUDA"),
         ("import gone", FAIL, "cannot be imported: ModuleNotFoundError: No module named 'gone'"),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.config import ConfigError
 from megatron_dapo.plan.trace.findings import CLOSE, SMALL
-from megatron_dapo.plan.trace.rank_processes import TraceError, stub_environment
+from megatron_dapo.plan.trace.rank_processes import stub_environment
 
 NO_MACHINE = {"paper", "verl"}
 """Recipes that name no layout: compared with the others, not run."""
@@ -38,7 +39,7 @@ framework and for fragmentation, which a trace cannot see. A difference above bo
 def cuda_wheels(tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         stub_environment(tmp_path_factory.mktemp("stub"))
-    except TraceError as error:
+    except ConfigError as error:
         pytest.skip(str(error))
 
 

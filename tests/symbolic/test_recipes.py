@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -11,7 +12,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.scenario import model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.rank_processes import telling_ranks, trace_ranks
+from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
@@ -19,23 +20,22 @@ RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO
 pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
 
 
-def findings_of(path: Path, overrides: list[str], ranks: list[int] | None = None, layers: str = "te") -> Findings:
-    config = load_config(path, overrides)
-    asked = telling_ranks(config.actor.layout) if ranks is None else ranks
-    traces = trace_ranks(path, overrides, config, asked, layers=layers, jobs=2)
+def findings_of(path: Path, layers: Literal["te", "local"] = "te") -> Findings:
+    config = load_config(path)
+    traces = trace_ranks(path, [], chosen_ranks("", config.actor.layout), layers=layers, jobs=2)
     return Findings(traces, config, model_dimensions(config.model.path)[0], load_calibration())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_s_ranks_agree_and_hold_what_is_planned(recipe: Path, page: dict[str, str]) -> None:
-    findings = findings_of(recipe, [])
+    findings = findings_of(recipe)
     page[recipe.stem] = findings.tables()
     page["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformer-engine"))
     assert not findings.faults, "\n".join(findings.faults)
 
 
 def test_local_layers_agree_too() -> None:
-    findings = findings_of(FOLDER / "h100_32.yaml", [], layers="local")
+    findings = findings_of(FOLDER / "h100_32.yaml", layers="local")
     assert not findings.disagreements, "\n".join(findings.disagreements)
     assert all(reason for _, reason in findings.waits.values()), findings.waits
 

@@ -3,8 +3,9 @@ plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
 import itertools
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
+from megatron_dapo.plan.plan_pages import page
 from megatron_dapo.plan.scenario import Scenario
 
 CLOSE = 0.03
@@ -20,18 +22,12 @@ CLOSE = 0.03
 SMALL = 1.5e8
 """Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing."""
 
+_P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 KNOWN_WAITS = {
-    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
-        "micro-batches differ in length, so pipeline ranks tell each other the shape of each"
-    ),
-    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate"): (
-        "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch"
-    ),
+    f"{_P2P} _communicate_shapes": "micro-batches differ in length: pipeline ranks tell each other the shape of each",
+    f"{_P2P} _communicate": "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch",
 }
-"""(file, function) of waits in a loop over micro-batches that are accepted, and why."""
-
-_PHASE = {"optimizer step": "update, optimizer step"}
-"""Of the plan, under which name the trace has it."""
+"""File and function of waits in a loop over micro-batches that are accepted, and why."""
 
 
 class Call(NamedTuple):
@@ -90,9 +86,13 @@ def disagreements(traces: Sequence[RankTrace]) -> list[str]:
     for one, other in itertools.combinations(traces, 2):
         mine, theirs = _streams(one), _streams(other)
         for name, ranks in dict.fromkeys([*mine, *theirs]):
-            if {one.rank, other.rank} <= set(ranks):
-                both = itertools.zip_longest(mine[name, ranks], theirs[name, ranks])
-                found += _first_difference(name, one.rank, other.rank, both)
+            if not {one.rank, other.rank} <= set(ranks):
+                continue
+            for index, (left, right) in enumerate(itertools.zip_longest(mine[name, ranks], theirs[name, ranks])):
+                if _kind(left) != _kind(right):
+                    ends = f"{_told(left)} on rank {one.rank} and {_told(right)} on rank {other.rank}"
+                    found.append(f"{name} {index} is {ends}")
+                    break
     return found
 
 
@@ -109,19 +109,13 @@ def _streams(trace: RankTrace) -> dict[tuple[str, tuple[int, ...]], list[Call]]:
     return streams
 
 
-def _first_difference(
-    name: str, one: int, other: int, both: Iterator[tuple[Call | None, Call | None]]
-) -> Iterator[str]:
-    def kind(call: Call) -> tuple[str, str]:
-        return "message" if call.peer is not None else call.op, call.tensors
+def _kind(call: Call | None) -> tuple[str, str] | None:
+    """What is to be equal on both ranks: a send meets a receive."""
+    return None if call is None else ("message" if call.peer is not None else call.op, call.tensors)
 
-    def told(call: Call | None) -> str:
-        return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
 
-    for index, (left, right) in enumerate(both):
-        if left is None or right is None or kind(left) != kind(right):
-            yield f"{name} {index} is {told(left)} on rank {one} and {told(right)} on rank {other}"
-            return
+def _told(call: Call | None) -> str:
+    return "missing" if call is None else f"{call.op} {call.tensors} ({call.phase}, {call.place})"
 
 
 class Peak(NamedTuple):
@@ -146,13 +140,10 @@ class Peak(NamedTuple):
 def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, str | None]]:
     """(what, place) of the waits inside a loop over micro-batches: how often on the rank that does it most, and why it
     is accepted (None: it is not)."""
-    found: dict[tuple[str, str], tuple[int, str | None]] = {}
+    most: Counter[tuple[str, str]] = Counter()
     for wait in (wait for trace in traces for wait in trace.waits if wait.loop):
-        file, _, rest = wait.place.partition(":")
-        reason = KNOWN_WAITS.get((file, rest.partition(" ")[2]))
-        most = found.get((wait.what, wait.place), (0, None))[0]
-        found[wait.what, wait.place] = (max(wait.times, most), reason)
-    return dict(sorted(found.items()))
+        most[wait.what, wait.place] = max(wait.times, most[wait.what, wait.place])
+    return {key: (most[key], KNOWN_WAITS.get(re.sub(r":\d+", "", key[1]))) for key in sorted(most)}
 
 
 class Findings:
@@ -163,7 +154,7 @@ class Findings:
         stages = trainer_memory(Scenario(config, hf, bare))
         self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
         self.peaks = [
-            Peak(trace.rank, phase, trace.peaks[_PHASE.get(phase, phase)], stages[trace.place["pipeline"]].peaks[phase])
+            Peak(trace.rank, phase, trace.peaks[phase], stages[trace.place["pipeline"]].peaks[phase])
             for trace in traces
             for phase in PHASES
             if phase != "weight sync" or trace.rank == 0  # only rank 0 gathers weights
@@ -184,16 +175,4 @@ class Findings:
 
     def tables(self) -> str:
         """Markdown: peaks, calls, waits."""
-        heads = ["rank", "place", *PHASES, "calls", "sends, receives", "s"]
-        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-        cells = {(one.rank, one.phase): f"{one.traced / 1e9:.2f} ({one.deviation:+.1%})" for one in self.peaks}
-        for trace in self.traces:
-            place = " ".join(f"{name[0].upper()}P{number}" for name, number in trace.place.items())
-            messages = sum(call.peer is not None for call in trace.calls)
-            row = [str(trace.rank), place, *(cells.get((trace.rank, phase), "") for phase in PHASES)]
-            row += [str(len(trace.calls) - messages), str(messages), f"{trace.seconds:.0f}"]
-            lines.append("| " + " | ".join(row) + " |")
-        for (what, place), (count, reason) in self.waits.items():
-            accepted = reason or "not accepted"
-            lines.append(f"\nWaits in the loop over micro-batches: {what}, `{place}`, {count} times ({accepted}).")
-        return "\n".join(lines)
+        return page("trace.md.j2", findings=self)

@@ -1,11 +1,13 @@
 """Memory of the symbolic device, and the places where the host waits for it."""
 
+import itertools
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -100,11 +102,10 @@ class Meter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        before = self._sizes.get(key)
-        if before is None:
+        if key not in self._sizes:
             weakref.finalize(storage, self._gone, key)
+        self.bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.bytes += size - (before or 0)
         self._peak()
 
     def _gone(self, key: int) -> None:
@@ -118,28 +119,24 @@ def place() -> str:
     """The innermost line of this project, Megatron or TransformerEngine: "megatron_dapo/actor/step.py:120 log_probs".
 
     Autograd runs backward in a thread of its own; where that has none the main thread's line counts."""
-    for frame in (sys._getframe(1), _main_frame()):
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if _OWN not in file and (source := next((one for one in _SOURCES if one in file), None)):
-                _, _, rest = file.rpartition(source)
-                return f"{source[1:]}{rest}:{frame.f_lineno} {frame.f_code.co_name}"
-            frame = frame.f_back
+    for frame, line in itertools.chain(walk_stack(sys._getframe(1)), walk_stack(_main_frame())):
+        file = frame.f_code.co_filename
+        if _OWN not in file and (source := next((one for one in _SOURCES if one in file), None)):
+            return f"{source[1:]}{file.rpartition(source)[2]}:{line} {frame.f_code.co_name}"
     return "?"
 
 
 def loop_of_main_thread() -> str:
     """Megatron's schedule, if it is in its loop over micro-batches; "" otherwise."""
-    found, frame = "", _main_frame()
-    while frame is not None:
+    found = ""
+    for frame, _ in walk_stack(_main_frame()):
         name = frame.f_code.co_name
         if name in ("finalize_model_grads", "sum_gradients"):
             return ""
         if name.startswith("forward_backward_") and frame.f_code.co_filename.endswith("/schedules.py"):
             found = name
-        frame = frame.f_back
     return found
 
 
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+def _main_frame() -> FrameType:
+    return sys._current_frames()[threading.main_thread().ident or 0]

@@ -66,24 +66,23 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     from megatron_dapo.actor.checkpoint import checkpoint
     from megatron_dapo.coordinator.batch import objective_of
 
-    with tempfile.TemporaryDirectory() as folder:
-        actor = MegatronActor(
-            dataclasses.replace(config.actor, device="cuda"),
-            config.model,
-            rank=rank,
-            world_size=config.actor.layout.world_size,
-            rendezvous=f"file://{folder}/rendezvous",
-            steps_per_rollout=1,
-            seed=config.run.seed,
-            timeout_s=600,
-            keep_reference=config.algorithm.kl.coefficient > 0,
-        )
+    actor = MegatronActor(
+        dataclasses.replace(config.actor, device="cuda"),
+        config.model,
+        rank=rank,
+        world_size=config.actor.layout.world_size,
+        rendezvous=f"file://{tempfile.mkdtemp()}/rendezvous",  # in the folder of the trace, which goes with it
+        steps_per_rollout=1,
+        seed=config.run.seed,
+        timeout_s=600,
+        keep_reference=config.algorithm.kl.coefficient > 0,
+    )
     batch = _mini_batch(config, reference=actor.reference is not None)
     temperature = config.rollout.temperature
     objective, step = objective_of(config.algorithm), actor.optimizer.step
 
     def measured_step() -> Any:
-        with meter.measured(f"{name}, optimizer step"):
+        with meter.measured("optimizer step" if name == "update" else "first optimizer step"):
             return step()
 
     actor.optimizer.step = measured_step  # type: ignore[method-assign]
@@ -127,15 +126,9 @@ def _mini_batch(config: Config, *, reference: bool) -> Any:
         prompt_lengths=np.ones(indices.size, np.int32),
     )
     plan = MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in indices), num_responses=indices.size)
-    column = np.ones(responses.num_response_tokens, np.float32)
-    return MiniBatch(
-        responses=responses,
-        weights=column,
-        plan=plan,
-        advantages=column,
-        old_log_probs=column,
-        reference_log_probs=column if reference else None,
-    )
+    names = ["weights", "advantages", "old_log_probs"] + ["reference_log_probs"] * reference
+    columns = dict.fromkeys(names, np.ones(responses.num_response_tokens, np.float32))
+    return MiniBatch(responses=responses, plan=plan, **columns)
 
 
 def _replace_torch(meter: Meter, hf: HFModelConfig, layout: LayoutConfig) -> None:
@@ -204,10 +197,9 @@ def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
     found: list[set[str]] = [set() for _ in range(layout.pipeline)]
     layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     for name in model_shards(hf):
-        if name.startswith("decoder.layers."):
-            found[int(name.split(".")[2]) // layers % layout.pipeline].add(name)
-        else:
-            found[0 if name.startswith("embedding.") else -1].add(name)
+        _, of_layer, rest = name.partition("decoder.layers.")
+        outside = 0 if name.startswith("embedding.") else -1
+        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(name)
     return found
 
 

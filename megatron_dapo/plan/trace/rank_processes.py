@@ -4,16 +4,18 @@ torch: the processes do."""
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter
 
-from megatron_dapo.config import Config
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.trace.findings import RankTrace
 
@@ -23,24 +25,20 @@ RANK_SECONDS = 1800
 """Longest that one rank may take; measured: about a minute on one core."""
 
 
-class TraceError(Exception):
-    """A trace cannot be made; the message says what to do."""
-
-
 def stub_environment(folder: Path) -> dict[str, str]:
     """The variables that a traced process needs: the stub, compiled into `folder`, is loaded first, Dynamo stays off,
     and temporary files lie in `folder`.
 
     Raises:
-        TraceError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
+        ConfigError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
     """
-    if any(character.isspace() or character == ":" for character in str(folder)):
-        raise TraceError(f"--trace: LD_PRELOAD takes no blank or colon; set TMPDIR to another folder than {folder}")
+    if re.search(r"[\s:]", str(folder)):
+        raise ConfigError(f"--trace: LD_PRELOAD takes no blank or colon; set TMPDIR to another folder than {folder}")
     spec = importlib.util.find_spec("torch")
     torch = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("nowhere")
     headers = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
     if not (torch / "lib/libtorch_cuda.so").is_file() or not headers:
-        raise TraceError(
+        raise ConfigError(
             "--trace needs a CUDA build of torch with nvidia-cuda-runtime's headers (no GPU), and it is not here; "
             "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
         )
@@ -49,16 +47,27 @@ def stub_environment(folder: Path) -> dict[str, str]:
     command = ["gcc", "-shared", "-fPIC", "-O1", f"-I{headers[0].parent}", "-Wl,-soname,libcuda.so.1"]
     try:
         subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=True)
-    except FileNotFoundError:
-        raise TraceError("--trace compiles a small stand-in for the CUDA driver: install gcc") from None
-    except subprocess.CalledProcessError as error:
-        raise TraceError(f"--trace: {error}:\n{error.stderr.strip()}") from None
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        told = getattr(error, "stderr", "install it")
+        raise ConfigError(f"--trace needs gcc for a small stand-in for the CUDA driver: {error}: {told}") from None
     return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-def telling_ranks(layout: LayoutConfig) -> list[int]:
-    """One rank of each pipeline stage, and of the last one also its neighbours in the tensor-, context- and
-    data-parallel groups: every kind of group has two traced members."""
+def chosen_ranks(ranks: str, layout: LayoutConfig) -> list[int]:
+    """Those that `--ranks` names ("0,8,9", "all").
+
+    Without any: one of each pipeline stage, and of the last one also its neighbours in the tensor-, context- and
+    data-parallel groups, so that every kind of group has two traced members.
+
+    Raises:
+        ConfigError: a rank that the layout does not have, or no number.
+    """
+    world = range(layout.world_size)
+    if ranks:
+        asked = set(map(str, world)) if ranks == "all" else {one.strip() for one in ranks.split(",")}
+        if not asked <= set(map(str, world)):
+            raise ConfigError(f"--ranks {ranks}: give ranks of 0 to {world[-1]} with commas between them, or all")
+        return sorted(map(int, asked))
     stage = layout.tensor * layout.context * layout.data
     last = (layout.pipeline - 1) * stage
     steps = {1: layout.tensor, layout.tensor: layout.context, layout.tensor * layout.context: layout.data}
@@ -67,7 +76,7 @@ def telling_ranks(layout: LayoutConfig) -> list[int]:
 
 
 def trace_ranks(
-    path: Path, overrides: Sequence[str], config: Config, ranks: Sequence[int], *, layers: str, jobs: int
+    path: Path, overrides: Sequence[str], ranks: Sequence[int], *, layers: Literal["te", "local"], jobs: int
 ) -> list[RankTrace]:
     """The traces of `ranks`, in that order; a line on stderr says when each is there.
 
@@ -76,13 +85,8 @@ def trace_ranks(
             this project ("local").
 
     Raises:
-        TraceError: something is missing here, a rank does not exist, or one failed: then with what it printed last.
+        ConfigError: something is missing here, or a rank failed: then with what it printed last.
     """
-    world = config.actor.layout.world_size
-    if wrong := [rank for rank in ranks if not 0 <= rank < world]:
-        raise TraceError(f"--ranks: {wrong[0]}: the config's layout has ranks 0 to {world - 1}")
-    if layers not in ("te", "local"):
-        raise TraceError(f"--layers {layers}: te or local")
     started: list[subprocess.Popen[str]] = []
     try:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -100,7 +104,7 @@ def trace_ranks(
                 errors = process.communicate(timeout=RANK_SECONDS)[1].strip()
                 if process.returncode:
                     last = "\n".join(errors.splitlines()[-25:])
-                    raise TraceError(f"rank {rank}: the trace ended with exit code {process.returncode}:\n{last}")
+                    raise ConfigError(f"rank {rank}: the trace ended with exit code {process.returncode}:\n{last}")
                 trace = read_trace(out)
                 print(f"rank {rank}: {len(trace.calls)} calls, {trace.seconds:.0f} s", file=sys.stderr, flush=True)
                 return trace
@@ -111,9 +115,7 @@ def trace_ranks(
                 for process in started:
                     process.kill()
     except subprocess.TimeoutExpired:
-        raise TraceError(f"a rank has not ended after {RANK_SECONDS} s; set actor and model smaller") from None
-    except OSError as error:
-        raise TraceError(f"--trace: {error}") from error
+        raise ConfigError(f"a rank has not ended after {RANK_SECONDS} s; set actor and model smaller") from None
 
 
 def read_trace(file: Path) -> RankTrace:

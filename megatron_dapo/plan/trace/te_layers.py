@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from megatron_dapo.plan.trace.rank_processes import TraceError
+from megatron_dapo.config import ConfigError
 
 _TYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
 _TORCH_TYPES = {2: torch.float32, 3: torch.float16, 4: torch.bfloat16}
@@ -29,11 +29,11 @@ def install() -> None:
     """Make TransformerEngine importable; call before Megatron is imported.
 
     Raises:
-        TraceError: its Python is not installed.
+        ConfigError: its Python is not installed.
     """
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
-        raise TraceError("--layers te needs transformer-engine's Python (no GPU, no compiler); or give --layers local")
+        raise ConfigError("--layers te needs transformer-engine's Python (no GPU, no compiler); or give --layers local")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the core library is not loaded
     # Its kernels would be compiled for the GPU; as if it were not installed, cuDNN's attention is taken.
     sys.modules["flash_attn"] = None  # type: ignore[assignment]
