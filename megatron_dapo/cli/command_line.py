@@ -36,7 +36,7 @@ def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:
     @functools.wraps(compare)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             code = ExitCode.FINISHED if compare(*args, **kwargs) else ExitCode.INEXACT
         except KeyboardInterrupt:
