@@ -19,7 +19,7 @@ _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """One run: its figures by the keys of `ROWS`, None where it recorded too little."""
+    """One run: its figures by the names in throughput_page.yaml, None where it recorded too little."""
 
     name: str
     steps: int
@@ -29,38 +29,6 @@ class Profile:
     figures: Figures
     recorded: list[RecordedStep]
     """Those of the steps that have a timeline."""
-
-
-ROWS = (
-    ("step_s", "rollout step, s", ",.2f"),
-    *((f"{phase}_s", f"{phase}, s a step", ",.2f") for phase in PHASES),
-    ("other_s", "coordinator, s a step", ",.2f"),
-    *((f"{phase}_share", f"{phase}, share of the step", ".1%") for phase in PHASES),
-    ("optimizer_step_s", "optimizer step, s", ",.3f"),
-    ("generated_per_s", "generated tokens/s, rollout and reward; async: whole step", ",.1f"),
-    ("generated_per_s_gpu", "the same a server GPU", ",.1f"),
-    ("trained_per_s", "trained tokens/s, update", ",.1f"),
-    ("trained_per_s_gpu", "the same a trainer GPU", ",.1f"),
-    ("step_per_s_gpu", "trained tokens/s a GPU, whole step", ",.1f"),
-    ("mfu", "MFU of the update", ".1%"),
-    ("useful_share", "trained tokens / generated", ".1%"),
-    ("length_mean", "response, mean tokens", ",.1f"),
-    ("length_p95", "response, 95 % of a step's are below, mean of steps", ",.1f"),
-    ("length_max", "response, longest", ",.1f"),
-    ("tail", "longest / mean response of a step, mean of steps", ".2f"),
-    ("sync_mb_per_s", "weight sync, MB/s", ",.1f"),
-    ("compute", "passes, share of the update", ".1%"),
-    ("bubble", "pipeline bubble, share of the schedule", ".1%"),
-    ("communication", "communication, share of the update", ".1%"),
-    ("gradient_sync", "of it the sum of gradients", ".1%"),
-    ("tensor_parallel", "of it tensor parallel, estimated", ".1%"),
-    ("optimizer", "optimizer, share of the update", ".1%"),
-    ("dp_imbalance", "slowest data-parallel rank over the mean, less 1", ".1%"),
-    ("rollout_tail", "rollout tail, share of the rollout", ".1%"),
-    ("server_imbalance", "busiest server's tokens over the mean, less 1", ".1%"),
-    ("peak_memory", "most memory of a rank, bytes", ",.0f"),
-)
-"""Figure, how it is called and how it is written, in the order of the table."""
 
 
 def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) -> Profile:

@@ -3,41 +3,16 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron_dapo.report.page import page_environment
-from tools.throughput import ROWS, Profile
+from tools.throughput import Profile
 from tools.timeline_figures import rank_rows
 
 TEMPLATES = Path(__file__).parent / "templates"
-FORMULA = (
-    "MFU = 3 x forward FLOPs of the trained response tokens / (seconds of update x trainer GPUs x peak FLOP/s). "
-    "Forward: 2 x parameters in matrix products for each token, and 2 x layers x heads x head size x length^2 for each "
-    "response's causal attention, every response taken to have the mean length. Prompts and recomputation are not "
-    "counted, so it is a lower bound."
-)
-TIMELINE = (
-    "From the timeline, over all ranks: passes = seconds of forward and backward over those of the update; pipeline "
-    "bubble = share of the schedule, without the sum of gradients, in which a stage runs no pass; communication = the "
-    "sum of gradients, as measured (the wait for the slowest rank is in it), and tensor parallelism, which stands "
-    "inside the passes and is estimated from a measured all-reduce; imbalance = the slowest data-parallel rank's "
-    "passes over their mean, less 1; rollout tail = share of the rollout in which fewer than --tail-share of the most "
-    "responses run; memory = the most of any rank in any call. `--trace FILE` writes a recorded step for "
-    "ui.perfetto.dev."
-)
-NOT_RECORDED = (
-    "Without a timeline (monitor.timeline_every), bubble, communication, imbalance, rollout tail and memory are not "
-    "known."
-)
-TILES = (
-    ("Rollout step", {"step_s": " s"}, ",.1f"),
-    ("Rollout", {"generated_per_s_gpu": " tokens/s/GPU", "generated_per_s": " tokens/s"}, ",.0f"),
-    ("Training", {"trained_per_s_gpu": " tokens/s/GPU", "trained_per_s": " tokens/s"}, ",.0f"),
-    ("MFU of the update", {"mfu": ""}, ".1%"),
-    ("Pipeline bubble", {"bubble": ""}, ".1%"),
-    ("Communication", {"communication": " of the update"}, ".1%"),
-)
-"""Label, figures with their units, the first known of which is shown, form."""
-RANK_HEADS = ["rank", "place", "passes, share of its update", "most memory, MB", "in"]
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def markdown(profiles: Sequence[Profile]) -> str:
@@ -46,7 +21,7 @@ def markdown(profiles: Sequence[Profile]) -> str:
     lines += _table(_heads(profiles), _cells(profiles))
     for profile in profiles:
         if profile.recorded:
-            lines += ["", f"## Ranks of {profile.name}", "", *_table(RANK_HEADS, _rank_cells(profile))]
+            lines += ["", f"## Ranks of {profile.name}", "", *_table(WORDS["rank_heads"], _rank_cells(profile))]
     return "\n".join([*lines, "", *(f"{note}\n" for note in _notes(profiles))])
 
 
@@ -72,11 +47,11 @@ def page(profiles: Sequence[Profile]) -> str:
     return template.render(
         names=" and ".join(profile.name for profile in profiles),
         descriptions=_descriptions(profiles),
-        tiles=[(label, [_tile(profile, units, form) for profile in profiles]) for label, units, form in TILES],
+        tiles=[(label, [_tile(profile, units, form) for profile in profiles]) for label, units, form in WORDS["tiles"]],
         heads=_heads(profiles),
         rows=[row for row in _cells(profiles) if any(cell != "–" for cell in row[1:])],
         ranks=[(profile.name, _rank_cells(profile)) for profile in profiles if profile.recorded],
-        rank_heads=RANK_HEADS,
+        rank_heads=WORDS["rank_heads"],
         notes=_notes(profiles),
     )
 
@@ -98,7 +73,8 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 def _notes(profiles: Sequence[Profile]) -> list[str]:
     recorded = [bool(profile.recorded) for profile in profiles]
-    return [FORMULA, *([TIMELINE] if any(recorded) else []), *([] if all(recorded) else [NOT_RECORDED])]
+    shown = {"formula": True, "timeline": any(recorded), "not_recorded": not all(recorded)}
+    return [WORDS[name] for name, true in shown.items() if true]
 
 
 def _heads(profiles: Sequence[Profile]) -> list[str]:
@@ -107,7 +83,7 @@ def _heads(profiles: Sequence[Profile]) -> list[str]:
 
 def _cells(profiles: Sequence[Profile]) -> list[list[str]]:
     table = []
-    for key, label, form in ROWS:
+    for key, label, form in WORDS["rows"]:
         values = [profile.figures[key] for profile in profiles]
         row = [label, *(_shown(value, form) for value in values)]
         if len(values) == 2:
