@@ -15,12 +15,12 @@ from megatron_dapo.config.base import ConfigError
 def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
     """Every layout of at most `processes` ranks that divides the model, one process without any split first."""
     fitting = []
-    for sizes in itertools.product(range(1, processes + 1), repeat=4):
-        plain = LayoutConfig(**dict(zip(("tensor", "pipeline", "context", "data"), sizes, strict=True)))
+    for tensor, pipeline, context, data in itertools.product(range(1, processes + 1), repeat=4):
+        plain = LayoutConfig(tensor=tensor, pipeline=pipeline, context=context, data=data)
         if plain.world_size > processes:
             continue
-        stages = [None, *(range(2, hf.num_layers // plain.pipeline + 1) if plain.pipeline > 1 else ())]
-        for virtual, sequence in itertools.product(stages, [False, True] if plain.tensor > 1 else [False]):
+        stages = [None, *(range(2, hf.num_layers // pipeline + 1) if pipeline > 1 else ())]
+        for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
             layout = replace(plain, virtual_pipeline=virtual, sequence_parallel=sequence)
             with suppress(ConfigError):
                 check_layout(hf, layout)
