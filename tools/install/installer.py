@@ -92,9 +92,8 @@ class Installer:
     def install(self) -> None:
         """Do what is not done yet. Raises InstallError where a step fails; what is installed stays."""
         if not self.gpu and GPU_MARK.exists():
-            print(
-                f"for this machine's GPUs: PYTHON=python{GPU_PYTHON} make install-gpu; this environment is for the CPU"
-            )
+            print("This environment is for the CPU, without GPU kernels and TransformerEngine. For this machine's GPU:")
+            print(f"  PYTHON=python{GPU_PYTHON} make install-gpu")
         if self._is_current():
             return
         begin = time.monotonic()
