@@ -2,31 +2,21 @@
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import Any
 
 
-def count(text: str) -> int:
-    """0, 1, 2, ..."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number} must be 0 or more")
-    return number
+def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], rule: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if not holds(number := kind(text)):
+            raise argparse.ArgumentTypeError(f"{number} must be {rule}")
+        return number
+
+    parse.__name__ = "number"  # argparse says "invalid number value"
+    return parse
 
 
-def positive_count(text: str) -> int:
-    """1, 2, 3, ..."""
-    if (number := int(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{number} must be above 0")
-    return number
-
-
-def positive(text: str) -> float:
-    """Above 0, and finite."""
-    if not 0 < (number := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{number} must be above 0 and finite")
-    return number
-
-
-def share(text: str) -> float:
-    """Above 0, at most 1."""
-    if not 0 < (number := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{number} must be above 0 and at most 1")
-    return number
+count = _number(int, lambda number: number >= 0, "0 or more")
+positive_count = _number(int, lambda number: number > 0, "above 0")
+positive = _number(float, lambda number: 0 < number < math.inf, "above 0 and finite")
+share = _number(float, lambda number: 0 < number <= 1, "above 0 and at most 1")

@@ -87,8 +87,7 @@ def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
     """The conversion; the type of the weights written."""
     import torch
 
-    from tools.conversion.to_hf import actor_folder, base_of, to_hf
-    from tools.conversion.to_megatron import to_megatron
+    from tools.conversion.directions import actor_folder, base_of, to_hf, to_megatron
 
     there = options.command == "to-megatron"
     if options.verify:  # before the hours of a conversion
@@ -104,7 +103,7 @@ def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
 
 def verify(options: argparse.Namespace, pool: RankPool, written: "torch.dtype") -> None:
     """The comparison of --verify."""
-    from tools.conversion.to_hf import actor_folder
+    from tools.conversion.directions import actor_folder
     from tools.conversion.verify import verify_logits, verify_tensors
 
     folder, checkpoint = options.source, options.target

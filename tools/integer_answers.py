@@ -13,7 +13,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from reward.answer.read import read_truth
 from reward.pool.pool import RewardPool
@@ -26,34 +29,8 @@ VALUE_LIMIT = 10**12
 _WORD = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
 _FRACTION = re.compile(r"\\d?frac\{\s*([A-Za-z])\s*\}\{\s*([A-Za-z])\s*\}|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
 
-EXTRACT = """Below are a mathematical problem and its answer. Write the answer as a format with integer variables, and \
-name one integer that is computed from them and from which nothing of the answer needs to be guessed.
-
-Rules: each variable is one small letter that the problem does not use; a fraction is in lowest terms with a positive \
-denominator; a root is free of square factors; the integer is a sum, difference or product of the variables.
-
-Reply with JSON alone, as in {{"format": "\\\\frac{{m}}{{n}}", "values": {{"m": 11, "n": 2}}, "integer": "m + n"}}.
-
-Problem: {problem}
-Answer: {answer}"""
-
-REWRITE = """Rewrite the problem so that its answer is an integer. Keep every condition. Say that the original answer \
-can be written as {format}, what the variables {names} are (integers; a fraction in lowest terms, a root free of \
-square factors), and end by asking for {integer}. Do not state the answer or any value of a variable.
-
-Reply with JSON alone: {{"problem": "..."}}.
-
-Problem: {problem}"""
-
-SOLVE = """Solve the problem step by step. For your help: the value that it says can be written as {format} is {answer}.
-
-Problem: {problem}"""
-
-INTEGER = """Here are a problem and its solution. What is the final answer? Reply with the integer alone.
-
-Problem: {problem}
-
-Solution: {solution}"""
+_ASKED: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+"""The question of each step."""
 
 
 class SetAside(ValueError):
@@ -107,15 +84,17 @@ def integer_of(answer: str) -> int | None:
 
 async def transform(problem: str, answer: str, asker: ChatEndpoint, pool: RewardPool) -> Transformed:
     """All four steps. Raises SetAside for a problem that does not pass, EndpointError where there is no reply."""
-    form = _form(await _ask(asker, EXTRACT.format(problem=problem, answer=answer)), problem)
+    form = _form(await _ask(asker, _ASKED["extract"].format(problem=problem, answer=answer)), problem)
     await _check_composition(form, answer, pool)
     wanted = form.result()
-    question = REWRITE.format(format=form.format, names=", ".join(form.values), integer=form.integer, problem=problem)
+    question = _ASKED["rewrite"].format(
+        format=form.format, names=", ".join(form.values), integer=form.integer, problem=problem
+    )
     rewritten = _rewritten(await _ask(asker, question), problem, answer, form)
-    solution = await _ask(asker, SOLVE.format(format=form.format, answer=answer, problem=rewritten))
+    solution = await _ask(asker, _ASKED["solve"].format(format=form.format, answer=answer, problem=rewritten))
     if not solution.strip():
         raise SetAside("solve: the solution is empty")
-    said = await _ask(asker, INTEGER.format(problem=rewritten, solution=solution))
+    said = await _ask(asker, _ASKED["integer"].format(problem=rewritten, solution=solution))
     found = integer_of(said)
     if found is None:
         raise SetAside(f"integer: {said[:80]!r} is no integer")

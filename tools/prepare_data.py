@@ -13,16 +13,20 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
 from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
+from reward.answer.read import read_truth
 from reward.check import check_ground_truth
 from reward.config import RewardConfig, check_url
 from reward.pool.pool import RewardPool
@@ -30,10 +34,11 @@ from reward.registry import VERIFIERS
 from reward.verdict import VerifierError
 from tools.arguments import count, positive, positive_count
 from tools.chat_endpoint import ChatEndpoint, EndpointError
-from tools.data_report import report
 from tools.integer_answers import SetAside, integer_of, transform_all
 
 EXIT_OK, EXIT_NO_REPLY, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_LATEX = re.compile(r"\\[A-Za-z]|[\^_{}]")
 
 
 @dataclass(kw_only=True)
@@ -270,6 +275,56 @@ def _written(row: Row) -> dict[str, Any]:
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def answer_kind(answer: str) -> str:
+    """`integer`, `negative integer`, `number` (fraction, decimal, percentage, ...), `list`, `choice`, `json`,
+    `expression` or `text`.
+
+    Example: answer_kind("\\\\frac{1}{2}") == "number", answer_kind("2\\\\sqrt{3}") == "expression".
+    """
+    text = answer.strip()
+    if re.fullmatch(r"\(?[A-Za-z]\)?", text):
+        return "choice"
+    if text.startswith(("{", "[")):
+        try:
+            json.loads(text)
+            return "json"
+        except (ValueError, RecursionError):
+            pass
+    truth = read_truth(text)
+    if truth.number is not None:
+        if truth.number.value.denominator > 1 or truth.number.percent:
+            return "number"
+        return "integer" if truth.number.value >= 0 else "negative integer"
+    if truth.items:
+        return "list"
+    return "expression" if _LATEX.search(text) or re.search(r"\d\s*[-+*/]|[-+*/]\s*\d", text) else "text"
+
+
+def report(counts: Mapping[str, int], problems: Sequence[tuple[str, str]], lengths: Mapping[str, Iterable[int]]) -> str:
+    """Markdown: the counts as they come, lengths (min, median, 95%, max), kinds of the answers.
+
+    Args:
+        problems: (prompt, answer) of those that are kept.
+        lengths: what was measured -> a length for each.
+    """
+    lines = ["| rows | count |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts.items())]
+    lines += ["", "| length | min | median | 95% | max |", "|---|---|---|---|---|"]
+    for name, values in lengths.items():
+        found = np.array(list(values))
+        if found.size:
+            low, middle, high, top = np.percentile(found, [0, 50, 95, 100])
+            lines.append(f"| {name} | {low:.0f} | {middle:.0f} | {high:.0f} | {top:.0f} |")
+    lines += ["", "| kind of answer | count | example |", "|---|---|---|"]
+    kinds: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for _, answer in problems:
+        kind = answer_kind(answer)
+        kinds[kind] += 1
+        examples.setdefault(kind, answer.replace("|", "\\|").replace("\n", " ")[:40])
+    lines += [f"| {kind} | {count} | `{examples[kind]}` |" for kind, count in kinds.most_common()]
+    return "\n".join(lines) + "\n"
 
 
 def _finish(out: Path, sifted: Sifted, problems: list[tuple[str, str]], lengths: dict[str, list[int]]) -> None:

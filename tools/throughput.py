@@ -1,9 +1,14 @@
-"""Figures of a run's throughput from its metrics, config and manifest."""
+"""Figures of a run's throughput from its metrics, config and manifest; as Markdown, JSON and one HTML page that needs
+no network."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.diagnostics.recorded_spans import read_spans
@@ -11,15 +16,18 @@ from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.trainer_time import forward_flops
+from megatron_dapo.report.page import page_environment
 from megatron_dapo.report.source import ReportError, Run, look_up
-from tools.timeline_figures import Figures, RecordedStep, over, recorded_steps, timeline_figures
+from tools.timeline_figures import Figures, RecordedStep, over, rank_rows, recorded_steps, timeline_figures
 
+TEMPLATES = Path(__file__).parent / "templates"
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """One run: its figures by the keys of `ROWS`, None where it recorded too little."""
+    """One run: its figures by the names in throughput.yaml, None where it recorded too little."""
 
     name: str
     steps: int
@@ -29,38 +37,6 @@ class Profile:
     figures: Figures
     recorded: list[RecordedStep]
     """Those of the steps that have a timeline."""
-
-
-ROWS = (
-    ("step_s", "rollout step, s", ",.2f"),
-    *((f"{phase}_s", f"{phase}, s a step", ",.2f") for phase in PHASES),
-    ("other_s", "coordinator, s a step", ",.2f"),
-    *((f"{phase}_share", f"{phase}, share of the step", ".1%") for phase in PHASES),
-    ("optimizer_step_s", "optimizer step, s", ",.3f"),
-    ("generated_per_s", "generated tokens/s, rollout and reward; async: whole step", ",.1f"),
-    ("generated_per_s_gpu", "the same a server GPU", ",.1f"),
-    ("trained_per_s", "trained tokens/s, update", ",.1f"),
-    ("trained_per_s_gpu", "the same a trainer GPU", ",.1f"),
-    ("step_per_s_gpu", "trained tokens/s a GPU, whole step", ",.1f"),
-    ("mfu", "MFU of the update", ".1%"),
-    ("useful_share", "trained tokens / generated", ".1%"),
-    ("length_mean", "response, mean tokens", ",.1f"),
-    ("length_p95", "response, 95 % of a step's are below, mean of steps", ",.1f"),
-    ("length_max", "response, longest", ",.1f"),
-    ("tail", "longest / mean response of a step, mean of steps", ".2f"),
-    ("sync_mb_per_s", "weight sync, MB/s", ",.1f"),
-    ("compute", "passes, share of the update", ".1%"),
-    ("bubble", "pipeline bubble, share of the schedule", ".1%"),
-    ("communication", "communication, share of the update", ".1%"),
-    ("gradient_sync", "of it the sum of gradients", ".1%"),
-    ("tensor_parallel", "of it tensor parallel, estimated", ".1%"),
-    ("optimizer", "optimizer, share of the update", ".1%"),
-    ("dp_imbalance", "slowest data-parallel rank over the mean, less 1", ".1%"),
-    ("rollout_tail", "rollout tail, share of the rollout", ".1%"),
-    ("server_imbalance", "busiest server's tokens over the mean, less 1", ".1%"),
-    ("peak_memory", "most memory of a rank, bytes", ",.0f"),
-)
-"""Figure, how it is called and how it is written, in the order of the table."""
 
 
 def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) -> Profile:
@@ -160,3 +136,102 @@ def _lengths(lines: Sequence[Line]) -> Figures:
 
 def _sum(lines: Sequence[Line], name: str) -> float:
     return float(sum(line.get(name) or 0.0 for line in lines))
+
+
+def markdown(profiles: Sequence[Profile]) -> str:
+    """The report as a Markdown page."""
+    lines = ["# Throughput", "", *(f"- {line}" for line in _descriptions(profiles)), ""]
+    lines += _table(_heads(profiles), _cells(profiles))
+    for profile in profiles:
+        if profile.recorded:
+            lines += ["", f"## Ranks of {profile.name}", "", *_table(WORDS["rank_heads"], _rank_cells(profile))]
+    return "\n".join([*lines, "", *(f"{note}\n" for note in _notes(profiles))])
+
+
+def as_json(profiles: Sequence[Profile]) -> str:
+    """Every figure by name, null where it is unknown."""
+    tree = [
+        {
+            "run": profile.name,
+            "steps": profile.steps,
+            "recorded_steps": [step.step for step in profile.recorded],
+            "description": profile.description,
+            "figures": profile.figures,
+            "ranks": rank_rows(profile.recorded),
+        }
+        for profile in profiles
+    ]
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def page(profiles: Sequence[Profile]) -> str:
+    """The same as one HTML file."""
+    template = page_environment(TEMPLATES).get_template("throughput.html.j2")
+    return template.render(
+        names=" and ".join(profile.name for profile in profiles),
+        descriptions=_descriptions(profiles),
+        tiles=[(label, [_tile(profile, units, form) for profile in profiles]) for label, units, form in WORDS["tiles"]],
+        heads=_heads(profiles),
+        rows=[row for row in _cells(profiles) if any(cell != "–" for cell in row[1:])],
+        ranks=[(profile.name, _rank_cells(profile)) for profile in profiles if profile.recorded],
+        rank_heads=WORDS["rank_heads"],
+        notes=_notes(profiles),
+    )
+
+
+def _tile(profile: Profile, units: dict[str, str], form: str) -> tuple[str, str]:
+    """(value, unit)"""
+    shown = ((_shown(profile.figures[key], form), unit) for key, unit in units.items())
+    return next((each for each in shown if each[0] != "–"), ("–", ""))
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    return lines + [f"| {' | '.join(cells)} |" for cells in body]
+
+
+def _notes(profiles: Sequence[Profile]) -> list[str]:
+    recorded = [bool(profile.recorded) for profile in profiles]
+    shown = {"formula": True, "timeline": any(recorded), "not_recorded": not all(recorded)}
+    return [WORDS[name] for name, true in shown.items() if true]
+
+
+def _heads(profiles: Sequence[Profile]) -> list[str]:
+    return ["figure", *(profile.name for profile in profiles), *(["second / first"] if len(profiles) == 2 else [])]
+
+
+def _cells(profiles: Sequence[Profile]) -> list[list[str]]:
+    table = []
+    for key, label, form in WORDS["rows"]:
+        values = [profile.figures[key] for profile in profiles]
+        row = [label, *(_shown(value, form) for value in values)]
+        if len(values) == 2:
+            first, second = values
+            row.append(_shown(second / first if first and second is not None else None, ".2f"))
+        table.append(row)
+    return table
+
+
+def _rank_cells(profile: Profile) -> list[list[str]]:
+    table = []
+    for row in rank_rows(profile.recorded):
+        place = row["place"]
+        call = max(row["peak"], key=row["peak"].get, default="–")
+        table.append(
+            [
+                str(place["rank"]),
+                f"TP {place['tensor']}, PP {place['pipeline']}, CP {place['context']}, DP {place['data']}",
+                _shown(row["compute"] / row["update"] if row["update"] else None, ".1%"),
+                _shown(row["peak"][call] / 1e6 if row["peak"] else None, ",.0f"),
+                call,
+            ]
+        )
+    return table
+
+
+def _descriptions(profiles: Sequence[Profile]) -> list[str]:
+    return [f"{profile.name}: {profile.description}" for profile in profiles]

@@ -1,6 +1,5 @@
 """`megatron-dapo bisect`: at which stage do the log-probs of engine and trainer begin to differ?"""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of
-from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config import ConfigError
 
 FLOAT32_BOUND = 1e-3
 """Nats: mean gap of two implementations in float32 above which they do not hold the same model. Rounding gives 1e-5."""
@@ -26,28 +25,27 @@ def bisect(
 ) -> bool:
     """Re-score a few responses by every stage from engine to trainer, to see where a gap in log-probs begins."""
     from megatron_dapo.coordinator.inputs import read_inputs
-    from megatron_dapo.diagnostics.log_prob_gap import STAGES, BisectRequest, find_gaps
+    from megatron_dapo.diagnostics.log_prob_gap import STAGES, find_gaps
+    from megatron_dapo.diagnostics.weight_snapshot import newest_weights
     from rollout.generation import SamplingParams
 
-    config = _config_of(source, overrides or [])
-    unknown = sorted(set(skip or ()) - set(STAGES))
-    if unknown:
+    config, skipped = config_of(source, overrides or []), skip or []
+    if source.is_dir():
+        config = replace(config, model=replace(config.model, path=str(newest_weights(source)[0].resolve())))
+    if unknown := sorted(set(skipped) - set(STAGES)):
         raise ConfigError(f"--skip {unknown[0]!r}: the stages are {', '.join(map(repr, STAGES))}")
     if bound is None:
         bound = FLOAT32_BOUND if config.model.dtype == "float32" else config.monitor.mismatch_warn
-    print(
-        f"{responses} responses, weights of model.path = {config.model.path}, in {config.model.dtype}",
-        flush=True,
-    )
+    print(f"{responses} responses, weights of model.path = {config.model.path}, in {config.model.dtype}", flush=True)
     inputs, longest = read_inputs(config), min(tokens or 256, config.rollout.max_new_tokens)
-    request = BisectRequest(
-        config=config,
-        prompts=[prompt.ids for prompt in inputs.prompts.prompts[:responses]],
-        sampling=SamplingParams(max_new_tokens=longest, stop_token_ids=inputs.text.stop_token_ids),
+    gaps = find_gaps(
+        config,
+        [prompt.ids for prompt in inputs.prompts.prompts[:responses]],
+        SamplingParams(max_new_tokens=longest, stop_token_ids=inputs.text.stop_token_ids),
         deadline_s=deadline,
-        skip=frozenset(skip or ()),
+        skip=skipped,
+        say=lambda text: print(f"  {text}", flush=True),
     )
-    gaps = find_gaps(request, say=lambda text: print(f"  {text}", flush=True))
     above = [gap for gap in gaps if not gap.mean_abs <= bound]  # a mean that is no number too
     print(f"{'':58} {'mean':>9} {'max':>9}   largest at")
     for gap in gaps:
@@ -60,19 +58,3 @@ def bisect(
     first = above[0]
     print(f"the gap begins between {first.before} and {first.after}: mean {first.mean_abs:.2e}, above {bound:g}")
     return False
-
-
-def _config_of(source: Path, overrides: Sequence[str]) -> Config:
-    """The config, whose `model.path` names the weights: of a run, its newest in Hugging Face format."""
-    config = config_of(source, overrides)
-    if not source.is_dir():
-        return config
-    from megatron_dapo.diagnostics.weight_snapshot import newest_weights
-
-    newest = newest_weights(source)
-    if newest is None:
-        raise ConfigError(
-            f"{source}: no weights in Hugging Face format below model/ or weights/: the run has not ended, and its "
-            "servers got them without a file; convert a checkpoint with tools/convert_checkpoint.py and give a config"
-        )
-    return replace(config, model=replace(config.model, path=str(newest[0].resolve())))

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 
-LOSS_BOUNDS: dict[Dtype, float] = {"float32": 1e-6, "bfloat16": 2e-2}
-GRADIENT_BOUNDS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 4e-1}
-"""Of a parameter in float32; in bfloat16, where a small one may be all rounding, of all parameters together."""
+BOUNDS: dict[Dtype, tuple[float, float]] = {"float32": (1e-6, 1e-5), "bfloat16": (2e-2, 4e-1)}
+"""Of the loss, and of the gradient: of a parameter's in float32; in bfloat16, where a small one may be all rounding, of
+that of all parameters together."""
 
 ROUNDING = 2.5
 """In bfloat16 a layout's gradient may be so many times as far from the float32 reference as that of one process in
@@ -54,7 +54,9 @@ def certify(
 
     check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
     here, processes = _on_this_machine(loaded, processes, dtype)
-    limits = Limits(here.model.dtype, loss=loss_bound, gradient=gradient_bound)
+    loss, gradient = BOUNDS[here.model.dtype]
+    loss, gradient = loss if loss_bound is None else loss_bound, gradient if gradient_bound is None else gradient_bound
+    limits = Limits(here.model.dtype, loss, gradient)
     print(f"{here.model.path} in {here.model.dtype} on {here.actor.device}, up to {processes} ranks", flush=True)
     if here.actor.layout.world_size > processes:
         print(f"not tried: the config's own layout, of {here.actor.layout.world_size} ranks; see --processes")
@@ -73,39 +75,37 @@ def certify(
         cells = (label(case.layout), case.budget, case.mini_batch.plan.micro_batches_per_rank, case.aggregation)
         verdict = "ok" if verdicts[-1] else "FAIL"
         print(ROW.format(*cells, *figures, verdict, difference.parameter), flush=True)
-    if not all(verdicts):
-        print(f"{verdicts.count(False)} of {len(verdicts)} are not within the bounds: {limits.text}")
-        return False
-    print(f"all {len(verdicts)} are within the bounds: {limits.text}")
-    return True
+    wrong = verdicts.count(False)
+    counted = f"{wrong} of {len(verdicts)} are not" if wrong else f"all {len(verdicts)} are"
+    print(f"{counted} within the bounds: {limits.text}")
+    return not wrong
 
 
+@dataclass(frozen=True)
 class Limits:
     """What may be rounding. One process comes before the layouts that are compared with it."""
 
-    def __init__(self, dtype: Dtype, *, loss: float | None, gradient: float | None) -> None:
-        """None: the bound for that type."""
-        self._dtype = dtype
-        self._loss = LOSS_BOUNDS[dtype] if loss is None else loss
-        self._gradient = GRADIENT_BOUNDS[dtype] if gradient is None else gradient
-        self._of_one_process: dict[str, float] = {}
-        """By aggregation, in bfloat16."""
+    dtype: Dtype
+    loss: float
+    gradient: float
+    _of_one_process: dict[str, float] = field(default_factory=dict)
+    """By aggregation, in bfloat16."""
 
     @property
     def text(self) -> str:
         """The limits in words."""
-        gradient = f"of a parameter's gradient {self._gradient:g}"
-        if self._dtype == "bfloat16":
-            gradient = f"of the gradient {self._gradient:g} and {ROUNDING:g} x that of one process"
-        return f"relative difference of the loss {self._loss:g}, {gradient}"
+        gradient = f"of a parameter's gradient {self.gradient:g}"
+        if self.dtype == "bfloat16":
+            gradient = f"of the gradient {self.gradient:g} and {ROUNDING:g} x that of one process"
+        return f"relative difference of the loss {self.loss:g}, {gradient}"
 
     def hold(self, aggregation: str, found: "Difference") -> bool:
         """Whether a difference is within them; never for a number that is not finite."""
-        gradient, parameter = self._gradient, self._gradient
-        if self._dtype == "bfloat16":
+        gradient, parameter = self.gradient, self.gradient
+        if self.dtype == "bfloat16":
             of_one_process = self._of_one_process.setdefault(aggregation, found.gradient)
             gradient, parameter = min(gradient, ROUNDING * of_one_process), math.inf
-        return found.loss <= self._loss and found.gradient <= gradient and found.worst <= parameter
+        return found.loss <= self.loss and found.gradient <= gradient and found.worst <= parameter
 
 
 def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None) -> tuple[Config, int]:

@@ -2,8 +2,7 @@
 
 import asyncio
 import shutil
-import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,31 +30,15 @@ def evaluate(
     if every > 1 and not watch:
         raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
     from megatron_dapo.cli.train import prepare_environment
+    from megatron_dapo.cluster.waits import StopRequested
 
     prepare_environment()
     words = overrides or []
-    asyncio.run(_until_stopped(_watch(target, words, every) if watch else _evaluate_once(target, words, model, out)))
-    return True
-
-
-async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """SIGINT and SIGTERM cancel the work, which ends its servers; a second one does not wait for that. Every answer
-    that was judged is on disk."""
-    from megatron_dapo.cluster.waits import StopRequested
-
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-
-    def on_signal() -> None:
-        if task.cancelling():
-            raise KeyboardInterrupt
-        task.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
     try:
-        await task
-    except asyncio.CancelledError:
+        asyncio.run(_watch(target, words, every) if watch else _evaluate_once(target, words, model, out))
+    except KeyboardInterrupt:  # the servers have ended, and every answer that was judged is on disk
         raise StopRequested("stopped; the same command goes on with what is missing") from None
+    return True
 
 
 async def _evaluate_once(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:

@@ -59,16 +59,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, lines, override)
     try:
-        text = json.dumps(tree)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
-        ) from None
-    try:
-        config = TypeAdapter(Config).validate_json(text)
+        config = TypeAdapter(Config).validate_json(json.dumps(tree))
     except ValidationError as error:
         wrong = "".join(f"\n  {_fault(fault, lines)}" for fault in error.errors())
         raise ConfigError(f"config is not valid{wrong}") from None
+    except (TypeError, *_UNREADABLE) as error:
+        raise ConfigError(
+            f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
+        ) from None
     faults = list(contradictions(config))
     if faults:
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -84,16 +82,13 @@ def dump_config(config: Config) -> str:
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"config file {path}: {reason}; give the path of a YAML file in UTF-8") from None
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader)
+        node, tree = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
         lines: Lines = {}
         if isinstance(tree, dict) and isinstance(node, yaml.MappingNode):
             _collect_lines(node, (), str(path), lines)
             return tree, lines
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}; give the path of a YAML file") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")
@@ -135,9 +130,8 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
 
 
 def _fault(fault: Any, lines: Lines) -> str:
-    path = tuple(
-        str(part) for part in fault["loc"] if not str(part).startswith(("constrained-", "literal[", "function-"))
-    )
+    inner = ("constrained-", "literal[", "function-")  # pydantic's names for the parts of a type
+    path = tuple(str(part) for part in fault["loc"] if not str(part).startswith(inner))
     name, place = ".".join(path), _place(path, lines)
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = _keys(path[:-1])
@@ -151,10 +145,8 @@ def _fault(fault: Any, lines: Lines) -> str:
 
 
 def _place(path: tuple[str, ...], lines: Lines) -> str:
-    for length in range(len(path), 0, -1):
-        if path[:length] in lines:
-            return lines[path[:length]]
-    return next(iter(lines.values())).rsplit(":", 1)[0] if lines else "config"
+    file = next(iter(lines.values()), "config").rsplit(":", 1)[0]
+    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), file)
 
 
 def _keys(path: tuple[str, ...]) -> list[str]:

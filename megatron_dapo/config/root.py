@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
+import yaml
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.actor_config import ActorConfig
@@ -13,54 +15,10 @@ from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfi
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 
-GOVERNED = {
-    "--model": "model.path",
-    "--model-path": "model.path",
-    "--device": "actor.device",
-    "--dtype": "model.dtype",
-    "--context-length": "model.context_length",
-    "--tp": "rollout.tensor_parallel",
-    "--tp-size": "rollout.tensor_parallel",
-    "--tensor-parallel-size": "rollout.tensor_parallel",
-    "--random-seed": "run.seed",
-    "--api-key": "rollout.api_key_file",
-    "--host": "rollout.host",
-    "--port": "rollout.port",
-    "--max-running-requests": "rollout.max_running_requests",
-    "--mem-fraction-static": "rollout.memory_fraction",
-    "--max-total-tokens": "rollout.kv_cache_tokens",
-    "--enable-deterministic-inference": "rollout.deterministic",
-    "--enable-memory-saver": "run.mode",
-    "--enable-weights-cpu-backup": "run.mode",
-    "--stream-interval": "rollout.stream_every",
-    "--incremental-streaming-output": "rollout.stream_every",
-}
+_OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text())
+GOVERNED: dict[str, str] = _OPTIONS["governed"]
 """Options of SGLang's command line that a key stands for."""
-
-REFUSED = {
-    ("--speculative-", "--decoupled-spec-", "--enable-multi-layer-eagle"): (
-        "a draft model gets no new weights, and its tensors are among the server's checksums"
-    ),
-    ("--quantization", "--quantize-and-serve", "--modelopt-", "--torchao-config", "--rl-quant-profile"): (
-        "the server would hold rounded weights, whose checksums are not those of the trainer's"
-    ),
-    ("--enable-lora", "--lora-", "--load-format", "--custom-weight-loader", "--weight-cache-", "--cpu-offload-"): (
-        "the server would not hold the published weights under the names and on the device that its checksums are for"
-    ),
-    (
-        "--pp-size",
-        "--pipeline-parallel-size",
-        "--dp",
-        "--dp-size",
-        "--data-parallel-size",
-        "--enable-dp-",
-        "--nnodes",
-    ): ("a server is rollout.tensor_parallel GPUs of one node; set that or rollout.servers"),
-    ("--config",): "its file could hold what keys stand for; give the options themselves",
-    ("--node-rank", "--dist-init-addr", "--nccl-init-addr", "--nccl-port", "--base-gpu-id", "--gpu-id-step"): (
-        "the run gives each server its GPUs, and its processes meet without a port"
-    ),
-}
+REFUSED: dict[str, str] = {name: entry["reason"] for entry in _OPTIONS["refused"] for name in entry["options"]}
 """Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
 so."""
 
@@ -83,11 +41,8 @@ class Config:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
-    yield from _of_algorithm(config)
-    yield from _of_data(config)
-    yield from _of_actor(config)
-    yield from _of_rollout(config)
-    yield from _of_run(config)
+    for rules in (_of_algorithm, _of_data, _of_actor, _of_rollout, _of_run):
+        yield from rules(config)
 
 
 def _of_algorithm(config: Config) -> Iterator[str]:
@@ -123,7 +78,7 @@ def _of_data(config: Config) -> Iterator[str]:
     for number, weight in enumerate(weights):
         if weight / max(weights) / len(weights) < SMALLEST_SHARE:
             yield (
-                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one prompt "
+                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
                 "prompt in 1e9; raise it or leave the file out"
             )
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s
@@ -152,16 +107,14 @@ def _of_option(word: str) -> Iterator[str]:
         yield f"rollout.extra_args: {word!r} is one word; give the option and its value as two"
         return
     option = word.partition("=")[0].replace("_", "-")
-    refused = {name: reason for names, reason in REFUSED.items() for name in names}
+    # SGLang takes the beginning of an option for it.
+    longer = [name for name in (*GOVERNED, *REFUSED) if name.startswith(option)]
+    why = [REFUSED[name] for name in REFUSED if option == name or (name.endswith("-") and option.startswith(name))]
     if key := GOVERNED.get(option):
         yield f"rollout.extra_args: {word} is what {key} decides, and the server would obey the former; set {key}"
-    for name, reason in refused.items():
-        if option == name or (name.endswith("-") and option.startswith(name)):
-            yield f"rollout.extra_args: {word} cannot be used: {reason}; remove it"
-            return
-    # SGLang takes the beginning of an option for it.
-    longer = [name for name in (*GOVERNED, *refused) if name.startswith(option)]
-    if longer and option not in GOVERNED:
+    elif why:
+        yield f"rollout.extra_args: {word} cannot be used: {why[0]}; remove it"
+    elif longer:
         yield f"rollout.extra_args: {word} may be short for {longer[0].rstrip('-')}; write the option out"
 
 

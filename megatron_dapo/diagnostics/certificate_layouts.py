@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,20 +14,14 @@ from megatron_dapo.config.base import ConfigError
 
 def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
     """Every layout of at most `processes` ranks that divides the model, one process without any split first."""
-    fitting, sizes = [], range(1, processes + 1)
-    for tensor, pipeline, context, data in itertools.product(sizes, repeat=4):
-        if tensor * pipeline * context * data > processes:
+    fitting = []
+    for tensor, pipeline, context, data in itertools.product(range(1, processes + 1), repeat=4):
+        plain = LayoutConfig(tensor=tensor, pipeline=pipeline, context=context, data=data)
+        if plain.world_size > processes:
             continue
         stages = [None, *(range(2, hf.num_layers // pipeline + 1) if pipeline > 1 else ())]
         for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
-            layout = LayoutConfig(
-                tensor=tensor,
-                pipeline=pipeline,
-                virtual_pipeline=virtual,
-                context=context,
-                data=data,
-                sequence_parallel=sequence,
-            )
+            layout = replace(plain, virtual_pipeline=virtual, sequence_parallel=sequence)
             with suppress(ConfigError):
                 check_layout(hf, layout)
                 fitting.append(layout)

@@ -11,7 +11,7 @@ and Megatron the mapping of the weights, one process and many the parallel layou
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,22 +50,21 @@ class StageGap:
     token: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class BisectRequest:
-    """What is to be bisected."""
-
-    config: Config
-    prompts: Sequence[np.ndarray]
-    """int32 [P] each; one response to each is drawn."""
-    sampling: SamplingParams
-    deadline_s: float
-    """For the start of the server, and for each stage's scores."""
-    skip: frozenset[str] = frozenset()
-    """Stages to leave out, for example one whose model fits on no single GPU."""
-
-
-def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageGap]:
+def find_gaps(
+    config: Config,
+    prompts: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    *,
+    deadline_s: float,
+    skip: Collection[str] = (),
+    say: Callable[[str], None],
+) -> list[StageGap]:
     """The gaps between neighbouring stages, in order. `say` gets a line before each stage.
+
+    Args:
+        prompts: int32 [P] each; one response to each is drawn.
+        deadline_s: for the start of the server, and for each stage's scores.
+        skip: stages to leave out, for example one whose model fits on no single GPU.
 
     Raises:
         RolloutError: the server did not start or answer.
@@ -73,50 +72,44 @@ def find_gaps(request: BisectRequest, say: Callable[[str], None]) -> list[StageG
         RankError: a Megatron rank failed.
     """
     say(f"{DECODE}, {PREFILL}: starting a server")
-    responses, scores = asyncio.run(_by_engine(request))
-    if REFERENCE not in request.skip:
+    responses, scores = asyncio.run(_by_engine(config, prompts, sampling, deadline_s))
+    if REFERENCE not in skip:
         say(REFERENCE)
-        scores[REFERENCE] = _by_reference(Path(request.config.model.path), responses)
-    layout = request.config.actor.layout
-    with RankPool(local_device(request.config)) as ranks:
+        scores[REFERENCE] = _by_reference(Path(config.model.path), responses)
+    layout = config.actor.layout
+    with RankPool(local_device(config)) as ranks:
         for stage, its_layout in ((ONE_RANK, LayoutConfig()), (LAYOUT, layout)):
-            if stage in request.skip or (stage == LAYOUT and layout == LayoutConfig() and ONE_RANK in scores):
+            if stage in skip or (stage == LAYOUT and layout == LayoutConfig() and ONE_RANK in scores):
                 continue
             say(stage)
-            scores[stage] = _by_megatron(ranks, request, its_layout, responses)
-    known = [stage for stage in STAGES if stage in scores and stage not in request.skip]
+            actor = replace(config.actor, layout=its_layout, device=local_device(config))
+            job = ActorJob(config=replace(config, actor=actor), deadline_s=deadline_s)
+            scores[stage] = _by_megatron(ranks, job, responses)
+    known = [stage for stage in STAGES if stage in scores and stage not in skip]
     return [_gap(before, after, scores, responses) for before, after in itertools.pairwise(known)]
 
 
-async def _by_engine(request: BisectRequest) -> tuple[Responses, dict[str, np.ndarray]]:
+async def _by_engine(
+    config: Config, prompts: Sequence[np.ndarray], sampling: SamplingParams, deadline: float
+) -> tuple[Responses, dict[str, np.ndarray]]:
     """The responses, drawn, and the engine's log-probs [N] of them, as it drew them and by prefill."""
-    deadline, waits = request.deadline_s, Waits()
-    config = with_own_servers(request.config, Path(request.config.model.path))
-    config = replace(
-        config,
-        run=replace(config.run, start_deadline_s=deadline),
-        rollout=replace(config.rollout, servers=1, deterministic=False),
-    )
+    config, waits = with_own_servers(config, Path(config.model.path)), Waits()
+    run = replace(config.run, start_deadline_s=deadline)
+    config = replace(config, run=run, rollout=replace(config.rollout, servers=1, deterministic=False))
     vocabulary = HFModelConfig.load(Path(config.model.path)).vocab_size
     asked = [
-        GenerationRequest(
-            request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=request.sampling, seed=at
-        )
-        for at, ids in enumerate(request.prompts)
+        GenerationRequest(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
+        for at, ids in enumerate(prompts)
     ]
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
         async with local_fleet(config, Path(folder), waits, vocab_size=vocabulary, report=print) as fleet:
             drawing = asyncio.gather(*map(fleet.generate, asked))
             drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
-            pairs = [(ids, generation.token_ids) for ids, generation in zip(request.prompts, drawn, strict=True)]
-            client = fleet.members[0].client
-            scoring = asyncio.gather(
-                *(
-                    client.score(f"bisect-score-{at}.", np.concatenate(pair).astype(np.int32), pair[0].size)
-                    for at, pair in enumerate(pairs)
-                )
-            )
-            scored = await waits.wait_for("bisect scores", "rollout server", deadline, scoring)
+            pairs = [(ids, generation.token_ids) for ids, generation in zip(prompts, drawn, strict=True)]
+            score = fleet.members[0].client.score
+            whole = [np.concatenate(pair).astype(np.int32) for pair in pairs]
+            each = [score(f"bisect-score-{at}.", ids, prompts[at].size) for at, ids in enumerate(whole)]
+            scored = await waits.wait_for("bisect scores", "rollout server", deadline, asyncio.gather(*each))
     decoded = np.concatenate([generation.log_probs for generation in drawn])
     return Responses.of(pairs), {DECODE: decoded, PREFILL: np.concatenate(scored)}
 
@@ -137,9 +130,7 @@ def _by_reference(folder: Path, responses: Responses) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _by_megatron(ranks: RankPool, request: BisectRequest, layout: LayoutConfig, responses: Responses) -> np.ndarray:
-    actor = replace(request.config.actor, layout=layout, device=local_device(request.config))
-    job = ActorJob(config=replace(request.config, actor=actor), deadline_s=request.deadline_s)
+def _by_megatron(ranks: RankPool, job: ActorJob, responses: Responses) -> np.ndarray:
     scored: LogProbs = job.run(ranks, MegatronActor.log_probs, responses, packing(job.config, responses), 1.0)
     return scored.log_probs
 

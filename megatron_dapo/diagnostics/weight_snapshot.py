@@ -23,16 +23,22 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(name[1:]) for name in names if name[1:].isdigit())
 
 
-def newest_weights(run: Path) -> tuple[Path, int | None] | None:
+def newest_weights(run: Path) -> tuple[Path, int | None]:
     """The exported model of a run that has ended, else the newest version that its servers read from disk, with its
-    number. None: there are neither."""
+    number.
+
+    Raises:
+        EvaluationError: there are neither.
+    """
     if (run / "summary.json").exists() and (run / "model" / "config.json").is_file():
         return run / "model", None
     for version in reversed(versions(run / "weights")):
-        folder = run / "weights" / f"v{version}"
-        if (folder / "config.json").is_file():
-            return folder, version
-    return None
+        if (run / "weights" / f"v{version}" / "config.json").is_file():
+            return run / "weights" / f"v{version}", version
+    raise EvaluationError(
+        f"{run}: no weights in Hugging Face format below model/ or weights/: wait for the run's first ones (with "
+        "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder"
+    )
 
 
 def evaluated_weights(run: Path) -> tuple[Path, int | None]:
@@ -42,16 +48,11 @@ def evaluated_weights(run: Path) -> tuple[Path, int | None]:
     Raises:
         EvaluationError: there are no weights yet.
     """
-    newest, begun = newest_weights(run), versions(run / KEPT)
-    if newest is not None and newest[1] is None:
-        return newest
-    if begun:
+    source, version = newest_weights(run)
+    if version is None:
+        return source, None
+    if begun := versions(run / KEPT):
         return run / KEPT / f"v{begun[-1]}", begun[-1]
-    if newest is None:
-        raise EvaluationError(
-            f"{run}: no weights on disk; wait for the run's first ones (with rollout.weight_sync=disk), or give --model"
-        )
-    source, version = newest
     if not snapshot(source, run / KEPT / source.name):
         raise EvaluationError(f"{run}: version {version} was removed by the run meanwhile; try again")
     return run / KEPT / source.name, version

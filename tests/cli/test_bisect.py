@@ -45,10 +45,11 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
         for at, (before, after) in enumerate(pairwise(STAGES))
     ]
     asked = []
-    monkeypatch.setattr(log_prob_gap, "find_gaps", lambda request, say: asked.append(request) or gaps)
+    monkeypatch.setattr(log_prob_gap, "find_gaps", lambda *request, **_: asked.append(request) or gaps)
     assert exit_code(CONFIG) == code
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)
-    assert len(asked[0].prompts) == 2
-    assert asked[0].sampling.max_new_tokens == 8
+    _, prompts, sampling = asked[0]
+    assert len(prompts) == 2
+    assert sampling.max_new_tokens == 8
     assert ("the gap begins between Hugging Face float32 and Megatron TP=1" in shown) is (code == ExitCode.INEXACT)

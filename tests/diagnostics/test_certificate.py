@@ -17,10 +17,9 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics import certificate as run
-from megatron_dapo.diagnostics.certificate import Difference, relative_error
+from megatron_dapo.diagnostics.certificate import Difference, random_mini_batches, random_responses, relative_error
 from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.diagnostics.local_jobs import packing
-from megatron_dapo.diagnostics.sample_batch import random_mini_batches, random_responses
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics import log_prob_gap
-from megatron_dapo.diagnostics.local_jobs import with_own_servers
+from megatron_dapo.diagnostics.local_jobs import ActorJob, with_own_servers
 from megatron_dapo.diagnostics.log_prob_gap import (
     DECODE,
     LAYOUT,
@@ -22,7 +22,7 @@ from megatron_dapo.diagnostics.log_prob_gap import (
     PREFILL,
     REFERENCE,
     STAGES,
-    BisectRequest,
+    StageGap,
     find_gaps,
 )
 from rollout.generation import SamplingParams
@@ -35,17 +35,13 @@ pytestmark = [
 PERTURBED = "model.layers.1.mlp.down_proj.weight"
 
 
-def asked() -> BisectRequest:
+def gaps_found(say: Any) -> list[StageGap]:
     config = load_config(
         ROOT / "examples" / "quickstart" / "dapo.yaml", [f"model.path={ROOT}/examples/quickstart/base"]
     )
     draw = np.random.default_rng(1)
-    return BisectRequest(
-        config=config,
-        prompts=[draw.integers(5, 60, size).astype(np.int32) for size in (3, 9, 30)],
-        sampling=SamplingParams(max_new_tokens=24),
-        deadline_s=300.0,
-    )
+    prompts = [draw.integers(5, 60, size).astype(np.int32) for size in (3, 9, 30)]
+    return find_gaps(config, prompts, SamplingParams(max_new_tokens=24), deadline_s=300.0, say=say)
 
 
 @pytest.fixture
@@ -63,15 +59,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], folder: Path)
     """These stages load the weights of `folder`."""
     engine, megatron = log_prob_gap._by_engine, log_prob_gap._by_megatron
 
-    def planted(request: BisectRequest) -> BisectRequest:
-        return replace(request, config=with_own_servers(request.config, folder))
+    def by_engine(config: Config, *rest: Any) -> Any:
+        return engine(with_own_servers(config, folder) if DECODE in parts else config, *rest)
 
-    def by_engine(request: BisectRequest) -> Any:
-        return engine(planted(request) if DECODE in parts else request)
-
-    def by_megatron(ranks: Any, request: BisectRequest, layout: LayoutConfig, responses: Any) -> Any:
-        stage = ONE_RANK if layout == LayoutConfig() else LAYOUT
-        return megatron(ranks, planted(request) if stage in parts else request, layout, responses)
+    def by_megatron(ranks: Any, job: ActorJob, responses: Any) -> Any:
+        stage = ONE_RANK if job.config.actor.layout == LayoutConfig() else LAYOUT
+        if stage in parts:
+            job = replace(job, config=with_own_servers(job.config, folder))
+        return megatron(ranks, job, responses)
 
     monkeypatch.setattr(log_prob_gap, "_by_engine", by_engine)
     monkeypatch.setattr(log_prob_gap, "_by_megatron", by_megatron)
@@ -93,7 +88,7 @@ def test_a_gap_is_found_where_it_was_planted(
 ) -> None:
     said: list[str] = []
     plant(monkeypatch, parts, perturbed)
-    gaps = find_gaps(asked(), said.append)
+    gaps = gaps_found(said.append)
     assert [(gap.before, gap.after) for gap in gaps] == list(pairwise(STAGES))
     above = [gap for gap in gaps if gap.mean_abs > 1e-3]
     assert [(gap.before, gap.after) for gap in above] == expected

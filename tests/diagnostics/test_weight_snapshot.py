@@ -73,7 +73,8 @@ def test_versions_are_numbers(tmp_path):
 
 
 def test_the_newest_weights_of_a_run(tmp_path):
-    assert newest_weights(tmp_path) is None
+    with pytest.raises(EvaluationError, match="no weights in Hugging Face format"):
+        newest_weights(tmp_path)
     for version in (9, 10):
         (tmp_path / "weights" / f"v{version}").mkdir(parents=True)
         (tmp_path / "weights" / f"v{version}" / "config.json").write_text("{}")

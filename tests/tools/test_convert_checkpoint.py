@@ -32,8 +32,7 @@ def pool() -> Iterator[RankPool]:
 def tool(pool) -> SimpleNamespace:
     """The tool's functions on two processes; Megatron may only be imported once its device is prepared."""
     import_megatron()
-    from tools.conversion.to_hf import to_hf
-    from tools.conversion.to_megatron import to_megatron
+    from tools.conversion.directions import to_hf, to_megatron
     from tools.conversion.verify import verify_logits, verify_tensors
 
     def there(source: Path, target: Path, *, tensor: int = 1, dtype: torch.dtype | None = None):
@@ -318,10 +317,9 @@ def test_what_a_failed_conversion_wrote_does_not_stay(tool, model, checkpoint, t
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    import tools.conversion.to_hf
-    import tools.conversion.to_megatron
+    from tools.conversion import directions
 
-    monkeypatch.setattr(getattr(tools.conversion, way), "run_parts", stop, raising=True)
+    monkeypatch.setattr(directions, "run_parts", stop)
     with pytest.raises(KeyboardInterrupt):
         getattr(tool, way)({"to_megatron": model, "to_hf": checkpoint}[way], tmp_path / "target")
     assert not list(tmp_path.iterdir())

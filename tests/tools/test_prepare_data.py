@@ -14,8 +14,7 @@ import pytest
 
 from tests.processes import ROOT
 from tests.tools.endpoint import endpoint
-from tools.data_report import answer_kind
-from tools.prepare_data import EXIT_INTERRUPTED, EXIT_NO_REPLY, EXIT_OK, EXIT_USAGE, main
+from tools.prepare_data import EXIT_INTERRUPTED, EXIT_NO_REPLY, EXIT_OK, EXIT_USAGE, answer_kind, main
 
 
 def write(path, rows):

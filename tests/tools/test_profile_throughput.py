@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tools.profile_throughput import main
+from tools.throughput import WORDS
 
 PHASES = {"rollout": 30.0, "reward": 10.0, "logprob": 5.0, "update": 40.0, "weight_sync": 10.0}
 MODEL = {
@@ -76,6 +77,10 @@ def test_speeds_are_tokens_over_the_seconds_of_their_phase(profiled):
     assert profiled["trained_per_s"] == 6000 / 40
     assert profiled["trained_per_s_gpu"] == 6000 / 40 / 4
     assert profiled["step_per_s_gpu"] == 6000 / 100 / 8
+
+
+def test_the_table_has_every_figure(profiled):
+    assert {key for key, *_ in WORDS["rows"]} == profiled.keys()
 
 
 def measured(run: Path, *options: str) -> dict:

@@ -21,6 +21,12 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
     return f"{stem}-py3-none-any.whl"
 
 
+def installed(site: Path) -> dict[str, str]:
+    """Name to version of every package of an environment."""
+    stems = [info.name.removesuffix(".dist-info") for info in site.glob("*.dist-info")]
+    return {name.replace("_", "-"): version for name, _, version in (stem.partition("-") for stem in stems)}
+
+
 def write_source(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
     """A source package in `folder`, whose own pyproject.toml says how a wheel is built of it."""
     stem = f"{name.replace('-', '_')}-{version}"
@@ -42,8 +48,8 @@ def write_check(folder: Path, **names) -> Path:
     script = folder / "check.py"
     constants = "".join(f"import_check.{name} = {value!r}\n" for name, value in names.items())
     script.write_text(
-        f"import json, sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         f"from tools.install import import_check\n{constants}"
-        "print(json.dumps(import_check.check(gpu='gpu' in sys.argv, engine='engine' in sys.argv)))\n"
+        "sys.exit(import_check.main(sys.argv))\n"
     )
     return script

@@ -28,8 +28,7 @@ from tools.convert_checkpoint import import_megatron
 def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds: int = 3) -> None:
     """Print the table. FOLDER: where the temporary files go; TENSOR: ranks that the checkpoint is cut for."""
     import_megatron()
-    from tools.conversion.to_hf import to_hf
-    from tools.conversion.to_megatron import to_megatron
+    from tools.conversion.directions import to_hf, to_megatron
     from tools.conversion.workers import start_workers
 
     with tempfile.TemporaryDirectory(dir=folder) as name, RankPool() as pool:

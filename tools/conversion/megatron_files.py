@@ -8,8 +8,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,13 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import (
-    ALGORITHM,
-    ALGORITHMS,
-)
+from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHM, ALGORITHMS
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, WeightsError
 from tools.conversion.stored import Stored
@@ -52,27 +47,27 @@ class CheckpointReader:
         padded = stored.layer is None and found[1:] == expected[1:] and found[0] >= expected[0] and stored.shards.split
         if found != expected and not padded:
             raise WeightsError(f"{where} has shape {list(found)}, the model of config.json needs {list(expected)}")
-        held = sum(math.prod(item.lengths) for item in self._items(stored))
-        if held != math.prod(self._shape(stored)):
-            layer = "" if stored.layer is None else f", layer {stored.layer},"
-            raise WeightsError(f"{where}{layer} is not whole: {held} of {math.prod(self._shape(stored))} numbers")
+        lead, wanted = stored.lead, math.prod(self._shape(stored))
+        held = sum(math.prod(chunk.sizes[lead:]) for chunk in self._chunks(stored))
+        if held != wanted:
+            layer = f", layer {stored.layer}," if lead else ""
+            raise WeightsError(f"{where}{layer} is not whole: {held} of {wanted} numbers")
 
     def read(self, stored: Stored) -> Tensor:
         """The parameter as the checkpoint has it, padding included, on the CPU."""
-        items, shape = self._items(stored), self._shape(stored)
-        if len(items) == 1 and math.prod(items[0].lengths) == math.prod(shape):
-            return self._alone(items[0]).view(shape)
-        planner = _Into(torch.empty(shape, dtype=self.dtype(stored)))
-        self._storage.read_data(LoadPlan(items), planner).wait()
-        return planner.target
-
-    def _alone(self, item: ReadItem) -> Tensor:
-        """What `read_data` would copy to its place, in a third of its time."""
-        place = self.metadata.storage_data[item.storage_index]
-        with (self.folder / place.relative_path).open("rb") as stream:
-            part = self._storage._slice_file(stream, place)
-            whole = torch.load(part, map_location="cpu", weights_only=True)
-        return narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+        whole = torch.empty(self._shape(stored), dtype=self.dtype(stored))
+        for chunk in self._chunks(stored):
+            place = self.metadata.storage_data[MetadataIndex(stored.key, chunk.offsets)]
+            with (self.folder / place.relative_path).open("rb") as stream:
+                slice_of_file = self._storage._slice_file(stream, place)
+                part = torch.load(slice_of_file, map_location="cpu", weights_only=True)
+            if stored.layer is not None:
+                part = part[stored.layer - chunk.offsets[0]]
+            if part.shape == whole.shape:
+                return part
+            ends = zip(chunk.offsets[stored.lead :], part.shape, strict=True)
+            whole[tuple(slice(start, start + length) for start, length in ends)] = part
+        return whole
 
     def _entry(self, stored: Stored) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata.get(stored.key)
@@ -84,49 +79,12 @@ class CheckpointReader:
         return entry
 
     def _shape(self, stored: Stored) -> tuple[int, ...]:
-        size = tuple(self._entry(stored).size)
-        return size if stored.layer is None else size[1:]
+        return tuple(self._entry(stored).size[stored.lead :])
 
-    def _items(self, stored: Stored) -> list[ReadItem]:
-        """Of each chunk that holds a part of the parameter, what part."""
-        lead = 0 if stored.layer is None else 1
-        items = []
-        for chunk in self._entry(stored).chunks:
-            begin = [0] * len(chunk.sizes)
-            if stored.layer is not None:
-                begin[0] = stored.layer - chunk.offsets[0]
-                if not 0 <= begin[0] < chunk.sizes[0]:
-                    continue
-            items.append(
-                ReadItem(
-                    type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(stored.key),
-                    dest_offsets=torch.Size(chunk.offsets[lead:]),
-                    storage_index=MetadataIndex(stored.key, chunk.offsets),
-                    storage_offsets=torch.Size(begin),
-                    lengths=torch.Size([1] * lead + list(chunk.sizes[lead:])),
-                )
-            )
-        return items
-
-
-class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self.target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the target that the item fills, with the layers' dimension where the item has it."""
-        part = self.target
-        lead = len(read_item.lengths) - part.dim()
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths[lead:], strict=True)):
-            part = part.narrow(dim, start, length)
-        return part[None] if lead else part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: the item was read into its place."""
+    def _chunks(self, stored: Stored) -> list[ChunkStorageMetadata]:
+        """Those that hold a part of the parameter."""
+        chunks, layer = self._entry(stored).chunks, stored.layer
+        return [one for one in chunks if layer is None or 0 <= layer - one.offsets[0] < one.sizes[0]]
 
 
 class PartWriter:

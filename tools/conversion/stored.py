@@ -50,6 +50,11 @@ class Stored:
     layers: int
     shards: Shards
 
+    @property
+    def lead(self) -> int:
+        """Dimensions of that tensor before the parameter's own."""
+        return 0 if self.layer is None else 1
+
     def shape(self, ranks: int) -> tuple[int, ...]:
         """Of the parameter in the checkpoint; the vocabulary is padded to a multiple of `ranks`."""
         whole = list(self.shards.local_shape(1))
@@ -87,12 +92,18 @@ class Stored:
             start = chunk.rank * chunk.shape[0]
             return in_dtype(source.read(chunk.half, 0, start, start + chunk.shape[0]), dtype)
         shard = torch.empty(chunk.shape, dtype=dtype)
+        first, *others = self.shards.blocks(shard, chunk.rank, ranks)
+        if not others and first.part.numel() == shard.numel():  # what is read need not be copied once more
+            return in_dtype(source.read(first.name, first.dim, first.start, first.stop), dtype)
         self.shards.load(shard, source.read, chunk.rank, ranks)
         return shard
 
     def full(self, whole: Tensor) -> dict[str, Tensor]:
-        """The Hugging Face tensors of the parameter as the checkpoint has it, padding included."""
-        return self.shards.full(whole[None])
+        """The Hugging Face tensors of the parameter as the checkpoint has it, padding included; views where they can
+        be."""
+        return {
+            block.name: block.part.reshape(self.shards.shapes[block.name]) for block in self.shards.blocks(whole, 0, 1)
+        }
 
 
 def stored_parameters(hf: HFModelConfig) -> list[Stored]:

@@ -46,7 +46,7 @@ def verify_tensors(folder: Path, checkpoint: Path, *, dtype: torch.dtype, worker
     total = sum(stored.elements for stored in parameters) * dtype.itemsize
     progress = Progress("verify")
     compare = functools.partial(compare_part, folder, checkpoint, dtype)
-    answers = run_parts(pool, "tensors", compare, share(parameters, workers), progress, total)
+    answers = run_parts(pool, compare, share(parameters, workers), progress, total)
     different = [name for names, _ in answers for name in names]
     if different:
         raise VerifyError(

@@ -53,14 +53,14 @@ class Progress:
         self._start = self._written = time.monotonic()
         self._terminal = sys.stderr.isatty()
 
-    def show(self, text: str, done: int, total: int) -> None:
-        """Write `text`, how much of `total` is done, and the time left at the rate so far."""
+    def show(self, done: int, total: int) -> None:
+        """Write how much of `total` is done, and the time left at the rate so far."""
         now = time.monotonic()
         if now - self._written < (0.2 if self._terminal else 5.0):
             return
         self._written = now
         left = f", about {(now - self._start) * (total - done) / done:.0f} s left" if done else ""
-        line = f"{text}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {now - self._start:.0f} s{left}"
+        line = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {now - self._start:.0f} s{left}"
         self._print(line, end="" if self._terminal else "\n")
 
     def close(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Progress:
 
 
 def run_parts(
-    pool: RankPool, title: str, function: Callable[..., Any], parts: list[Any], progress: Progress, total: int
+    pool: RankPool, function: Callable[..., Any], parts: list[Any], progress: Progress, total: int
 ) -> list[Any]:
     """`function(place, part, counter)` for each part in a process of its own; its answers in order.
 
@@ -85,7 +85,12 @@ def run_parts(
         counter = Counter(file=str(Path(folder) / "bytes"), workers=len(parts))
         Path(counter.file).write_bytes(bytes(8 * len(parts)))
         finished = threading.Event()
-        watcher = threading.Thread(target=_show, args=(progress, title, counter, total, finished), daemon=True)
+
+        def show() -> None:
+            while not finished.wait(_POLL_S):
+                progress.show(counter.total(), total)
+
+        watcher = threading.Thread(target=show, daemon=True)
         watcher.start()
         try:
             return pool.run(len(parts), part_of, function, parts, counter, timeout_s=DEADLINE_S)
@@ -120,11 +125,5 @@ def start_workers(pool: RankPool, workers: int) -> None:
 
 def ready(place: RankPlace) -> None:
     """Import what the phases need."""
-    import tools.conversion.to_hf
-    import tools.conversion.to_megatron
+    import tools.conversion.directions
     import tools.conversion.verify  # noqa: F401
-
-
-def _show(progress: Progress, title: str, counter: Counter, total: int, finished: threading.Event) -> None:
-    while not finished.wait(_POLL_S):
-        progress.show(title, counter.total(), total)

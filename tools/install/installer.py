@@ -19,13 +19,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tools.install import transformer_engine
-from tools.install.lock_file import installed, read_lock, unfinished
-from tools.install.package_installer import InstallError, PackageInstaller
+from tools.install.packages import InstallError, Packages
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = "megatron-dapo.json"
@@ -35,7 +33,7 @@ LOCK = "install.lock"
 CHECK = Path(__file__).with_name("import_check.py")
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 GPU_PYTHON = "3.12"
-GPU_MARKS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
+GPU_MARK = Path("/proc/driver/nvidia/version")
 LATER = (
     r"/tests?/|/_vendor/|/site-packages/(beartype|fontTools|hypothesis|mypyc?|networkx|pandas|pip|torchgen|werkzeug)/"
     r"|/sglang/(multimodal_gen|test|srt/debug_utils)/|/openai/resources/|/torch/(testing|_inductor|_export)/"
@@ -50,27 +48,40 @@ does not use, half of all code. (Of the 5900 files that a run imports, 200 are a
 class Installer:
     """Brings one environment to the state that lock and project ask for."""
 
-    def __init__(
-        self, root: Path, venv: Path, *, gpu: bool = False, engine: bool = True, torch_index: str = ""
-    ) -> None:
-        """`engine`: whether TransformerEngine is installed, where `gpu` is set."""
-        self.root, self.venv, self.gpu, self.engine, self._torch_index = root, venv, gpu, engine, torch_index
-        self.python = venv / "bin" / "python"
-        self.site = venv / "lib" / f"python{PYTHON}" / "site-packages"
-        self.lock = root / "requirements" / f"{'gpu' if gpu else 'py'}{PYTHON.replace('.', '')}.lock.txt"
-        self._cuda_lock = root / "requirements" / "cuda.lock.txt"
-        self._pins = read_lock(self.lock)
-        self._scratch = venv / "tmp"
-        self._wheels = venv / "wheels" / f"torch-{self._pins['torch']}"
-        self._packages = PackageInstaller(self.python, self.stamp()["base"], self._scratch)
-        self._step = 0
+    def __init__(self, root: Path, venv: Path, *, gpu: bool = False, engine: bool = True) -> None:
+        """An environment of `make install-gpu` that is asked for by `make install` stays one.
 
-    def stamp(self) -> dict[str, Any]:
-        """What this environment is made from; one whose stamp differs in these is made anew."""
+        `engine`: whether TransformerEngine is installed, where `gpu` is set.
+
+        Raises:
+            InstallError: GPU nodes' packages are asked for and this Python has no lock for them.
+        """
+        self.root, self.venv = root, venv
+        done = self._stamp()
+        self.gpu = gpu or done.get("gpu", False)
+        self.engine = engine if gpu else done.get("engine", True)
+        if self.gpu and PYTHON != GPU_PYTHON:
+            raise InstallError(
+                f"the GPU packages are locked for Python {GPU_PYTHON}, this is {sys.version.split()[0]}: "
+                f"PYTHON=python{GPU_PYTHON} make install-gpu"
+            )
         # In a virtual environment sys.executable is a link inside it; the base is what must be compared. Scripts hold
         # the path of their environment, so a moved or copied one does not work.
-        base = getattr(sys, "_base_executable", None) or sys.executable
-        return {"place": str(self.venv.resolve()), "base": str(Path(base).resolve()), "gpu": self.gpu}
+        base = str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
+        self.made_from = {"place": str(venv.resolve()), "base": base, "gpu": self.gpu}
+        self.site = venv / "lib" / f"python{PYTHON}" / "site-packages"
+        self.lock = root / "requirements" / f"{'gpu' if self.gpu else 'py'}{PYTHON.replace('.', '')}.lock.txt"
+        self._cuda_lock = self.lock.with_name("cuda.lock.txt")
+        self._pins = read_lock(self.lock)
+        self._wheels = venv / "wheels" / f"torch-{self._pins['torch']}"
+        self._packages = Packages(base, venv)
+        self._step = 0
+
+    def _stamp(self) -> dict[str, Any]:
+        """What the environment was made from; empty where there is none, or an install was cut while it wrote that."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return dict(json.loads((self.venv / STAMP).read_text()))
+        return {}
 
     def inputs(self) -> str:
         """Hash of all that decides what is installed."""
@@ -80,34 +91,38 @@ class Installer:
 
     def install(self) -> None:
         """Do what is not done yet. Raises InstallError where a step fails; what is installed stays."""
-        if not self.gpu and has_gpu():
-            print("This machine has a GPU, and `make install` makes an environment for the CPU: it lacks SGLang's GPU")
-            print(f"kernels and TransformerEngine. For GPUs: PYTHON=python{GPU_PYTHON} make install-gpu")
+        if not self.gpu and GPU_MARK.exists():
+            print("This environment is for the CPU, without GPU kernels and TransformerEngine. For this machine's GPU:")
+            print(f"  PYTHON=python{GPU_PYTHON} make install-gpu")
         if self._is_current():
             return
         begin = time.monotonic()
         self.venv.mkdir(parents=True, exist_ok=True)
+        if any(self.venv.iterdir()) and not (self.venv / LOCK).exists():
+            raise InstallError(
+                f"{self.venv} was not made by `make install`, so it is left alone: move it away, or name another place "
+                "by VENV=path make install"
+            )
         with exclusive(self.venv / LOCK):
             if self._is_current():  # the install that was waited for did it
                 return
             self._clear()
-            self._scratch.mkdir(exist_ok=True)
-            stamp = self.stamp() | {"engine": self.engine}
-            write_stamp(self.venv, stamp)
+            scratch = self.venv / "tmp"  # /tmp is often small or in memory, and pip unpacks gigabytes
+            scratch.mkdir(exist_ok=True)
+            stamp = self.made_from | {"engine": self.engine}
+            (self.venv / STAMP).write_text(json.dumps(stamp))
             self._say(f"environment of Python {sys.version.split()[0]}")
-            print(f"  packages come by {self._packages.make_environment(self._pin('uv'))}", flush=True)
+            print(f"  packages come by {self._packages.make_environment(self.lock)}", flush=True)
             self._install_packages()
             if self.gpu:
                 self._install_engine()
             self._compile()
             self._say("project, editable")
             # Everything that building needs is in the lock, so this step works without a network.
-            self._packages.install(
-                "--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root)
-            )
+            self._packages.install("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root))
             ready = self._check()
-            shutil.rmtree(self._scratch)
-            write_stamp(self.venv, stamp | {"inputs": self.inputs(), "ready": ready})
+            shutil.rmtree(scratch)
+            (self.venv / STAMP).write_text(json.dumps(stamp | {"inputs": self.inputs(), "ready": ready}))
         print(f"{ready} (took {time.monotonic() - begin:.0f} s)")
 
     def _say(self, text: str) -> None:
@@ -115,175 +130,122 @@ class Installer:
         print(f"[{self._step}/{6 if self.gpu else 5}] {text}", flush=True)
 
     def _is_current(self) -> bool:
-        stamp = read_stamp(self.venv)
-        current = self._usable(stamp) and stamp.get("inputs") == self.inputs()
+        stamp = self._stamp()
+        wanted = self.made_from | {"inputs": self.inputs()}
+        current = wanted.items() <= stamp.items() and Path(self._packages.python).exists()
         if current:
             print(stamp["ready"])
         return current
 
-    def _usable(self, stamp: dict[str, Any]) -> bool:
-        wanted = self.stamp()
-        return {key: stamp.get(key) for key in wanted} == wanted and self.python.exists()
-
     def _clear(self) -> None:
         """Remove an environment that cannot be used here, or the half packages of one that can."""
-        venv, stamp = self.venv, read_stamp(self.venv)
-        if stamp and not self._usable(stamp):
-            print(f"{venv} was made for another place, Python or kind (from {stamp.get('base')}): making it anew")
-            for path in venv.iterdir():
+        stamp = self._stamp()
+        if stamp and not (self.made_from.items() <= stamp.items() and Path(self._packages.python).exists()):
+            print(f"{self.venv} was made for another place, Python or kind (from {stamp.get('base')}): making it anew")
+            for path in self.venv.iterdir():
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for info in unfinished(self.site):
-            print(f"{info.name.removesuffix('.dist-info')} was left half installed: installing it again")
-            shutil.rmtree(info)
+        # uv and pip would take them for installed packages. Both write INSTALLER after every file of the package.
+        for info in self.site.glob("*.dist-info"):
+            if not (info / "INSTALLER").exists() or not (info / "RECORD").exists():
+                print(f"{info.name.removesuffix('.dist-info')} was left half installed: installing it again")
+                shutil.rmtree(info)
 
     def _install_packages(self) -> None:
         self._say(f"torch, then the {len(self._pins)} packages of {self.lock.name}")
-        if (
-            self.gpu
-            and self.engine
-            and (lacking := transformer_engine.missing_tools())
-            and not self._has_engine_wheel()
-        ):
-            raise InstallError(transformer_engine.refusal(lacking))  # gigabytes before the build would
+        if self.gpu and self.engine:
+            self._find_engine_wheel()
         constraints = ["-c", str(self.lock), *([] if self.gpu else ["-c", str(self._cuda_lock)])]
-        index = ["--extra-index-url", self._torch_index] if self._torch_index else []
-        if index and "torch" in installed(self.site):
-            print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv install` starts over)")
-        self._packages.install(self._pin("torch"), *constraints, *index)
-        version = installed(self.site)["torch"]
-        if self.gpu and "+cpu" in version:
+        if index := os.environ.get("TORCH_INDEX"):
+            constraints += ["--extra-index-url", index]
+            if any(self.site.glob("torch-*.dist-info")):
+                print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv install` starts over)")
+        self._packages.install(self._pin("torch"), *constraints)
+        if self.gpu and (build := next(self.site.glob("torch-*+cpu.dist-info"), None)):
             raise InstallError(
-                f"torch {version} is a CPU build, a GPU node needs the CUDA build that PyPI has: unset TORCH_INDEX, "
-                "take the folder or index with it out of `pip config list`, then make clean-venv install-gpu"
+                f"{build.stem} is a CPU build: unset TORCH_INDEX, or take the folder or index that has it out of "
+                "`pip config list`, then make clean-venv install-gpu"
             )
-        asked = self._scratch / self.lock.name
-        asked.write_text(
-            "".join(f"{self._pin(name)}\n" for name in self._pins if name not in transformer_engine.PACKAGES)
-        )
-        self._packages.install("--no-deps", "-r", str(asked))
+        others = [self._pin(name) for name in self._pins if name not in transformer_engine.PACKAGES]
+        self._packages.install("--no-deps", *others)
 
     def _pin(self, name: str) -> str:
-        return f"{name}=={self._pins[name]}" if name in self._pins else ""
+        return f"{name}=={self._pins[name]}"
 
-    def _kept_wheel(self) -> Path | None:
-        """The extension that an earlier install built."""
-        return next(
-            self._wheels.glob(f"transformer_engine_torch-{self._pins[transformer_engine.EXTENSION]}-*.whl"), None
-        )
+    def _engine_wheel(self) -> Path | None:
+        """The extension, found or built by this install or an earlier one."""
+        version = self._pins[transformer_engine.EXTENSION]
+        return next(self._wheels.glob(f"transformer_engine_torch-{version}-*.whl"), None)
 
-    def _has_engine_wheel(self) -> bool:
-        wanted = ("--no-deps", "--only-binary", ":all:", self._pin(transformer_engine.EXTENSION))
-        return self._kept_wheel() is not None or self._packages.finds(*wanted)
+    def _make_engine_wheel(self, *options: str, **how: Any) -> None:
+        # A built wheel in pip's cache may have been built against another torch.
+        options += ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(self._wheels))
+        command = (*self._packages.pip, "wheel", *options, self._pin(transformer_engine.EXTENSION))
+        self._packages.call(*command, **how)
+
+    def _find_engine_wheel(self) -> None:
+        """Take a built wheel where one is found; else see what a build needs, gigabytes before it begins."""
+        self._packages.install("--no-deps", self._pin("pip"))
+        if self._engine_wheel() is None:
+            self._make_engine_wheel("--only-binary", ":all:", must=False, capture_output=True)
+        lacking = transformer_engine.missing_tools()
+        if lacking and self._engine_wheel() is None:
+            raise InstallError(transformer_engine.REFUSAL.format("\n  ".join(lacking)))
 
     def _install_engine(self) -> None:
-        pins = [self._pin(name) for name in transformer_engine.PACKAGES]
+        extension, *others = transformer_engine.PACKAGES
         if not self.engine:
             self._say(f"TransformerEngine is left out: {transformer_engine.LOST}")
             # Half of it would make `import megatron.core` fail, so all of it goes.
-            self._packages.uninstall(*transformer_engine.PACKAGES)
+            self._packages.call(*self._packages.pip, "uninstall", "--yes", extension, *others)
             return
-        self._say("TransformerEngine; its torch extension is built here where no wheel of it is found: 25 core minutes")
-        if not self._has_engine_wheel():
-            variables = transformer_engine.build_variables(self.python, self.site, os.environ)
-            try:
-                self._packages.build(pins[0], self._wheels, variables)
-            except InstallError as error:
-                raise InstallError(
-                    f"{error}\nFewer compilers at a time need less memory: MAX_JOBS=1 make install-gpu"
-                ) from None
-        if wheel := self._kept_wheel():
-            pins[0] = str(wheel)
-            print(f"  the built wheel is kept in {os.path.relpath(wheel.parent)}")
+        self._say("TransformerEngine")
+        if self._engine_wheel() is None:
+            print("  its torch extension is built: 25 core minutes; if memory runs out, MAX_JOBS=1 make install-gpu")
+            self._packages.environment |= transformer_engine.build_variables(self._packages.python, self.site)
+            self._make_engine_wheel("-v")
+        print(f"  its wheel is kept in {os.path.relpath(self._wheels)}")
+        pins = (str(self._engine_wheel()), *map(self._pin, others))
         self._packages.install("--no-deps", "--force-reinstall", "--only-binary", ":all:", *pins)
 
     def _compile(self) -> None:
-        cores = len(os.sched_getaffinity(0))
+        cores = str(len(os.sched_getaffinity(0)))
         self._say(f"byte-compile, on {cores} cores: else every process would do it again at its start")
-        python = (str(self.python), "-I", "-m", "compileall", "-q", "-j", str(cores), "-x", LATER)
-        done = self._packages.call(*python, str(self.site), must=False, stdout=subprocess.PIPE)
-        # It ends with 1 for files that are no valid Python, too (templates, other Pythons' syntax).
-        if done.returncode not in (0, 1) or "No space left on device" in done.stdout:
-            raise InstallError(f"{done.stdout[-2000:]}\nbyte-compilation failed")
+        command = (self._packages.python, "-I", "-m", "compileall", "-q", "-j", cores, "-x", LATER, str(self.site))
+        # It fails where a file is no valid Python (templates, other Pythons' syntax).
+        self._packages.call(*command, must=False, stdout=subprocess.DEVNULL)
 
     def _check(self) -> str:
+        """What the last line says of an environment that works."""
         self._say("import the packages")
         kind = [*(["gpu"] if self.gpu else []), *(["engine"] if self.engine else [])]
-        done = self._packages.call(str(self.python), "-I", str(CHECK), *kind, must=False, stdout=subprocess.PIPE)
+        command = (self._packages.python, "-I", str(CHECK), *kind)
+        done = self._packages.call(*command, must=False, stdout=subprocess.PIPE)
         if done.returncode:
-            raise InstallError(f"{done.stdout[-2000:]}\nthe packages do not import (status {done.returncode})")
-        failed, untried, versions = json.loads(done.stdout.splitlines()[-1])
-        if failed:
-            anew = f"`make clean-venv install{'-gpu' if self.gpu else ''}` makes the environment anew"
-            lines = [f"  {name}: {why}" for name, why in failed]
-            raise InstallError("\n".join(["these packages do not work:", *lines, anew]))
-        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        ready = f"{os.path.relpath(self.venv)} is ready: Python {sys.version.split()[0]}, {shown}"
-        if self.gpu and not self.engine:
-            ready += "; without TransformerEngine"
-        if untried:
-            ready += f"; this machine has no GPU driver, so a GPU node must still import {', '.join(untried)}"
-        return ready
-
-
-def has_gpu() -> bool:
-    """Whether an NVIDIA driver runs here."""
-    return shutil.which("nvidia-smi") is not None or any(mark.exists() for mark in GPU_MARKS)
-
-
-def read_stamp(venv: Path) -> dict[str, Any]:
-    """What `venv` was made from; empty where there is no environment yet.
-
-    Raises:
-        InstallError: the folder was not made by this installer, which then leaves it alone.
-    """
-    try:
-        return dict(json.loads((venv / STAMP).read_text()))
-    except FileNotFoundError:
-        if venv.exists() and any(venv.iterdir()) and not (venv / LOCK).exists():
             raise InstallError(
-                f"{venv} was not made by `make install`, so it is left alone: move it away, or name another place by "
-                "VENV=path make install"
-            ) from None
-        return {}
-    except ValueError:
-        return {"base": "an unreadable stamp"}  # known to be ours, so made anew
+                f"{done.stdout[-2000:]}the check of the packages ended with status {done.returncode}; "
+                f"`make clean-venv install{'-gpu' if self.gpu else ''}` makes the environment anew"
+            )
+        without = "; without TransformerEngine" if self.gpu and not self.engine else ""
+        versions = f"Python {sys.version.split()[0]}, {done.stdout.splitlines()[-1]}{without}"
+        return f"{os.path.relpath(self.venv)} is ready: {versions}"
 
 
-def write_stamp(venv: Path, stamp: dict[str, Any]) -> None:
-    """Write the stamp whole or not at all."""
-    draft = venv / f"{STAMP}.draft"
-    draft.write_text(json.dumps(stamp, indent=1) + "\n")
-    draft.replace(venv / STAMP)
+def read_lock(path: Path) -> dict[str, str]:
+    """Versions by name, of lines `name==version`."""
+    lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
+    return dict(line[0].split("==") for line in lines if line)
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path`, after the install that holds it now."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another `make install` works on {path.parent}: waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def installer_of(root: Path, venv: Path, *, gpu: bool, engine: bool = True, torch_index: str = "") -> Installer:
-    """What to install at `venv`; an environment of `make install-gpu` that is asked for by `make install` stays one.
-
-    Raises:
-        InstallError: GPU nodes' packages are asked for and this Python has no lock for them.
-    """
-    done = read_stamp(venv)
-    if not gpu and done.get("gpu"):
-        gpu, engine = True, done.get("engine", True)
-    if gpu and PYTHON != GPU_PYTHON:
-        raise InstallError(
-            f"the GPU packages are locked for Python {GPU_PYTHON}, this is {sys.version.split()[0]}: "
-            f"PYTHON=python{GPU_PYTHON} make install-gpu"
-        )
-    return Installer(root, venv, gpu=gpu, engine=engine, torch_index=torch_index)
+def exclusive(path: Path) -> TextIO:
+    """The lock file at `path`, held until it is closed; waits for the install that holds it now."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"another `make install` works on {path.parent}: waiting for it", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def main(arguments: list[str]) -> int:
@@ -291,17 +253,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.install", description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment goes")
     parser.add_argument("--gpu", action="store_true", help="for GPU nodes (make install-gpu)")
-    parser.add_argument(
-        "--without-te", action="store_true", help=f"leave TransformerEngine out: {transformer_engine.LOST}"
-    )
+    parser.add_argument("--without-te", action="store_true", help="with --gpu: no TransformerEngine")
     options = parser.parse_args(arguments)
     command = "make install-gpu" if options.gpu else "make install"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if sys.platform != "linux":
             raise InstallError(f"the locks are for Linux, this is {sys.platform}: use a Linux machine or container")
-        index, venv = os.environ.get("TORCH_INDEX", ""), options.venv.absolute()
-        installer_of(ROOT, venv, gpu=options.gpu, engine=not options.without_te, torch_index=index).install()
+        Installer(ROOT, options.venv.absolute(), gpu=options.gpu, engine=not options.without_te).install()
     except (InstallError, OSError) as error:
         # An OSError is the machine's own: a full disk, no permission; it names the file.
         print(f"\n{command}: {error}", file=sys.stderr)

@@ -10,48 +10,44 @@ import re
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
 
 EXTENSION = "transformer-engine-torch"
 PACKAGES = (EXTENSION, "transformer-engine-cu13", "transformer-engine")
 """In the order of their install: one that is there without the others makes `import megatron.core` fail."""
 LOST = "actor.layout.context above 1 and FP8 are lost, and training is slower"
-REMEDY = f"""Or give a folder that holds a built wheel (another machine's .venv/wheels/torch-*):
+REFUSAL = f"""TransformerEngine's torch extension must be built, and for that this machine lacks:
+  {{}}
+Or give a folder that holds a built wheel (another machine's .venv/wheels/torch-*):
   PIP_FIND_LINKS=folder make install-gpu
 Or do without it ({LOST}):
   WITHOUT_TE=1 make install-gpu"""
-GIGABYTES_A_JOB = 2.0
+"""What to say before a build that would lack something."""
+BYTES_A_JOB = 2e9
 
 
 def missing_tools() -> list[str]:
     """What the build needs of this machine and does not find, each with its remedy."""
-    missing = []
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]  # of `ccache g++` its first word
-    if shutil.which(compiler) is None:
-        missing.append(f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++")
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").exists():
-        missing.append(f"{include}/Python.h, Python's headers: apt install python3-dev of this Python's version")
-    return missing
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    needs = {
+        f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++": shutil.which(
+            compiler
+        ),
+        f"{header}, Python's headers: apt install python3-dev of this Python's version": header.exists(),
+    }
+    return [need for need, found in needs.items() if not found]
 
 
-def refusal(missing: list[str]) -> str:
-    """What to say before a build that would lack something."""
-    needs = "TransformerEngine's torch extension must be built, and for that this machine lacks:"
-    return "\n".join([needs, *(f"  {line}" for line in missing), REMEDY])
-
-
-def build_variables(python: Path, site: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def build_variables(python: str, site: Path) -> dict[str, str]:
     """Environment variables of the build."""
-    memory = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    fitting = int(int(memory[1]) / 1e6 / GIGABYTES_A_JOB) if memory else 1
-    jobs = max(1, min(len(os.sched_getaffinity(0)), fitting))
+    free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    jobs = min(len(os.sched_getaffinity(0)), int(1000 * int(free[1]) / BYTES_A_JOB) if free else 1)
     return {
         "CUDA_HOME": str(site / "nvidia" / "cu13"),
         "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
         # Otherwise it first looks for a wheel on a host that is no package index, and waits where that is unreachable.
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
-        "MAX_JOBS": environment.get("MAX_JOBS") or str(jobs),
-        "PATH": f"{python.parent}{os.pathsep}{environment.get('PATH', os.defpath)}",  # for ninja
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(max(1, jobs)),
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # for ninja
     }

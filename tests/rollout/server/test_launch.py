@@ -1,7 +1,6 @@
 """The launcher's environment and command line, and that a server does not outlive its parent."""
 
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -84,7 +83,7 @@ def test_sglang_knows_what_it_is_told_and_what_the_config_refuses() -> None:
     variables, options = sglang_text("environ.py"), sglang_text("server_args.py")
     for name in (*launch_server.MEMORY_SAVER, launch_server.RENDEZVOUS):
         assert f"    {name} = " in variables
-    for name in [*SAVER, *itertools.chain.from_iterable(REFUSED), *GOVERNED]:
+    for name in [*SAVER, *REFUSED, *GOVERNED]:
         field = name.removeprefix("--").replace("-", "_")
         begins = field + (r"\w*" if name.endswith("-") else "")
         known = re.search(rf"^    {begins}: A\[", options, re.MULTILINE) or f'"{name}"' in options
