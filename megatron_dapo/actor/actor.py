@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_dapo.actor.offload import Part
     from megatron_dapo.actor.pass_timer import PassClock
     from megatron_dapo.actor.step import LossSums
-    from megatron_dapo.actor.weights.buckets import BucketSink
+    from megatron_dapo.actor.weights.hf_weights import BucketSink
     from megatron_dapo.algorithm.policy_loss import Objective
 
 
@@ -239,7 +239,7 @@ class MegatronActor:
 
     def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
-        from megatron_dapo.actor.weights.buckets import stream_weights
+        from megatron_dapo.actor.weights.hf_weights import stream_weights
 
         with self.memory.resident("parameters"):
             stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
