@@ -140,8 +140,12 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=overlap
     )
     config = chunks[0].config
-    for chunk in chunks:
-        _mark_split_parameters(chunk)
+    # What differs between tensor-parallel ranks; the norm counts the rest once. Megatron marks it while it draws
+    # initial weights, which a model that is read from files skips.
+    split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, split)):
+        for parameter in module.parameters(recurse=False):
+            parameter.tensor_model_parallel = True
     wrapped = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -151,22 +155,6 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
-
-
-def _mark_split_parameters(chunk: GPTModel) -> None:
-    """Tell the optimizer which parameters differ between tensor-parallel ranks: the norm counts the others once.
-
-    Megatron marks them while it draws initial weights, which a model that is read from files skips.
-    """
-    for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            split = list(module.parameters(recurse=False))
-        elif isinstance(module, RowParallelLinear):
-            split = [module.weight]
-        else:
-            continue
-        for parameter in split:
-            parameter.tensor_model_parallel = True
 
 
 def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) -> str:

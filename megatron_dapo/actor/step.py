@@ -41,18 +41,6 @@ _BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossSums:
-    """Sums over a whole mini-batch, the same on every rank."""
-
-    loss: float
-    tokens: int
-    """Response tokens with a weight other than 0."""
-
-    sums: dict[str, float]
-    """Over those tokens: log_prob, entropy and the objective's statistics."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Input:
     """A packed micro-batch on the device."""
 
@@ -97,6 +85,10 @@ class ForwardBackward:
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
+        columns = -(-vocabulary // self.layout.tensor)
+        self.shard = VocabularyShard.of(
+            vocabulary=vocabulary, columns=columns, rank=self.tensor_rank, group=self.tensor_group
+        )
         # One rank of those that end up with the same numbers speaks for them.
         self.speaks = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
@@ -128,8 +120,11 @@ class ForwardBackward:
 
     def backward(
         self, mini_batch: MiniBatch, objective: Objective, temperature: float, *, whole_gradients: bool = False
-    ) -> LossSums:
+    ) -> dict[str, float]:
         """Add the gradient of the mini-batch's loss to the chunks' gradient buffers.
+
+        Returns sums over the whole mini-batch, the same on every rank: its loss; tokens, those with a weight other
+        than 0; and over these log_prob, entropy and the objective's statistics.
 
         `whole_gradients`: leave the whole sum on every data-parallel rank, also with the distributed optimizer, whose
         ranks otherwise get the sum of their own part only.
@@ -145,8 +140,7 @@ class ForwardBackward:
         if self.speaks:
             totals += torch.stack(results).sum(dim=0)
         dist.all_reduce(totals)
-        sums = dict(zip(names, totals.tolist(), strict=True))
-        return LossSums(loss=sums.pop("loss"), tokens=int(sums.pop("tokens")), sums=sums)
+        return dict(zip(names, totals.tolist(), strict=True))
 
     def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
@@ -216,21 +210,15 @@ class ForwardBackward:
     ) -> tuple[Tensor, Tensor]:
         """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
         states."""
-        weight = output_weight(self.chunks[-1]) if self.fused_linear else None
-        shard = VocabularyShard.of(
-            vocabulary=self.vocabulary,
-            columns=output.shape[-1] if weight is None else len(weight),
-            rank=self.tensor_rank,
-            group=self.tensor_group,
-        )
         rows, targets, places = item.index.unbind()
-        wanted = (rows, targets, shard)
+        wanted = (rows, targets, self.shard)
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
-        if weight is None:
-            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
-        else:
+        if self.fused_linear:
+            weight = output_weight(self.chunks[-1])
             log_probs, entropy = linear_token_log_probs(output, weight, *wanted, temperature=temperature)
+        else:
+            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
         if not entropy_gradient:
             entropy = entropy.detach()
         if self.layout.context > 1:

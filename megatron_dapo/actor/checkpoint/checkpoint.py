@@ -14,7 +14,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_sta
 from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
@@ -52,55 +53,25 @@ EXTRA_STATE = "_extra_state"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointState:
-    """What stands in `actor.json`."""
-
-    optimizer_steps: int
-    layout: Mapping[str, Any]
-    """The layout that wrote it; the one that reads may differ."""
-
-    distributed_optimizer: bool | None
-    """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
-
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Of the file's format; nothing is stored in it."""
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps({name: getattr(self, name) for name in CheckpointState.__slots__}, indent=1)
-
-
-def begin(
-    folder: Path,
-    optimizer: ActorOptimizer,
-    *,
-    layout: Mapping[str, Any],
-    background: bool,
-) -> "PendingSave":
+def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, background: bool) -> "PendingSave":
     """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
 
     Args:
-        layout: `dataclasses.asdict` of the LayoutConfig.
         background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
             all ranks write before this returns.
     """
     aside = folder.with_name(f"{folder.name}.partial")
-    state = CheckpointState(
+    _on_rank_0(folder, lambda: _make_empty(aside))
+    sharded = _sharded_state(optimizer, loading=False)
+    # After that: before the first step it is what makes the moments.
+    writer = ShardWriter(aside, optimizer.memory.storages())
+    dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
+    state = files.state_text(
         optimizer_steps=optimizer.optimizer_steps,
         layout=layout,
         distributed_optimizer=optimizer.config.distributed,
     )
-    _on_rank_0(folder, lambda: files.make_empty(aside))
-    sharded = _sharded_state(optimizer, loading=False)
-    # After that: before the first step it is what makes the moments.
-    writer = ShardWriter(aside, optimizer.memory.storages())
-    dist_checkpointing.save(
-        sharded | {"rng": _all_random_states()},
-        str(aside),
-        sharded_strategy=_PlanOnly(writer),
-    )
-    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state.text()))
+    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
     if in_background:
         writer.copy()
@@ -151,22 +122,22 @@ class PendingSave:
             raise
 
 
-def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> None:
+def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
 
     Raises:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
             Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
-    _check(folder)
+    files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), _from_all)
     refuse_foreign_code(folder)
-    state = CheckpointState(**json.loads((folder / files.STATE_FILE).read_text()))
-    if state.distributed_optimizer is None:
+    state = json.loads((folder / files.STATE_FILE).read_text())
+    kind = state["distributed_optimizer"]
+    if kind is None:
         raise CheckpointError(
             f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
             "convert it to a Hugging Face folder and give that as model.path"
         )
-    kind = state.distributed_optimizer
     if kind != optimizer.config.distributed:
         raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
     _check_common_state(folder)
@@ -174,8 +145,8 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
         assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
-    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
-    if dict(state.layout) == dict(layout):
+    optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
+    if state["layout"] == asdict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
 
 
@@ -258,6 +229,12 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _make_empty(aside: Path) -> None:
+    """A fresh folder; what a killed save left there goes."""
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
 def _from_all(value: T) -> list[T]:
     """`value` of every rank, by rank."""
     values = [value] * dist.get_world_size()
@@ -276,13 +253,3 @@ def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure[0]}")
-
-
-def _check(folder: Path) -> None:
-    """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    manifest = files.read_manifest(folder / files.MANIFEST_FILE)
-    files.check_there(folder, manifest)
-    names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    own = {name: files.digest_of(folder / name, manifest.algorithm) for name in names}
-    found = {name: digest for part in _from_all(own) for name, digest in part.items()}
-    files.check_digests(folder, manifest, found)

@@ -12,9 +12,9 @@ the host's own figures know nothing; a process that takes more is killed (`avail
 """
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -89,7 +89,8 @@ class ShardWriter(FileSystemWriter):
         """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
         try:
             assert self._plan is not None
-            planner = cast(SavePlanner, _Kept(self._data))
+            # In the planner's place: hands each shard out once, so that its memory is freed on the way.
+            planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
             self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
@@ -119,16 +120,6 @@ class ShardWriter(FileSystemWriter):
         return isinstance(data, torch.Tensor) and (data.is_cuda or data.untyped_storage()._cdata in self._live)
 
 
-class _Kept:
-    """In the planner's place while shards are written: hands each out once, so that its memory is freed on the way."""
-
-    def __init__(self, data: dict[MetadataIndex, Any]) -> None:
-        self._data = data
-
-    def resolve_data(self, item: Any) -> Any:
-        return self._data.pop(item.index)
-
-
 def _reason(error: BaseException) -> str:
     """The operating system's word, where there is one: over a full disk torch says "unexpected pos 704 vs 598"."""
     at: BaseException | None = error
@@ -146,30 +137,24 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
         groups: where the control groups are mounted.
         own: the file that names this process's ones.
     """
-    return min([psutil.virtual_memory().available, *_left(groups, own)])
-
-
-def _left(groups: Path, own: Path) -> Iterator[int]:
-    """What each group above this process leaves; nothing for those without a limit."""
+    available = [psutil.virtual_memory().available]
     for line in own.read_text().splitlines() if own.is_file() else []:
         _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            top, files = groups, VERSION_2
-        elif "memory" in controllers.split(","):
-            top, files = groups / "memory", VERSION_1
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        top, names = (groups / "memory", VERSION_1) if controllers else (groups, VERSION_2)
         folder = top / name.lstrip("/")
-        for level in (folder, *folder.parents):
-            if level.is_relative_to(top):
-                yield from _left_by(level, *files)
+        available += [left for level in (folder, *folder.parents) if (left := _left_by(level, *names)) is not None]
+    return min(available)
 
 
-def _left_by(group: Path, limit_file: str, use_file: str, cache_key: str) -> Iterator[int]:
+def _left_by(group: Path, limit_file: str, use_file: str, cache_key: str) -> int | None:
+    """What one group leaves; None: it has no limit, or is none."""
     limit = _read(group / limit_file)
-    if limit.isdigit():  # else "max", or no such file
-        stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-        yield max(0, int(limit) - int(_read(group / use_file) or 0) + int(stat.get(cache_key, 0)))
+    if not limit.isdigit():  # "max", or no such file
+        return None
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    return max(0, int(limit) - int(_read(group / use_file) or 0) + int(stat.get(cache_key, 0)))
 
 
 def _read(file: Path) -> str:

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -75,7 +76,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if actor.fused_linear_log_prob and chunk.post_process:
-            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
+            chunk.output_layer.forward = partial(hidden_states, chunk.output_layer)
         chunks.append(chunk)
     return chunks
 
@@ -85,7 +86,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
     layout = actor.layout
     check_layout(hf, layout)
     cuda = device.device.type == "cuda"
-    torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
@@ -104,7 +105,6 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         attention_dropout=0.0,
         params_dtype=torch_dtype,
         pipeline_dtype=torch_dtype,
-        autocast_dtype=torch_dtype,
         bf16=torch_dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -116,8 +116,6 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         use_cpu_initialization=not cuda,
         # The loss is a sum of weighted tokens: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=device.transformer_engine,
@@ -195,41 +193,23 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class HiddenStatesOutput(ColumnParallelLinear):
-    """Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by its weight
-    block by block (`log_prob.linear_token_log_probs`). Parameter, name and sharded checkpoint are those of the layer
-    that it replaces."""
+def hidden_states(
+    layer: ColumnParallelLinear, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
+    """Forward of Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by the
+    layer's weight block by block (`log_prob.linear_token_log_probs`).
 
-    @classmethod
-    def of(cls, layer: ColumnParallelLinear) -> "HiddenStatesOutput":
-        """In the place of `layer`, with its weight (none where that is the embedding's)."""
-        output = cls(
-            layer.input_size,
-            layer.output_size,
-            config=layer.config,
-            init_method=layer.config.init_method,
-            bias=False,
-            skip_weight_param_allocation=True,
-            tp_group=layer.tp_group,
-        )
-        output.weight = layer.weight
-        return output
-
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients."""
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+    [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients.
+    """
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(input_, group=layer.tp_group), None
+    return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:
     """[V / tp, h] of the last pipeline stage's last chunk (wrapped or not): the output layer's weight, or the
     embedding's that it is tied to."""
-    model: Any = chunk
-    while not isinstance(model, GPTModel):
-        model = model.module
+    model = get_attr_wrapped_model(chunk, "output_layer", return_model_obj=True)
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
@@ -296,9 +296,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
     """
     for chunk in chunks:
-        model: Any = chunk
-        while not isinstance(model, GPTModel):
-            model = model.module
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for name, parameter in model.named_parameters():
             in_layer = _LAYER_NAME.fullmatch(name)
             if in_layer:
