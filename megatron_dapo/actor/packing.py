@@ -19,7 +19,6 @@ R responses of a message, S of them in one micro-batch, N response tokens of all
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -195,14 +194,11 @@ def _deal(assignment: np.ndarray, costs: np.ndarray, bins: int, data_parallel: i
     """Give the bins to the ranks: neighbours in cost run at the same time, and the ranks' sums are level."""
     load = np.bincount(assignment, weights=costs, minlength=bins)
     order = np.argsort(-load, kind="stable")
-    members: Sequence[np.ndarray] = [np.flatnonzero(assignment == number) for number in range(bins)]
     ranks: list[list[np.ndarray]] = [[] for _ in range(data_parallel)]
     sums = np.zeros(data_parallel)
-    for round_start in range(0, bins, data_parallel):
+    for numbers in order.reshape(-1, data_parallel):
         # The costliest bin of the round goes to the rank that has least so far.
-        for number, rank in zip(
-            order[round_start : round_start + data_parallel], np.argsort(sums, kind="stable"), strict=True
-        ):
-            ranks[rank].append(members[number])
+        for number, rank in zip(numbers, np.argsort(sums, kind="stable"), strict=True):
+            ranks[rank].append(np.flatnonzero(assignment == number))
             sums[rank] += load[number]
     return MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in ranks), num_responses=len(assignment))

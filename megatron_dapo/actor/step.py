@@ -22,14 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dapo.actor.model.log_prob import (
-    VocabularyShard,
-    gather_over_context,
-    linear_token_log_probs,
-    token_log_probs,
-)
+from megatron_dapo.actor.model import log_prob
 from megatron_dapo.actor.model.model_chunks import output_weight
-from megatron_dapo.actor.model.packed_attention import PackedSequences, packed_sequences
+from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
@@ -75,7 +70,7 @@ class ForwardBackward:
         self.chunks: list[Any] = list(chunks)
         self.layout = config.layout
         self.vocabulary = vocabulary
-        self.chunk_tokens = config.logprob_chunk_tokens
+        self.chunk = config.logprob_chunk_tokens
         self.fused_linear = config.fused_linear_log_prob
         self.row_multiple = config.row_multiple
         self.device = device
@@ -86,7 +81,7 @@ class ForwardBackward:
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
         columns = -(-vocabulary // self.layout.tensor)
-        self.shard = VocabularyShard.of(
+        self.shard = log_prob.VocabularyShard.of(
             vocabulary=vocabulary, columns=columns, rank=self.tensor_rank, group=self.tensor_group
         )
         # One rank of those that end up with the same numbers speaks for them.
@@ -144,7 +139,7 @@ class ForwardBackward:
 
     def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
-        planned, wanted = (plan.num_responses, plan.data_parallel), (len(responses), self.layout.data)
+        planned, wanted = (plan.num_responses, len(plan.micro_batches)), (len(responses), self.layout.data)
         if planned != wanted:
             raise ValueError(f"the plan is for {planned} responses and data-parallel ranks, there are {wanted}")
         largest = responses.token_ids.max(initial=0)
@@ -168,8 +163,8 @@ class ForwardBackward:
         return _Input(
             packed=packed,
             tokens=self._to_device(np.stack([packed.input_ids, packed.position_ids])[:, None]),
-            sequences=packed_sequences(
-                np.diff(packed.sequence_bounds).tolist(),
+            sequences=PackedSequences(
+                padded_lengths=np.diff(packed.sequence_bounds).tolist(),
                 device=self.device,
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
@@ -216,14 +211,14 @@ class ForwardBackward:
         output = output.squeeze(0)
         if self.fused_linear:
             weight = output_weight(self.chunks[-1])
-            log_probs, entropy = linear_token_log_probs(output, weight, *wanted, temperature=temperature)
+            log_probs, entropy = log_prob.linear_token_log_probs(output, weight, *wanted, temperature=temperature)
         else:
-            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
+            log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk)
         if not entropy_gradient:
             entropy = entropy.detach()
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
-            whole = gather_over_context(values, places, len(item.packed.columns), self.context_group)
+            whole = log_prob.gather_over_context(values, places, len(item.packed.columns), self.context_group)
             log_probs, entropy = whole.unbind()
         return log_probs, entropy
 

@@ -115,11 +115,6 @@ class MicroBatchPlan:
             )
 
     @property
-    def data_parallel(self) -> int:
-        """Data-parallel ranks that the plan is for."""
-        return len(self.micro_batches)
-
-    @property
     def micro_batches_per_rank(self) -> int:
         """Micro-batches of each rank, empty ones included."""
         return len(self.micro_batches[0])
@@ -225,10 +220,6 @@ class LearningRate:
     """Optimizer step, warm-up included, at which the cosine reaches its end; None: constant after the warm-up."""
 
     final_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}")
 
     @classmethod
     def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":

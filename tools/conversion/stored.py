@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import checkpoint_name, model_shards
+from megatron_dapo.actor.weights.hf_weights import FUSED_NORMS, LAYER_NAME, model_shards
 from megatron_dapo.actor.weights.shards import Shards
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -92,6 +92,18 @@ class Stored:
     def full(self, whole: Tensor) -> dict[str, Tensor]:
         """The Hugging Face tensors of the parameter as the checkpoint has it, padding included."""
         return self.shards.full(whole[None])
+
+
+def checkpoint_name(name: str) -> tuple[str, int | None]:
+    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
+
+    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
+    """
+    in_layer = LAYER_NAME.fullmatch(name)
+    if not in_layer:
+        return name, None
+    prefix, layer, rest = in_layer.groups()
+    return prefix + {local: fused for fused, local in FUSED_NORMS.items()}.get(rest, rest), int(layer)
 
 
 def stored_parameters(hf: HFModelConfig) -> list[Stored]:

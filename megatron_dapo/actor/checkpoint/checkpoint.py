@@ -17,27 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_dapo.actor.checkpoint import checkpoint_files as files
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
-from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
 from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -49,8 +44,6 @@ MEMORY_SHARE = 0.5
 EXTRA_STATE = "_extra_state"
 """Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
 `actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
-
-T = TypeVar("T")
 
 
 def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, background: bool) -> "PendingSave":
@@ -91,7 +84,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether `finish` would wait on no rank."""
-        return all(_from_all(self._writer.done))
+        return all(gather_objects(self._writer.done))
 
     def finish(self) -> None:
         """Wait for every rank's writer and put the checkpoint in its place.
@@ -129,7 +122,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
             Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
-    files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), _from_all)
+    files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
     state = json.loads((folder / files.STATE_FILE).read_text())
     kind = state["distributed_optimizer"]
@@ -164,7 +157,7 @@ def _check_common_state(folder: Path) -> None:
         ) from error
 
 
-class _PlanOnly(TorchDistSaveShardedStrategy):
+class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
     """Megatron's format, planned by all ranks now and written by `writer` later."""
 
     def __init__(self, writer: ShardWriter) -> None:
@@ -172,11 +165,11 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         self._writer = writer
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
+            mcore.mcore_to_pyt_state_dict(by_key, False),
             storage_writer=self._writer,
-            planner=MCoreSavePlanner(
+            planner=mcore.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
@@ -184,7 +177,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 def _has_room(own_bytes: int) -> bool:
     """Whether every host holds the copies of all its ranks; the same answer on every rank."""
-    places = _from_all((socket.gethostname(), own_bytes, available_bytes()))
+    places = gather_objects((socket.gethostname(), own_bytes, available_bytes()))
     needed: Counter[str] = Counter()
     for host, size, _ in places:
         needed[host] += size
@@ -210,8 +203,7 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
             for name, shards in state.items()
         }
     model_state = state["model"] if "model" in state else dict(state)
-    optimizer_state = sharded_optimizer_state(optimizer.megatron, model_state, metadata, loading=loading)
-    return state | {"optimizer": optimizer_state}
+    return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
 
 
 def _all_random_states() -> list[dict[str, Any]]:
@@ -219,7 +211,7 @@ def _all_random_states() -> list[dict[str, Any]]:
     own: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_initialized():
         own["cuda"] = torch.cuda.get_rng_state()
-    return _from_all(own)
+    return gather_objects(own)
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
@@ -233,13 +225,6 @@ def _make_empty(aside: Path) -> None:
     """A fresh folder; what a killed save left there goes."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-
-
-def _from_all(value: T) -> list[T]:
-    """`value` of every rank, by rank."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:

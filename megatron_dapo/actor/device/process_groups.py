@@ -5,15 +5,18 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import TCPStore
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.config.actor_config import LayoutConfig
+
+T = TypeVar("T")
 
 
 def initialise(
@@ -42,7 +45,7 @@ def initialise(
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"
     with _gloo_on_loopback(host if by_store else ""):
-        torch.distributed.init_process_group(
+        dist.init_process_group(
             device.backend,
             init_method=None if by_store else rendezvous,
             store=_store(host, port, rank, world_size, timeout) if by_store else None,
@@ -92,8 +95,15 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
         del os.environ[name]
 
 
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank of the group, by rank."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def shutdown() -> None:
     """Leave all groups; the process may `initialise` again."""
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

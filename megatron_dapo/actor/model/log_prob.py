@@ -140,11 +140,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for part in _parts(len(rows), chunk):
             columns = _columns(logits, rows[part], shard)
             piece[:, part] = reduce_columns(columns, targets[part] - shard.start, temperature)
-        maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
-        ctx.save_for_backward(logits, rows, targets, maximum, log_total, entropy)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _results(ctx, piece, options, logits, rows, targets)
 
     @staticmethod
     def backward(
@@ -179,13 +175,7 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
             for part in _parts(shard.size, block)
         ]
-        maximum, log_total, log_probs, entropy = combine(
-            merge(torch.stack(pieces), temperature), shard.group, temperature
-        )
-        ctx.save_for_backward(hidden, weight, rows, targets, maximum, log_total, entropy)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _results(ctx, merge(torch.stack(pieces), temperature), options, hidden, weight, rows, targets)
 
     @staticmethod
     def backward(
@@ -211,6 +201,16 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             torch.mm(grad.T, wanted, out=grad_weight[part])
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None
+
+
+def _results(ctx: Any, piece: Tensor, options: Options, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies; what backward needs is saved."""
+    shard, temperature, _ = options
+    maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
+    ctx.save_for_backward(*inputs, maximum, log_total, entropy)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    return log_probs, entropy
 
 
 def _scaled(

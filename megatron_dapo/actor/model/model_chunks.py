@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -39,6 +33,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 """Megatron's words for `actor.recompute`."""
 
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+"""Fields of HFModelConfig that Megatron's config has too."""
+
+
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
     """The model chunks of this rank, one a virtual pipeline stage, weights not yet set (see `weights.load_hf_weights`).
 
@@ -57,7 +55,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
         vp_stage = stage if virtual else None
         if device.transformer_engine:
             # Megatron applies the rotary embedding.
-            spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         else:
             spec = local_spec(config, rotary=Rotary(inverse_frequencies), vp_stage=vp_stage)
         chunk = GPTModel(
@@ -88,11 +86,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
     cuda = device.device.type == "cuda"
     torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
-        num_layers=hf.num_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.ffn_hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_query_groups,
+        **{name: getattr(hf, name) for name in SIZES},
         kv_channels=hf.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_epsilon,
@@ -135,7 +129,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
 
 def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of local layers with our norms and our attention, which also applies the rotary embedding."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
@@ -202,8 +196,8 @@ def hidden_states(
     [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients.
     """
     if layer.sequence_parallel:
-        return gather_from_sequence_parallel_region(input_, group=layer.tp_group), None
-    return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
+        return mappings.gather_from_sequence_parallel_region(input_, group=layer.tp_group), None
+    return mappings.copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:

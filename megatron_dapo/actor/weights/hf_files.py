@@ -27,20 +27,9 @@ INDEX_FILE = "model.safetensors.index.json"
 COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the files beside the weights: config, generation config, tokenizer, chat template."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of plain weights. Quantized ones mean nothing without their scales."""
+
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -77,7 +66,7 @@ class SafetensorsReader:
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of an unknown type."""
+        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of another type."""
         self._listing, files = _listed(Path(folder))
         self._places: dict[str, TensorPlace] = {}
         with ExitStack() as opened:
@@ -151,7 +140,8 @@ def _places(file: BinaryIO) -> dict[str, TensorPlace]:
     places = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
-            raise WeightsError(f"{file.name}: tensor {name} has type {entry['dtype']}; known: {', '.join(DTYPES)}")
+            found, plain = entry["dtype"], ", ".join(DTYPES)
+            raise WeightsError(f"{file.name}: tensor {name} has type {found}, as quantized weights have; give {plain}")
         start = _LENGTH_BYTES + length + entry["data_offsets"][0]
         places[name] = TensorPlace(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
     return places

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
 from megatron_dapo.actor.weights.shards import Shards
@@ -23,9 +24,9 @@ EXPORT_FILE_BYTES = 5 * 10**9
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
-_LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 # TransformerEngine's layer spec fuses a norm into the linear after it, under another name.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -86,8 +87,7 @@ def gathered_parameters(
         return
     shards_of = model_shards(hf)
     own = dict(_named_parameters(chunks, hf))
-    stages: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, set(own), group=parallel_state.get_pipeline_model_parallel_group())
+    stages = gather_objects(set(own), parallel_state.get_pipeline_model_parallel_group())
     for name, shards in shards_of.items():
         stage = next(index for index, names in enumerate(stages) if name in names)
         ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
@@ -235,18 +235,6 @@ def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     return shards
 
 
-def checkpoint_name(name: str) -> tuple[str, int | None]:
-    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
-
-    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
-    """
-    in_layer = _LAYER_NAME.fullmatch(name)
-    if not in_layer:
-        return name, None
-    prefix, layer, rest = in_layer.groups()
-    return prefix + {local: fused for fused, local in _FUSED_NORMS.items()}.get(rest, rest), int(layer)
-
-
 def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them."""
     return {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
@@ -298,11 +286,11 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for name, parameter in model.named_parameters():
-            in_layer = _LAYER_NAME.fullmatch(name)
+            in_layer = LAYER_NAME.fullmatch(name)
             if in_layer:
                 prefix, index, rest = in_layer.groups()
                 layer = model.decoder.layers[int(index)].layer_number - 1
-                yield f"{prefix}{layer}.{_FUSED_NORMS.get(rest, rest)}", parameter
+                yield f"{prefix}{layer}.{FUSED_NORMS.get(rest, rest)}", parameter
             else:
                 yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
 
