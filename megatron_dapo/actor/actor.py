@@ -73,7 +73,7 @@ class MegatronActor:
             keep_reference: keep a copy of the model's weights on the host, for `reference_log_probs`.
         """
         self.config = config
-        self.model = model
+        self.model, self._dtype = model, getattr(torch, model.dtype)
         self.rank = rank
         self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
@@ -282,7 +282,3 @@ class MegatronActor:
     def close(self) -> None:
         """Leave the process groups; the actor is of no use afterwards."""
         self._groups.shutdown()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.model.dtype)

@@ -75,10 +75,7 @@ class ActorOptimizer:
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
         no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
         self.megatron = get_megatron_optimizer(
-            megatron_config,
-            self.chunks,
-            config_overrides={no_decay: {"wd_mult": 0.0}},
-            use_gloo_process_groups=False,
+            megatron_config, self.chunks, config_overrides={no_decay: {"wd_mult": 0.0}}, use_gloo_process_groups=False
         )
         (self._inner,) = self.megatron.chained_optimizers
         self.memory = DeviceMemory(self.chunks, self.megatron)
@@ -246,9 +243,7 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tup
             yield (last, *offset), (1, *size)
 
 
-def _own_ranges(
-    optimizer: DistributedOptimizer,
-) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
     """In Megatron's order: a weight, where this rank's part of it begins, and the flat state of that part."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():

@@ -4,7 +4,7 @@
 
 Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch,
 however it is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
-(`log_prob.gather_over_context`), so an objective never knows about ranks.
+(`log_prob.GatherOverContext`), so an objective never knows about ranks.
 
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """
@@ -58,20 +58,13 @@ class ForwardBackward:
     """The model chunks of a rank, ready for micro-batches. Every rank makes each call, with equal arguments."""
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        config: ActorConfig,
-        *,
-        vocabulary: int,
-        device: torch.device,
+        self, chunks: Sequence[torch.nn.Module], config: ActorConfig, *, vocabulary: int, device: torch.device
     ) -> None:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them, built by `config`. `vocabulary`: tokens, without
         padding."""
         self.chunks: list[Any] = list(chunks)
-        self.layout = config.layout
+        self.config, self.layout = config, config.layout
         self.vocabulary = vocabulary
-        self.chunk = config.logprob_chunk_tokens
-        self.fused_linear = config.fused_linear_log_prob
         self.row_multiple = config.row_multiple
         self.device = device
         self.tell(None)
@@ -206,19 +199,19 @@ class ForwardBackward:
         """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
         states."""
         rows, targets, places = item.index.unbind()
-        wanted = (rows, targets, self.shard)
+        wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
-        if self.fused_linear:
+        if self.config.fused_linear_log_prob:
             weight = output_weight(self.chunks[-1])
             log_probs, entropy = log_prob.linear_token_log_probs(output, weight, *wanted, temperature=temperature)
         else:
-            log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk)
+            log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=chunk)
         if not entropy_gradient:
             entropy = entropy.detach()
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
-            whole = log_prob.gather_over_context(values, places, len(item.packed.columns), self.context_group)
+            whole = log_prob.GatherOverContext.apply(values, places, len(item.packed.columns), self.context_group)
             log_probs, entropy = whole.unbind()
         return log_probs, entropy
 

@@ -104,14 +104,11 @@ class MicroBatchPlan:
 
     def __post_init__(self) -> None:
         counts = {len(rank) for rank in self.micro_batches}
-        if len(counts) != 1 or 0 in counts:
-            raise ValueError(
-                f"MicroBatchPlan: ranks have {sorted(counts)} micro-batches; all need the same number, at least 1"
-            )
         planned = np.sort(np.concatenate([indices for rank in self.micro_batches for indices in rank]))
-        if not np.array_equal(planned, np.arange(self.num_responses)):
+        if len(counts) != 1 or not np.array_equal(planned, np.arange(self.num_responses)):
             raise ValueError(
-                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch"
+                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch, and ranks "
+                f"have equally many; these have {sorted(counts)}"
             )
 
     @property
@@ -161,10 +158,6 @@ class MiniBatch:
                 raise ValueError(f"MiniBatch: {name}[{where}] = {column[where]}; every entry must be a finite number")
         if (self.advantages is None) != (self.old_log_probs is None):
             raise ValueError("MiniBatch: advantages and old_log_probs go together: give both, or none (supervised)")
-        if self.plan.num_responses != len(self.responses):
-            raise ValueError(
-                f"MiniBatch: the plan is for {self.plan.num_responses} responses, there are {len(self.responses)}"
-            )
 
     @property
     def columns(self) -> dict[str, np.ndarray]:

@@ -41,6 +41,8 @@ from megatron_dapo.storage.durable import replace_file, sync_file
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
 
+CONVERT = "convert it to a Hugging Face folder and give that as model.path, to start from its weights"
+
 EXTRA_STATE = "_extra_state"
 """Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
 `actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
@@ -60,9 +62,7 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
     state = files.state_text(
-        optimizer_steps=optimizer.optimizer_steps,
-        layout=layout,
-        distributed_optimizer=optimizer.config.distributed,
+        optimizer_steps=optimizer.optimizer_steps, layout=layout, distributed_optimizer=optimizer.config.distributed
     )
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
@@ -127,10 +127,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     state = json.loads((folder / files.STATE_FILE).read_text())
     kind = state["distributed_optimizer"]
     if kind is None:
-        raise CheckpointError(
-            f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
-            "convert it to a Hugging Face folder and give that as model.path"
-        )
+        raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
     if kind != optimizer.config.distributed:
         raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
     _check_common_state(folder)
@@ -152,8 +149,7 @@ def _check_common_state(folder: Path) -> None:
     except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
         raise CheckpointError(
             f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
-            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or convert it to a Hugging Face folder and "
-            "give that as model.path, to start from its weights"
+            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or {CONVERT}"
         ) from error
 
 

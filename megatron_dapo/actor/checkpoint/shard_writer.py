@@ -45,14 +45,16 @@ class Written:
 class ShardWriter(FileSystemWriter):
     """To be given to torch's `save`, which then only plans; `copy` and `start` or `write` follow."""
 
+    _plan: SavePlan
+    _metadata: Metadata
+    """On rank 0."""
+
     def __init__(self, folder: Path, live: frozenset[int]) -> None:
         """`live`: addresses of the storages that training changes."""
         # Nothing is copied ahead: the copies of tensors on CUDA would wait for training's own stream.
         super().__init__(folder, per_thread_copy_ahead=0)
         self._folder, self._live = Path(folder), live
-        self._plan: SavePlan | None = None
         self._data: dict[MetadataIndex, Any] = {}
-        self._metadata: Metadata | None = None
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
 
@@ -88,7 +90,6 @@ class ShardWriter(FileSystemWriter):
     def write(self) -> None:
         """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
         try:
-            assert self._plan is not None
             # In the planner's place: hands each shard out once, so that its memory is freed on the way.
             planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
@@ -113,7 +114,6 @@ class ShardWriter(FileSystemWriter):
 
     def write_index(self, results: list[list[WriteResult]]) -> None:
         """On rank 0: the file that says where every shard of every rank stands."""
-        assert self._metadata is not None
         super().finish(self._metadata, results)
 
     def _must_copy(self, data: Any) -> bool:

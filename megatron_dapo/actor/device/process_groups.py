@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -15,8 +15,6 @@ from torch.distributed import TCPStore
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.config.actor_config import LayoutConfig
-
-T = TypeVar("T")
 
 
 def initialise(
@@ -95,7 +93,7 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """`value` of every rank of the group, by rank."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

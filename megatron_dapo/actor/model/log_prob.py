@@ -105,20 +105,15 @@ def linear_token_log_probs(
     return _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
 
 
-def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+class GatherOverContext(torch.autograd.Function):
     """All `total` columns of a micro-batch on every context-parallel rank, from those that each rank has predicted.
 
     Each rank then computes the loss of whole responses, the same on all of them. Backward hands each rank the gradient
     of its own columns: added up over ranks, as the gradients of the weights are, they are the loss's gradient once.
 
-    Args:
-        values: [k, n] of this rank.
-        places: int64 [n], which columns of the result they are.
+    values: [k, n] of this rank; places: int64 [n], which columns of the result they are.
     """
-    return _GatherOverContext.apply(values, places, total, group)
 
-
-class _GatherOverContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)

@@ -51,8 +51,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
     inverse_frequencies = hf.inverse_frequencies().to(device.device)
     virtual = actor.layout.virtual_pipeline
     chunks = []
-    for stage in range(virtual or 1):
-        vp_stage = stage if virtual else None
+    for vp_stage in [None] if virtual is None else range(virtual):
         if device.transformer_engine:
             # Megatron applies the rotary embedding.
             spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

@@ -13,7 +13,7 @@ sequence, H query heads and G key/value heads on this tensor-parallel rank, D he
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -213,10 +213,9 @@ def _local_positions(length: int, context_parallel: int, context_rank: int) -> t
 
 def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -> AttentionPlan:
     positions = [_local_positions(length, ranks, rank) for length in lengths]
-    starts = [0]
-    for own in positions:
-        starts.append(starts[-1] + len(own))
-    rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
+    local_lengths = tuple(len(own) for own in positions)
+    starts = [0, *accumulate(local_lengths)]
+    rows = torch.arange(starts[-1]).split(local_lengths)
     equal = ranks == 1 and len(set(lengths)) == 1
     # Gathered keys of a sequence do not lie next to each other: under context parallelism nothing is computed alone.
     longest_in_bucket = BUCKET_LONGEST[device.type] if ranks == 1 else max(lengths)
@@ -237,7 +236,7 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
         order.append(queries.flatten())
     return AttentionPlan(
         positions=torch.cat(positions).to(device),
-        lengths=tuple(len(own) for own in positions),
+        lengths=local_lengths,
         equal=equal,
         alone=tuple(alone),
         buckets=tuple(buckets),

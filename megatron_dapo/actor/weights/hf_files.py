@@ -50,11 +50,6 @@ class TensorPlace:
     shape: tuple[int, ...]
     start: int
 
-    @property
-    def row_bytes(self) -> int:
-        """Of what stands at one index of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
     def fill(self, target: Tensor, offset: int) -> None:
         """Read the tensor's bytes from `offset` on into the memory of `target`."""
         self.file.seek(self.start + offset)
@@ -93,8 +88,8 @@ class SafetensorsReader:
                 )
             place = self._places[name]
             if place.shape != shape:
-                found, needed = list(place.shape), list(shape)
-                raise WeightsError(f"{place.file.name}: tensor {name} has shape {found}, the model needs {needed}")
+                found = f"{place.file.name}: tensor {name} has shape {list(place.shape)}"
+                raise WeightsError(f"{found}, the model needs {list(shape)}")
         extra = sorted(self._places.keys() - shapes.keys() - ignored)
         if extra:
             file = self._places[extra[0]].file.name
@@ -106,16 +101,17 @@ class SafetensorsReader:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file."""
         place = self._places[name]
+        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
         shape = list(place.shape)
         shape[dim] = stop - start
         tensor = torch.empty(shape, dtype=place.dtype)
         if dim == 0 or shape == list(place.shape):
-            place.fill(tensor, start * place.row_bytes if dim == 0 else 0)
+            place.fill(tensor, start * row_bytes if dim == 0 else 0)
             return tensor
-        at_once = max(1, PIECE_BYTES // place.row_bytes)
+        at_once = max(1, PIECE_BYTES // row_bytes)
         for row in range(0, shape[0], at_once):
             rows = torch.empty((min(at_once, shape[0] - row), *place.shape[1:]), dtype=place.dtype)
-            place.fill(rows, row * place.row_bytes)
+            place.fill(rows, row * row_bytes)
             tensor[row : row + at_once] = rows[:, start:stop]
         return tensor
 

@@ -168,11 +168,9 @@ class BucketSink(Protocol):
 
     def buffer(self, size: int) -> Tensor:
         """uint8 [size], on any device, to be filled; what it held before has been used up."""
-        ...
 
     def put(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
         """Take a bucket that is filled. `tensors` are views of the buffer."""
-        ...
 
 
 def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -> list[Bucket]:
