@@ -140,7 +140,6 @@ class MegatronActor:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
         import megatron.core
 
-        parameters = [parameter for chunk in self._chunks for parameter in chunk.module.parameters()]
         return {
             "rank": self.rank,
             "layout": dataclasses.asdict(self.config.layout),
@@ -153,7 +152,7 @@ class MegatronActor:
             "dtype": self.model.dtype,
             "model": self.model.path,
             "parameters": sum(map(math.prod, self._weights.hf_shapes(self.hf).values())),
-            "parameters_here": sum(parameter.numel() for parameter in parameters),
+            "parameters_here": sum(one.numel() for chunk in self._chunks for one in chunk.module.parameters()),
             "megatron_core": megatron.core.__version__,
             "torch": torch.__version__,
         }

@@ -97,7 +97,9 @@ class DeviceMemory:
     def _release(self, part: Part) -> None:
         storages = _storages(self._parameters())
         if part == "parameters":
-            self._forget_fp8_weights()
+            # TransformerEngine's layers keep their weights in FP8, and make them anew when they find none.
+            for module in (module for chunk in self._chunks for module in chunk.modules()):
+                vars(module).get("_fp8_workspaces", {}).clear()
         else:
             tensors = self._optimizer_tensors()
             if part == "gradients":
@@ -115,12 +117,6 @@ class DeviceMemory:
         self._away[part] = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
             storage.resize_(0)
-
-    def _forget_fp8_weights(self) -> None:
-        """TransformerEngine's layers keep their weights in FP8, and make them anew when they find none."""
-        for chunk in self._chunks:
-            for module in chunk.modules():
-                vars(module).get("_fp8_workspaces", {}).clear()
 
     def _parameters(self) -> Iterator[Any]:
         for chunk in self._chunks:

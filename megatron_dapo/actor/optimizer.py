@@ -157,12 +157,8 @@ class ActorOptimizer:
         the step count among them. Its own `load_state_dict` would hold all of them twice, with TransformerEngine's
         FusedAdam three times.
         """
-        configured = {
-            "max_lr": self.learning_rate.peak,
-            "min_lr": self.learning_rate.final,
-            "betas": self.config.betas,
-            "eps": self.config.eps,
-        }
+        rate, config = self.learning_rate, self.config
+        configured = {"max_lr": rate.peak, "min_lr": rate.final, "betas": config.betas, "eps": config.eps}
         stored = state.get("optimizer", state)["param_groups"]
         for group in stored:
             group.update(configured)

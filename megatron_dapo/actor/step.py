@@ -31,9 +31,6 @@ from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
 from megatron_dapo.config.actor_config import ActorConfig
 
-_BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
-"""Summed with every objective, before its own statistics."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Input:
@@ -123,7 +120,7 @@ class ForwardBackward:
             # Reductions that overlap with backward are begun by the wrapper, which asks itself and not the schedule.
             chunk.force_all_reduce = whole_gradients
         results = self._run(inputs, loss, forward_only=False, force_all_reduce=whole_gradients)
-        names = (*_BASE_SUMS, *objective.stat_names)
+        names = ("loss", "tokens", "log_prob", "entropy", *objective.stat_names)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         if self.speaks:
             totals += torch.stack(results).sum(dim=0)

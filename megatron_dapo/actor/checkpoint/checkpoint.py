@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_dapo.actor.checkpoint import checkpoint_files as files
@@ -180,7 +179,7 @@ def _has_room(own_bytes: int) -> bool:
     return all(needed[host] <= MEMORY_SHARE * available for host, _, available in places)
 
 
-def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
+def _named_chunks(optimizer: ActorOptimizer) -> dict[str, Any]:
     """Megatron's names of the model chunks in a state dict, and the chunks without their wrapper."""
     chunks = [chunk.module for chunk in optimizer.chunks]
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}

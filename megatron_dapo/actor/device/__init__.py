@@ -1,6 +1,5 @@
 """The one place that chooses the device and the kernels, and that makes Megatron-Core run without CUDA."""
 
-import importlib
 import importlib.util
 import os
 import warnings

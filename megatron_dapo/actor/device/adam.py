@@ -32,7 +32,6 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter) for parameter in parameters]
-            beta1, beta2 = group["betas"]
             adam(
                 params=parameters,
                 grads=[parameter.grad.float() for parameter in parameters],
@@ -43,8 +42,8 @@ class FusedLayoutAdam(torch.optim.Optimizer):
                 state_steps=[torch.tensor(float(group["step"] - 1), device=one.device) for one in parameters],
                 fused=True,
                 amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import TCPStore
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -65,10 +64,10 @@ def initialise(
     model_parallel_cuda_manual_seed(seed)
 
 
-def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return TCPStore(
+    return dist.TCPStore(
         host,
         port,
         world_size,

@@ -145,8 +145,7 @@ def _places(file: BinaryIO) -> dict[str, TensorPlace]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class FolderPlan:
