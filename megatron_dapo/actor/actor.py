@@ -19,25 +19,24 @@ from torch import Tensor
 
 from megatron_dapo.actor import device
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.actor.packing import MicroBatchPlan
+from megatron_dapo.actor.offload import PARTS, ReferenceWeights, parts_at_rest
+from megatron_dapo.actor.pass_timer import PassClock, time_all_reduce
 from megatron_dapo.actor.step_data import (
     LearningRate,
     LogProbs,
+    MicroBatchPlan,
     MiniBatch,
     NonFiniteUpdateError,
     Responses,
     UpdateMetrics,
 )
+from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.run_config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.checkpoint.checkpoint import PendingSave
-    from megatron_dapo.actor.offload import Part
-    from megatron_dapo.actor.pass_timer import PassClock
-    from megatron_dapo.actor.step import LossSums
-    from megatron_dapo.actor.weights.buckets import BucketSink
-    from megatron_dapo.algorithm.policy_loss import Objective
+    from megatron_dapo.actor.weights.hf_weights import BucketSink
 
 
 class MegatronActor:
@@ -74,17 +73,18 @@ class MegatronActor:
             keep_reference: keep a copy of the model's weights on the host, for `reference_log_probs`.
         """
         self.config = config
-        self.model = model
+        self.model, self._dtype = model, getattr(torch, model.dtype)
         self.rank = rank
         self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
+        from megatron_dapo.actor.checkpoint import checkpoint
         from megatron_dapo.actor.device import process_groups
         from megatron_dapo.actor.model.model_chunks import build_model
-        from megatron_dapo.actor.offload import ReferenceWeights, parts_at_rest
         from megatron_dapo.actor.optimizer import ActorOptimizer
         from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights.hf_weights import load_hf_weights
+        from megatron_dapo.actor.weights import hf_weights
 
+        self._checkpoint, self._weights, self._groups = checkpoint, hf_weights, process_groups
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
         process_groups.initialise(
@@ -97,13 +97,12 @@ class MegatronActor:
             seed=seed,
         )
         chunks = build_model(self.hf, config, self.model.dtype, self.device)
-        load_hf_weights(chunks, self.hf, Path(self.model.path))
+        hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
         rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
         self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, overlap=self.device.overlap_grad_reduce)
-        self.reference = ReferenceWeights(self.optimizer.chunks) if keep_reference else None
-        self.passes = ForwardBackward(
-            self.optimizer.chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device
-        )
+        self._chunks = self.optimizer.chunks
+        self.reference = ReferenceWeights(self._chunks) if keep_reference else None
+        self.passes = ForwardBackward(self._chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device)
         self._pending: PendingSave | None = None
         self.memory = self.optimizer.memory
         self.memory.offload(*parts_at_rest(config.offload))
@@ -120,10 +119,8 @@ class MegatronActor:
         }
 
     @contextmanager
-    def timed(self) -> "Iterator[PassClock]":
+    def timed(self) -> Iterator[PassClock]:
         """The passes made meanwhile are timed: `clock.times()`, once it is over."""
-        from megatron_dapo.actor.pass_timer import PassClock
-
         clock = PassClock(self.device.device)
         self.passes.tell(clock)
         try:
@@ -134,8 +131,6 @@ class MegatronActor:
     def time_tensor_parallel(self, tokens: int) -> dict[str, Any] | None:
         """Seconds and bytes of an all-reduce of so many tokens' hidden states over the tensor-parallel ranks; None
         without such. Every rank calls, with equal `tokens` within a group."""
-        from megatron_dapo.actor.pass_timer import time_all_reduce
-
         if self.config.layout.tensor == 1:
             return None
         states = torch.zeros(tokens, self.hf.hidden_size, dtype=self._dtype, device=self.device.device)
@@ -145,10 +140,6 @@ class MegatronActor:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
         import megatron.core
 
-        from megatron_dapo.actor.weights.hf_weights import model_shards
-
-        parameters = [parameter for chunk in self.optimizer.chunks for parameter in chunk.module.parameters()]
-        shapes = [shape for shards in model_shards(self.hf).values() for shape in shards.shapes.values()]
         return {
             "rank": self.rank,
             "layout": dataclasses.asdict(self.config.layout),
@@ -160,8 +151,8 @@ class MegatronActor:
             "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
             "dtype": self.model.dtype,
             "model": self.model.path,
-            "parameters": sum(math.prod(shape) for shape in shapes),
-            "parameters_here": sum(parameter.numel() for parameter in parameters),
+            "parameters": sum(map(math.prod, self._weights.hf_shapes(self.hf).values())),
+            "parameters_here": sum(one.numel() for chunk in self._chunks for one in chunk.module.parameters()),
             "megatron_core": megatron.core.__version__,
             "torch": torch.__version__,
         }
@@ -184,7 +175,7 @@ class MegatronActor:
             return self.passes.log_probs(responses, plan, temperature)
 
     def update(
-        self, mini_batches: Sequence[MiniBatch], objective: "Objective", temperature: float
+        self, mini_batches: Sequence[MiniBatch], objective: Objective, temperature: float
     ) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order. The same report on every rank.
 
@@ -192,57 +183,48 @@ class MegatronActor:
             NonFiniteUpdateError: on every rank, if a loss or gradient is not finite. That step was not made; the ones
                 before it were.
         """
-        needed: tuple[Part, ...] = ("parameters", "gradients")
-        if not self.config.offload.optimizer_state:
-            needed += ("optimizer",)
+        needed = PARTS[:2] if self.config.offload.optimizer_state else PARTS
         with self.memory.resident(*needed):
             return [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
 
-    def _optimizer_step(self, mini_batch: MiniBatch, objective: "Objective", temperature: float) -> UpdateMetrics:
+    def _optimizer_step(self, mini_batch: MiniBatch, objective: Objective, temperature: float) -> UpdateMetrics:
         self.optimizer.zero_grad()
         sums = self.passes.backward(mini_batch, objective, temperature)
-        self._check_finite(sums)
+        step, loss, tokens = self.optimizer.optimizer_steps + 1, sums.pop("loss"), int(sums.pop("tokens"))
+        if not math.isfinite(loss):
+            culprits = [f"{name} = {value}" for name, value in sums.items() if not math.isfinite(value)]
+            raise NonFiniteUpdateError(
+                f"optimizer step {step}: the loss is {loss}; over {tokens} tokens "
+                f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
+            )
         clock = self.passes.clock
         with nullcontext() if clock is None else clock.measure("optimizer"):
             grad_norm, lr = self.optimizer.step()
-        return UpdateMetrics(
-            optimizer_step=self.optimizer.optimizer_steps,
-            loss=sums.loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=sums.tokens,
-            sums=sums.sums,
-        )
+        return UpdateMetrics(optimizer_step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=tokens, sums=sums)
 
     def loss_and_gradients(
-        self, mini_batch: MiniBatch, objective: "Objective", temperature: float
+        self, mini_batch: MiniBatch, objective: Objective, temperature: float
     ) -> tuple[float, dict[str, Tensor]] | None:
         """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
         the others. Changes no weight."""
-        from megatron_dapo.actor.weights.hf_weights import hf_tensors
-
         with self.memory.resident("parameters", "gradients"):
             self.optimizer.zero_grad()
             sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-            gathered = hf_tensors(self.optimizer.chunks, self.hf, dtype=torch.float32, value=attrgetter("main_grad"))
-            tensors = dict(gathered)
-        return (sums.loss, tensors) if self.rank == 0 else None
+            gradient = attrgetter("main_grad")
+            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, dtype=torch.float32, value=gradient))
+        return (sums["loss"], tensors) if self.rank == 0 else None
 
     def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> int:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
         Rank 0 writes, and hands each tensor to `watch` before; the number of bytes on every rank."""
-        from megatron_dapo.actor.weights.hf_weights import export_hf
-
         source = Path(self.model.path)
         with self.memory.resident("parameters"):
-            return export_hf(self.optimizer.chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
+            return self._weights.export_hf(self._chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
 
     def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
-        from megatron_dapo.actor.weights.buckets import stream_weights
-
         with self.memory.resident("parameters"):
-            stream_weights(self.optimizer.chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
+            self._weights.stream_weights(self._chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not
@@ -261,12 +243,9 @@ class MegatronActor:
         Returns:
             False if a host had no room for the copies of its ranks: then everything is written already.
         """
-        from megatron_dapo.actor.checkpoint import checkpoint
-
         self.finish_checkpoint()
-        layout = dataclasses.asdict(self.config.layout)
         with self.memory.resident("parameters", "optimizer"):
-            self._pending = checkpoint.begin(folder, self.optimizer, layout=layout, background=background)
+            self._pending = self._checkpoint.begin(folder, self.optimizer, self.config.layout, background=background)
         return self._pending.in_background
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
@@ -296,26 +275,9 @@ class MegatronActor:
             CheckpointError: on every rank, with the file's name; the actor is unchanged. After any other exception it
                 is of no use.
         """
-        from megatron_dapo.actor.checkpoint import checkpoint
-
         with self.memory.resident("parameters", "optimizer"):
-            checkpoint.load(folder, self.optimizer, layout=dataclasses.asdict(self.config.layout))
+            self._checkpoint.load(folder, self.optimizer, self.config.layout)
 
     def close(self) -> None:
         """Leave the process groups; the actor is of no use afterwards."""
-        from megatron_dapo.actor.device import process_groups
-
-        process_groups.shutdown()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
-
-    def _check_finite(self, sums: "LossSums") -> None:
-        if math.isfinite(sums.loss):
-            return
-        culprits = [f"{name} = {value}" for name, value in sums.sums.items() if not math.isfinite(value)]
-        raise NonFiniteUpdateError(
-            f"optimizer step {self.optimizer.optimizer_steps + 1}: the loss is {sums.loss}; over {sums.tokens} tokens "
-            f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
-        )
+        self._groups.shutdown()

@@ -41,8 +41,8 @@ class DeviceMemory:
         """`chunks`: in Megatron's DistributedDataParallel; `megatron_optimizer`: a ChainedOptimizer over them."""
         self._chunks = list(chunks)
         self._megatron = megatron_optimizer
-        self._away: dict[Part, list[UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
+        self._away: dict[Part, list[tuple[UntypedStorage, int]]] = {}
+        """With the bytes that each storage had."""
         self._host: dict[Part, dict[int, list[Tensor]]] = {}
 
     @property
@@ -54,8 +54,7 @@ class DeviceMemory:
         """Addresses of the storages that training changes: of weights, buffers, moments and master weights."""
         # The wrapper itself has a list of that name.
         buffers = (buffer for chunk in self._chunks for buffer in chunk.get_submodule("module").buffers())
-        tensors = (*self._parameters(), *buffers, *self._optimizer_tensors())
-        return frozenset(_storage(tensor)._cdata for tensor in tensors)
+        return frozenset(_storages([*self._parameters(), *buffers, *self._optimizer_tensors()]))
 
     def offload(self, *parts: Part, give_back: bool = True) -> None:
         """Free the device memory of `parts`; what is away already stays away.
@@ -74,8 +73,8 @@ class DeviceMemory:
         """Bring `parts` back to the device; what is there already stays."""
         for part in parts:
             host = self._host.get(part, {})
-            for storage in self._away.pop(part, []):
-                storage.resize_(self._sizes.pop(storage._cdata))
+            for storage, size in self._away.pop(part, []):
+                storage.resize_(size)
                 kept = host.get(storage._cdata)
                 if kept is None:
                     _bytes_of(storage).zero_()
@@ -96,40 +95,28 @@ class DeviceMemory:
                 self.offload(*brought, give_back=give_back)
 
     def _release(self, part: Part) -> None:
-        if part == "gradients":
-            # Master weights keep views of the gradient buffers until the next step.
-            self._megatron.zero_grad()
+        storages = _storages(self._parameters())
         if part == "parameters":
-            self._forget_fp8_weights()
-        storages = self._storages(part)
+            # TransformerEngine's layers keep their weights in FP8, and make them anew when they find none.
+            for module in (module for chunk in self._chunks for module in chunk.modules()):
+                vars(module).get("_fp8_workspaces", {}).clear()
+        else:
+            tensors = self._optimizer_tensors()
+            if part == "gradients":
+                # Master weights keep views of the gradient buffers until the next step.
+                self._megatron.zero_grad()
+                tensors = (parameter.main_grad for parameter in self._parameters())
+            # Without low-precision weights the master weights are the weights themselves.
+            storages = {key: storage for key, storage in _storages(tensors).items() if key not in storages}
         if part != "gradients":
             earlier = self._host.get(part, {})
             # Only what is still there: a loaded checkpoint replaces the optimizer's tensors.
-            self._host[part] = {storage._cdata: _copied(storage, earlier.get(storage._cdata)) for storage in storages}
+            self._host[part] = {key: _copied(storage, earlier.get(key)) for key, storage in storages.items()}
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-        for storage in storages:
-            self._sizes[storage._cdata] = storage.nbytes()
+        self._away[part] = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage in storages.values():
             storage.resize_(0)
-        self._away[part] = storages
-
-    def _forget_fp8_weights(self) -> None:
-        """TransformerEngine's layers keep their weights in FP8, and make them anew when they find none."""
-        for chunk in self._chunks:
-            for module in chunk.modules():
-                vars(module).get("_fp8_workspaces", {}).clear()
-
-    def _storages(self, part: Part) -> list[UntypedStorage]:
-        weights = {_storage(parameter)._cdata: _storage(parameter) for parameter in self._parameters()}
-        if part == "parameters":
-            return list(weights.values())
-        if part == "gradients":
-            tensors: Iterable[Tensor] = (parameter.main_grad for parameter in self._parameters())
-        else:
-            tensors = self._optimizer_tensors()
-        found = {_storage(tensor)._cdata: _storage(tensor) for tensor in tensors}
-        # Without low-precision weights the master weights are the weights themselves.
-        return [storage for key, storage in found.items() if key not in weights]
 
     def _parameters(self) -> Iterator[Any]:
         for chunk in self._chunks:
@@ -149,8 +136,9 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor.detach())
 
 
-def _storage(tensor: Tensor) -> UntypedStorage:
-    return tensor.untyped_storage()
+def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """Those of the tensors, by address."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -175,20 +163,17 @@ class ReferenceWeights:
     def __init__(self, chunks: Sequence[Module]) -> None:
         """Copy the weights that `chunks` hold now."""
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._weights = self._copy()
+        self._weights = [to_host(parameter) for parameter in self._parameters]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The chunks hold the reference's weights inside, and their own again, bit for bit, afterwards."""
-        own = self._copy()
+        own = [to_host(parameter) for parameter in self._parameters]
         self._set(self._weights)
         try:
             yield
         finally:
             self._set(own)
-
-    def _copy(self) -> list[Tensor]:
-        return [to_host(parameter) for parameter in self._parameters]
 
     @torch.no_grad()
     def _set(self, weights: Sequence[Tensor]) -> None:

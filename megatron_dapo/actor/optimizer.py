@@ -2,26 +2,46 @@
 
 Gradients are summed over micro-batches and ranks in float32 and never divided: the token weights already hold every
 denominator. Master weights and moments are float32, whatever the type of the weights in forward and backward.
+
+Moments, master weights and step counts are stored as shards that fit any layout. The plain optimizer's state has the
+shape of the weights, and Megatron shards it like them. The distributed optimizer's lies in flat buffers cut over the
+data-parallel ranks, wherever the cut falls in a weight. Megatron's way to make that fit any layout
+(`fully_reshardable`) gathers the state of a model-parallel group on its first data-parallel rank, which copies and
+writes for all; in 0.16 and 0.19 it also takes a neighbour's moments behind the first padded bucket. Here a rank gathers
+nothing: its part of a weight, a range of flat numbers, is at most three rectangles of that weight (rest of a row, whole
+rows, begin of a row), each a shard of its own. What is stored is the same tensors under the same names.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from megatron_dapo.actor.checkpoint.optimizer_state import load_optimizer_state
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.offload import DeviceMemory
 from megatron_dapo.actor.step_data import LearningRate, NonFiniteUpdateError
 from megatron_dapo.config.actor_config import OptimizerConfig
+
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+"""Master weight, first and second moment."""
+
+GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells parameter groups apart. Megatron's `param_group_identifier_keys` also hold in 0.19 what a resumed run may
+set anew, such as the learning rate's bounds, and keys that a group may lack."""
 
 
 class ActorOptimizer:
@@ -55,11 +75,9 @@ class ActorOptimizer:
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
         no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
         self.megatron = get_megatron_optimizer(
-            megatron_config,
-            self.chunks,
-            config_overrides={no_decay: {"wd_mult": 0.0}},
-            use_gloo_process_groups=False,
+            megatron_config, self.chunks, config_overrides={no_decay: {"wd_mult": 0.0}}, use_gloo_process_groups=False
         )
+        (self._inner,) = self.megatron.chained_optimizers
         self.memory = DeviceMemory(self.chunks, self.megatron)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -110,20 +128,48 @@ class ActorOptimizer:
             self.megatron.step_with_ready_grads()
         return grad_norm, self.scheduler.get_lr({})
 
-    def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
-        """Take over what `sharded_optimizer_state` gave when it was saved, after `optimizer_steps` steps.
+    def sharded_state(self, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+        """What `dist_checkpointing` saves, or with `loading` what it fills; then `load_state` takes it.
 
-        Rates, betas and epsilon stay those of the config: a checkpoint must not undo what the config says.
+        Args:
+            model_state: the model's sharded state dict, of the same parameters.
+            metadata: the one that made `model_state`.
         """
-        configured = {
-            "max_lr": self.learning_rate.peak,
-            "min_lr": self.learning_rate.final,
-            "betas": self.config.betas,
-            "eps": self.config.eps,
+        inner = self._inner
+        # Zeros before the first step: a checkpoint holds the same entries at any time.
+        inner.init_state_fn(inner.optimizer, inner.config)
+        if not self.config.distributed:
+            return inner.sharded_state_dict(model_state, loading, metadata)
+        places, _ = extract_sharded_tensors_and_factories(model_state)
+        place_of = {place.data: place for place in nested_values(places)}
+        return inner.state_dict() | {
+            "param_state": {
+                number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
+                for number, (parameter, begin, own) in enumerate(_own_ranges(inner))
+            }
         }
-        for group in state.get("optimizer", state)["param_groups"]:
+
+    def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
+        """Take over what was filled, saved after `optimizer_steps` steps.
+
+        Rates, betas and epsilon stay those of the config: a checkpoint must not undo what the config says. The
+        distributed optimizer's tensors are filled where they lie, so only the values of its parameter groups are left,
+        the step count among them. Its own `load_state_dict` would hold all of them twice, with TransformerEngine's
+        FusedAdam three times.
+        """
+        rate, config = self.learning_rate, self.config
+        configured = {"max_lr": rate.peak, "min_lr": rate.final, "betas": config.betas, "eps": config.eps}
+        stored = state.get("optimizer", state)["param_groups"]
+        for group in stored:
             group.update(configured)
-        load_optimizer_state(self.megatron, state)
+        if self.config.distributed:
+            by_identity = {_identity(group): group for group in stored}
+            own = self._inner.optimizer.param_groups
+            assert len(by_identity) == len(own), "two parameter groups that GROUP_KEYS do not tell apart"
+            for group in own:
+                group.update({key: value for key, value in by_identity[_identity(group)].items() if key != "params"})
+        else:
+            self.megatron.load_state_dict(state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)
 
 
@@ -140,8 +186,12 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=overlap
     )
     config = chunks[0].config
-    for chunk in chunks:
-        _mark_split_parameters(chunk)
+    # What differs between tensor-parallel ranks; the norm counts the rest once. Megatron marks it while it draws
+    # initial weights, which a model that is read from files skips.
+    split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, split)):
+        for parameter in module.parameters(recurse=False):
+            parameter.tensor_model_parallel = True
     wrapped = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -153,22 +203,6 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
     return wrapped
 
 
-def _mark_split_parameters(chunk: GPTModel) -> None:
-    """Tell the optimizer which parameters differ between tensor-parallel ranks: the norm counts the others once.
-
-    Megatron marks them while it draws initial weights, which a model that is read from files skips.
-    """
-    for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            split = list(module.parameters(recurse=False))
-        elif isinstance(module, RowParallelLinear):
-            split = [module.weight]
-        else:
-            continue
-        for parameter in split:
-            parameter.tensor_model_parallel = True
-
-
 def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) -> str:
     """Parameters with a gradient that is not finite, on any rank; the first few and how many more."""
     here = [
@@ -177,8 +211,79 @@ def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) 
         for name, parameter in chunk.module.named_parameters()
         if not torch.isfinite(parameter.main_grad).all()
     ]
-    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, here)
-    names = [name for rank in everywhere for name in rank]
+    names = [name for rank in gather_objects(here) for name in rank]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the fewest blocks that hold the numbers `begin` .. `end` of a row-major array, in their order.
+
+    (4, 10), 7 .. 32 is ((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2)).
+    """
+    if begin == end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(begin, row), divmod(end, row)
+    if skipped:
+        for offset, size in rectangles(shape[1:], skipped, row if first < last else rest):
+            yield (first, *offset), (1, *size)
+        first += 1
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if rest and first <= last:
+        for offset, size in rectangles(shape[1:], 0, rest):
+            yield (last, *offset), (1, *size)
+
+
+def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
+    """In Megatron's order: a weight, where this rank's part of it begins, and the flat state of that part."""
+    for by_dtype in optimizer.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    own = optimizer._get_main_param_and_optimizer_states(parameter)
+                    yield parameter, ranges["param"].start, {name: own[name] for name in NAMES}
+
+
+def _pieces(
+    shard: ShardedTensor | ShardedTensorFactory, name: str, begin: int, values: torch.Tensor
+) -> Iterator[ShardedTensor]:
+    """`values`, flat, of a weight from its number `begin` on, as blocks of the whole model's tensor.
+
+    Args:
+        shard: the weight's place; a factory, where Megatron cuts the weight (gate and up projection) into several.
+    """
+    key, end, done = f"optimizer.state.{name}.{shard.key}", begin + values.numel(), 0
+    # Without numbers: only where each part begins in the weight is asked for.
+    whole = torch.empty_like(shard.data, device="meta")
+    shard = replace(shard, key=key, data=whole)
+    for part in [shard] if isinstance(shard, ShardedTensor) else nested_values(shard.build()):
+        assert part.data is not None
+        assert part.data.is_contiguous(), f"{key}: not cut along its first axis"
+        start, prepended = part.data.storage_offset(), part.prepend_axis_num
+        inside = (min(max(at - start, 0), part.data.numel()) for at in (begin, end))
+        for offset, size in rectangles(part.local_shape, *inside):
+            block = values[done : done + math.prod(size)].detach()
+            done += block.numel()
+            local_shape = (*[1] * prepended, *size)
+            global_offset = [at + more for at, more in zip(part.global_offset[prepended:], offset, strict=True)]
+            yield replace(
+                part,
+                data=block.view(local_shape),
+                dtype=values.dtype,
+                local_shape=local_shape,
+                global_offset=(*part.global_offset[:prepended], *global_offset),
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+                replica_id=(*part.replica_id[:2], 0),  # among data-parallel ranks nobody else has this block
+            )
+    assert done == values.numel(), f"{key}: the parts hold {done} of {values.numel()} numbers"
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells Megatron's parameter groups apart, in whatever order they come."""
+    return tuple(group.get(name) for name in GROUP_KEYS)

@@ -19,61 +19,16 @@ R responses of a message, S of them in one micro-batch, N response tokens of all
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
+from megatron_dapo.actor.step_data import MicroBatchPlan, Responses, exclusive_sum, ranges
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 Integers = TypeVar("Integers", int, np.ndarray)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchPlan:
-    """Responses by data-parallel rank and micro-batch.
-
-    Two ranks, five responses: micro_batches = (([0, 3], [1]), ([2], [4])). Every rank has equally many micro-batches
-    (the pipeline and the gradient all-reduce need that); a micro-batch may be empty.
-    """
-
-    micro_batches: tuple[tuple[np.ndarray, ...], ...]
-    """[data-parallel rank][micro-batch]: int64 indices of responses, ascending."""
-
-    num_responses: int
-    """R: each of 0..R-1 stands in exactly one micro-batch."""
-
-    def __post_init__(self) -> None:
-        counts = {len(rank) for rank in self.micro_batches}
-        if len(counts) != 1 or 0 in counts:
-            raise ValueError(
-                f"MicroBatchPlan: ranks have {sorted(counts)} micro-batches; all need the same number, at least 1"
-            )
-        planned = np.sort(np.concatenate([indices for rank in self.micro_batches for indices in rank]))
-        if not np.array_equal(planned, np.arange(self.num_responses)):
-            raise ValueError(
-                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch"
-            )
-
-    @property
-    def data_parallel(self) -> int:
-        """Data-parallel ranks that the plan is for."""
-        return len(self.micro_batches)
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """Micro-batches of each rank, empty ones included."""
-        return len(self.micro_batches[0])
-
-    def micro_batch_index(self) -> np.ndarray:
-        """int64 [R]: a number of the micro-batch that holds the response; 0, 1, ... without gaps, over all ranks."""
-        index = np.empty(self.num_responses, dtype=np.int64)
-        filled = (indices for rank in self.micro_batches for indices in rank if len(indices))
-        for number, indices in enumerate(filled):
-            index[indices] = number
-        return index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,79 +64,38 @@ class PackedMicroBatch:
     """int64 [S]: response tokens of each sequence; [0] in an empty micro-batch."""
 
 
-def plan_micro_batches(
-    sequence_lengths: Int[np.ndarray, " R"],
-    *,
-    token_budget: int,
-    data_parallel: int = 1,
-    sequence_multiple: int = 1,
-    count_multiple: int = 1,
-    attention_cost: float = 0.0,
-) -> MicroBatchPlan:
+def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
     """As few micro-batches as the budget allows, equally many on each rank, with costs as equal as can be.
 
-    Deterministic: the same lengths give the same plan on every rank and in every run.
+    Deterministic: the same lengths give the same plan on every rank and in every run. `micro_batch_tokens` counts what
+    one rank holds, so the context-parallel ranks together take that many times as much. A sequence longer than that
+    gets a micro-batch of its own. With virtual stages the micro-batches of a rank are a multiple of the pipeline's
+    size.
 
     Args:
         sequence_lengths: prompt and response.
-        token_budget: most tokens of a micro-batch; a sequence longer than that gets a micro-batch of its own.
-        data_parallel: number of data-parallel ranks.
-        sequence_multiple: a sequence occupies its length rounded up to this (2 x context-parallel size).
-        count_multiple: micro-batches of a rank are a multiple of this (pipeline size, with virtual stages).
-        attention_cost: cost of a sequence of L tokens is L * (1 + attention_cost * L); 1 / (12 * hidden size) is a
-            transformer's.
+        hidden_size: the cost of a sequence of L tokens is L * (1 + L / (12 * hidden_size)).
 
     Example: lengths [9, 5, 4, 1], budget 10, one rank: [0, 3] and [1, 2].
     """
-    lengths = round_up(np.asarray(sequence_lengths, dtype=np.int64), sequence_multiple)
-    costs = lengths * (1.0 + attention_cost * lengths)
-    step = data_parallel * count_multiple
+    layout, budget = config.layout, config.micro_batch_tokens * config.layout.context
+    lengths = round_up(np.asarray(sequence_lengths, dtype=np.int64), sequence_multiple(layout))
+    costs = lengths * (1.0 + 1 / (12 * hidden_size) * lengths)
+    step = layout.data * (1 if layout.virtual_pipeline is None else layout.pipeline)
     # No two sequences above half the budget share a micro-batch, and one above the budget shares with none.
-    full = int((lengths > token_budget).sum())
-    least = max(
-        full + math.ceil(int(lengths[lengths <= token_budget].sum()) / token_budget),
-        int((2 * lengths > token_budget).sum()),
-    )
+    full = int((lengths > budget).sum())
+    least = max(full + math.ceil(int(lengths[lengths <= budget].sum()) / budget), int((2 * lengths > budget).sum()))
     bins = max(round_up(least, step), step)
     while True:
         for balance in (True, False):
-            assignment = _fill(lengths, costs, token_budget, bins, balance=balance)
+            assignment = _fill(lengths, costs, budget, bins, balance=balance)
             if assignment is not None:
-                return _deal(assignment, costs, bins, data_parallel)
+                return _deal(assignment, costs, bins, layout.data)
         bins += step
 
 
-def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
-    """The plan for the layout and budget of `config`. `micro_batch_tokens` counts what one rank holds, so the context-
-    parallel ranks together take that many times as much."""
-    layout = config.layout
-    return plan_micro_batches(
-        sequence_lengths,
-        token_budget=config.micro_batch_tokens * layout.context,
-        data_parallel=layout.data,
-        sequence_multiple=sequence_multiple(layout),
-        count_multiple=1 if layout.virtual_pipeline is None else layout.pipeline,
-        attention_cost=1 / (12 * hidden_size),
-    )
-
-
-class Sequences(Protocol):
-    """What is packed of `step_data.Responses`, which stands above this file."""
-
-    @property
-    def token_ids(self) -> np.ndarray: ...
-
-    @property
-    def sequence_lengths(self) -> np.ndarray: ...
-
-    @property
-    def prompt_lengths(self) -> np.ndarray: ...
-
-    def response_token_indices(self, chosen: np.ndarray) -> np.ndarray: ...
-
-
 def pack_micro_batch(
-    responses: Sequences,
+    responses: Responses,
     indices: Int[np.ndarray, " S"],
     layout: LayoutConfig,
     *,
@@ -201,7 +115,8 @@ def pack_micro_batch(
         lengths, prompts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))
     # Sequence parallel cuts the row into equal parts too: what is missing is padding after the last sequence.
-    occupied[-1] += -occupied.sum() % _row_multiple(layout, row_multiple)
+    parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    occupied[-1] += -occupied.sum() % math.lcm(sequence_multiple(layout), parts * row_multiple)
     starts = exclusive_sum(occupied)
 
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
@@ -244,18 +159,6 @@ def zigzag_positions(lengths: Int[np.ndarray, " S"], context: int, context_rank:
     return ranges(np.stack([first, last], axis=1).reshape(-1), np.repeat(piece, 2))
 
 
-def ranges(starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
-    """int64: start, start + 1, ... for each, one after the other. ([5, 0], [2, 3]): 5 6 0 1 2."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    shift = np.asarray(starts, dtype=np.int64) - exclusive_sum(lengths)
-    return np.repeat(shift, lengths) + np.arange(int(lengths.sum()))
-
-
-def exclusive_sum(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """int64: where each piece starts when pieces of these lengths lie one after the other."""
-    return np.cumsum(lengths, dtype=np.int64) - lengths
-
-
 def round_up(value: Integers, multiple: int) -> Integers:
     """The next multiple of `multiple`, of an int or of each entry of an array."""
     return -(-value // multiple) * multiple
@@ -264,12 +167,6 @@ def round_up(value: Integers, multiple: int) -> Integers:
 def sequence_multiple(layout: LayoutConfig) -> int:
     """What the length of each sequence of a micro-batch is rounded up to: two pieces for each context-parallel rank."""
     return 2 * layout.context if layout.context > 1 else 1
-
-
-def _row_multiple(layout: LayoutConfig, row_multiple: int) -> int:
-    """What the length of the whole row is rounded up to, over all context-parallel ranks."""
-    shards = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-    return math.lcm(sequence_multiple(layout), shards * row_multiple)
 
 
 def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, balance: bool) -> np.ndarray | None:
@@ -297,14 +194,11 @@ def _deal(assignment: np.ndarray, costs: np.ndarray, bins: int, data_parallel: i
     """Give the bins to the ranks: neighbours in cost run at the same time, and the ranks' sums are level."""
     load = np.bincount(assignment, weights=costs, minlength=bins)
     order = np.argsort(-load, kind="stable")
-    members: Sequence[np.ndarray] = [np.flatnonzero(assignment == number) for number in range(bins)]
     ranks: list[list[np.ndarray]] = [[] for _ in range(data_parallel)]
     sums = np.zeros(data_parallel)
-    for round_start in range(0, bins, data_parallel):
+    for numbers in order.reshape(-1, data_parallel):
         # The costliest bin of the round goes to the rank that has least so far.
-        for number, rank in zip(
-            order[round_start : round_start + data_parallel], np.argsort(sums, kind="stable"), strict=True
-        ):
-            ranks[rank].append(members[number])
+        for number, rank in zip(numbers, np.argsort(sums, kind="stable"), strict=True):
+            ranks[rank].append(np.flatnonzero(assignment == number))
             sums[rank] += load[number]
     return MicroBatchPlan(micro_batches=tuple(tuple(rank) for rank in ranks), num_responses=len(assignment))

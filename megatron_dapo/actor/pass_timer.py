@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 
-PROBES = 5
-
-Timed = tuple[str, float, float, dict[str, Any]]
-"""(name, start, end, about): seconds since 1970."""
-
 
 class PassClock:
     """Times of one call of the actor, by the names that Megatron gives them."""
@@ -57,8 +52,8 @@ class PassClock:
         finally:
             self.stop(name)
 
-    def times(self) -> list[Timed]:
-        """All that was stopped; waits for the device."""
+    def times(self) -> list[tuple[str, float, float, dict[str, Any]]]:
+        """(name, start, end, about) of all that was stopped, in seconds since 1970; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         return [(name, self._epoch_of(start), self._epoch_of(end), about) for name, start, end, about in self._done]
@@ -76,17 +71,15 @@ class PassClock:
 
 
 def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
-    """Seconds of one all-reduce of `values` over `group`, the median of `PROBES`; every rank of it calls.
+    """Seconds of one all-reduce of `values` over `group`, the median of five; every rank of it calls.
 
     Tensor parallelism does its communication inside the passes, where no clock of ours stands.
     """
-    seconds = []
-    for _ in range(PROBES + 1):  # the first one opens connections
-        clock = PassClock(values.device)
+    clock = PassClock(values.device)
+    for _ in range(6):  # the first one opens connections
         with clock.measure("all-reduce"):
             torch.distributed.all_reduce(values, group=group)
-        [(_, start, end, _)] = clock.times()
-        seconds.append(end - start)
+    seconds = [end - start for _, start, end, _ in clock.times()]
     return {
         "bytes": values.nbytes,
         "ranks": torch.distributed.get_world_size(group),

@@ -4,7 +4,7 @@
 
 Micro-batches only sum, and so do ranks (`optimizer.sum_gradients`): the gradient is that of the whole mini-batch,
 however it is cut. Under context parallelism every rank has the log-probs of whole responses when the loss is taken
-(`log_prob.gather_over_context`), so an objective never knows about ranks.
+(`log_prob.GatherOverContext`), so an objective never knows about ranks.
 
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """
@@ -22,34 +22,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dapo.actor.model.log_prob import (
-    VocabularyShard,
-    gather_over_context,
-    linear_token_log_probs,
-    token_log_probs,
-)
+from megatron_dapo.actor.model import log_prob
 from megatron_dapo.actor.model.model_chunks import output_weight
-from megatron_dapo.actor.model.packed_attention import PackedSequences, packed_sequences
+from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
 from megatron_dapo.config.actor_config import ActorConfig
-
-_BASE_SUMS = ("loss", "tokens", "log_prob", "entropy")
-"""Summed with every objective, before its own statistics."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossSums:
-    """Sums over a whole mini-batch, the same on every rank."""
-
-    loss: float
-    tokens: int
-    """Response tokens with a weight other than 0."""
-
-    sums: dict[str, float]
-    """Over those tokens: log_prob, entropy and the objective's statistics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +55,13 @@ class ForwardBackward:
     """The model chunks of a rank, ready for micro-batches. Every rank makes each call, with equal arguments."""
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        config: ActorConfig,
-        *,
-        vocabulary: int,
-        device: torch.device,
+        self, chunks: Sequence[torch.nn.Module], config: ActorConfig, *, vocabulary: int, device: torch.device
     ) -> None:
         """`chunks`: as `optimizer.ActorOptimizer` has wrapped them, built by `config`. `vocabulary`: tokens, without
         padding."""
         self.chunks: list[Any] = list(chunks)
-        self.layout = config.layout
+        self.config, self.layout = config, config.layout
         self.vocabulary = vocabulary
-        self.chunk_tokens = config.logprob_chunk_tokens
-        self.fused_linear = config.fused_linear_log_prob
         self.row_multiple = config.row_multiple
         self.device = device
         self.tell(None)
@@ -97,6 +70,10 @@ class ForwardBackward:
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
+        columns = -(-vocabulary // self.layout.tensor)
+        self.shard = log_prob.VocabularyShard.of(
+            vocabulary=vocabulary, columns=columns, rank=self.tensor_rank, group=self.tensor_group
+        )
         # One rank of those that end up with the same numbers speaks for them.
         self.speaks = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
@@ -128,8 +105,11 @@ class ForwardBackward:
 
     def backward(
         self, mini_batch: MiniBatch, objective: Objective, temperature: float, *, whole_gradients: bool = False
-    ) -> LossSums:
+    ) -> dict[str, float]:
         """Add the gradient of the mini-batch's loss to the chunks' gradient buffers.
+
+        Returns sums over the whole mini-batch, the same on every rank: its loss; tokens, those with a weight other
+        than 0; and over these log_prob, entropy and the objective's statistics.
 
         `whole_gradients`: leave the whole sum on every data-parallel rank, also with the distributed optimizer, whose
         ranks otherwise get the sum of their own part only.
@@ -140,17 +120,16 @@ class ForwardBackward:
             # Reductions that overlap with backward are begun by the wrapper, which asks itself and not the schedule.
             chunk.force_all_reduce = whole_gradients
         results = self._run(inputs, loss, forward_only=False, force_all_reduce=whole_gradients)
-        names = (*_BASE_SUMS, *objective.stat_names)
+        names = ("loss", "tokens", "log_prob", "entropy", *objective.stat_names)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         if self.speaks:
             totals += torch.stack(results).sum(dim=0)
         dist.all_reduce(totals)
-        sums = dict(zip(names, totals.tolist(), strict=True))
-        return LossSums(loss=sums.pop("loss"), tokens=int(sums.pop("tokens")), sums=sums)
+        return dict(zip(names, totals.tolist(), strict=True))
 
     def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
-        planned, wanted = (plan.num_responses, plan.data_parallel), (len(responses), self.layout.data)
+        planned, wanted = (plan.num_responses, len(plan.micro_batches)), (len(responses), self.layout.data)
         if planned != wanted:
             raise ValueError(f"the plan is for {planned} responses and data-parallel ranks, there are {wanted}")
         largest = responses.token_ids.max(initial=0)
@@ -174,8 +153,8 @@ class ForwardBackward:
         return _Input(
             packed=packed,
             tokens=self._to_device(np.stack([packed.input_ids, packed.position_ids])[:, None]),
-            sequences=packed_sequences(
-                np.diff(packed.sequence_bounds).tolist(),
+            sequences=PackedSequences(
+                padded_lengths=np.diff(packed.sequence_bounds).tolist(),
                 device=self.device,
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
@@ -216,26 +195,20 @@ class ForwardBackward:
     ) -> tuple[Tensor, Tensor]:
         """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
         states."""
-        weight = output_weight(self.chunks[-1]) if self.fused_linear else None
-        shard = VocabularyShard.of(
-            vocabulary=self.vocabulary,
-            columns=output.shape[-1] if weight is None else len(weight),
-            rank=self.tensor_rank,
-            group=self.tensor_group,
-        )
         rows, targets, places = item.index.unbind()
-        wanted = (rows, targets, shard)
+        wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
-        if weight is None:
-            log_probs, entropy = token_log_probs(output, *wanted, temperature=temperature, chunk=self.chunk_tokens)
+        if self.config.fused_linear_log_prob:
+            weight = output_weight(self.chunks[-1])
+            log_probs, entropy = log_prob.linear_token_log_probs(output, weight, *wanted, temperature=temperature)
         else:
-            log_probs, entropy = linear_token_log_probs(output, weight, *wanted, temperature=temperature)
+            log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=chunk)
         if not entropy_gradient:
             entropy = entropy.detach()
         if self.layout.context > 1:
             values = torch.stack([log_probs, entropy])
-            whole = gather_over_context(values, places, len(item.packed.columns), self.context_group)
+            whole = log_prob.GatherOverContext.apply(values, places, len(item.packed.columns), self.context_group)
             log_probs, entropy = whole.unbind()
         return log_probs, entropy
 

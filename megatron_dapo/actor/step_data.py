@@ -1,4 +1,5 @@
-"""What goes into the actor and comes out: responses, mini-batches, learning rate, log-probs, metrics of an update.
+"""What goes into the actor and comes out: responses, mini-batches and their plan, learning rate, log-probs, metrics of
+an update.
 
 Everything is a flat numpy array, response after response without padding, so that a message crosses Ray's object
 store without a copy. Such arrays are read-only, and nothing here writes to them. No torch, no Megatron in this file.
@@ -6,13 +7,15 @@ store without a copy. Such arrays are read-only, and nothing here writes to them
 R responses of a message, N response tokens of all of them together.
 """
 
+# ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
-from megatron_dapo.actor.packing import MicroBatchPlan, exclusive_sum, ranges
 from megatron_dapo.config.actor_config import OptimizerConfig
 
 
@@ -86,6 +89,43 @@ class Responses:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchPlan:
+    """Responses by data-parallel rank and micro-batch.
+
+    Two ranks, five responses: micro_batches = (([0, 3], [1]), ([2], [4])). Every rank has equally many micro-batches
+    (the pipeline and the gradient all-reduce need that); a micro-batch may be empty.
+    """
+
+    micro_batches: tuple[tuple[np.ndarray, ...], ...]
+    """[data-parallel rank][micro-batch]: int64 indices of responses, ascending."""
+
+    num_responses: int
+    """R: each of 0..R-1 stands in exactly one micro-batch."""
+
+    def __post_init__(self) -> None:
+        counts = {len(rank) for rank in self.micro_batches}
+        planned = np.sort(np.concatenate([indices for rank in self.micro_batches for indices in rank]))
+        if len(counts) != 1 or not np.array_equal(planned, np.arange(self.num_responses)):
+            raise ValueError(
+                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch, and ranks "
+                f"have equally many; these have {sorted(counts)}"
+            )
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches of each rank, empty ones included."""
+        return len(self.micro_batches[0])
+
+    def micro_batch_index(self) -> np.ndarray:
+        """int64 [R]: a number of the micro-batch that holds the response; 0, 1, ... without gaps, over all ranks."""
+        index = np.empty(self.num_responses, dtype=np.int64)
+        filled = (indices for rank in self.micro_batches for indices in rank if len(indices))
+        for number, indices in enumerate(filled):
+            index[indices] = number
+        return index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MiniBatch:
     """One optimizer step: its loss is sum(weights * token loss) over all N response tokens."""
 
@@ -118,10 +158,6 @@ class MiniBatch:
                 raise ValueError(f"MiniBatch: {name}[{where}] = {column[where]}; every entry must be a finite number")
         if (self.advantages is None) != (self.old_log_probs is None):
             raise ValueError("MiniBatch: advantages and old_log_probs go together: give both, or none (supervised)")
-        if self.plan.num_responses != len(self.responses):
-            raise ValueError(
-                f"MiniBatch: the plan is for {self.plan.num_responses} responses, there are {len(self.responses)}"
-            )
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -178,10 +214,6 @@ class LearningRate:
 
     final_fraction: float = 0.1
 
-    def __post_init__(self) -> None:
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}")
-
     @classmethod
     def of(cls, config: OptimizerConfig, *, steps_per_rollout: int) -> "LearningRate":
         """The paper's: warm-up over rollout steps, each of `steps_per_rollout` optimizer steps, then constant."""
@@ -204,6 +236,18 @@ class CheckpointError(RuntimeError):
 
 class CheckpointDamagedError(CheckpointError):
     """A file of a checkpoint is missing or does not have its checksum: an earlier checkpoint may be whole."""
+
+
+def ranges(starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"]:
+    """int64: start, start + 1, ... for each, one after the other. ([5, 0], [2, 3]): 5 6 0 1 2."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    shift = np.asarray(starts, dtype=np.int64) - exclusive_sum(lengths)
+    return np.repeat(shift, lengths) + np.arange(int(lengths.sum()))
+
+
+def exclusive_sum(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """int64: where each piece starts when pieces of these lengths lie one after the other."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 def _check_array(message: str, name: str, array: Any, dtype: type[np.generic], *, length: int | None = None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, check_there, check_whole, read_manifest
+from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole, read_manifest
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster.gpu_handover import GpuHandover
@@ -80,7 +80,7 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
         CheckpointDamaged: a file is missing or damaged.
     """
     try:
-        check_there(checkpoint.folder / "actor", read_manifest(checkpoint.folder / "actor" / MANIFEST_FILE))
+        read_manifest(checkpoint.folder / "actor")
         return load_progress(checkpoint.folder)
     except (CheckpointDamagedError, GroupFileError) as error:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None

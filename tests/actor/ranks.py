@@ -67,7 +67,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
     """(input ids [1, t] of this rank, packed sequence params) of one packed micro-batch."""
     from megatron.core import parallel_state
 
-    from megatron_dapo.actor.model.packed_attention import packed_sequences
+    from megatron_dapo.actor.model.packed_attention import PackedSequences
 
     layout = built.actor.layout
     lengths = padded_lengths(
@@ -81,7 +81,9 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
         stream[start : start + len(sequence)] = torch.tensor(list(sequence))
         start += length
     place = {"context_parallel": layout.context, "context_rank": parallel_state.get_context_parallel_rank()}
-    return stream[local_rows(lengths, **place)][None], packed_sequences(lengths, device=built.device.device, **place)
+    return stream[local_rows(lengths, **place)][None], PackedSequences(
+        padded_lengths=lengths, device=built.device.device, **place
+    )
 
 
 def logits_of(

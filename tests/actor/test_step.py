@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.actor.packing import plan_micro_batches
+from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from tests.actor.gloo import RankError, RankPlace
@@ -226,7 +226,7 @@ def gradients_with_overlap(place: RankPlace, folder: Path, data: Columns) -> tup
         optimizer.zero_grad()
         sums = passes.backward(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
     grad_norm, _ = optimizer.step()
-    return sums.loss, grad_norm
+    return sums["loss"], grad_norm
 
 
 def test_overlapped_reduction(gloo, model, data):
@@ -303,7 +303,7 @@ def test_supervised(gloo, model, data):
 def call_with_wrong_plan(place: RankPlace, folder: Path, data: Columns):
     config = actor_config()
     actor = start_actor(place, folder, config)
-    plan = plan_micro_batches(data.responses.sequence_lengths, token_budget=40, data_parallel=2)
+    plan = plan_for_actor(data.responses.sequence_lengths, actor_config({"data": 2}), hidden_size=64)
     actor.log_probs(data.responses, plan, TEMPERATURE)
 
 
@@ -320,7 +320,7 @@ def call_with_foreign_token(place: RankPlace, folder: Path):
         sequence_lengths=np.array([2], dtype=np.int32),
         prompt_lengths=np.array([1], dtype=np.int32),
     )
-    plan = plan_micro_batches(responses.sequence_lengths, token_budget=40)
+    plan = plan_for_actor(responses.sequence_lengths, config, hidden_size=64)
     batch = MiniBatch(responses=responses, plan=plan, weights=np.ones(1, dtype=np.float32))
     actor.update([batch], SupervisedObjective(), TEMPERATURE)
 

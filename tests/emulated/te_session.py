@@ -76,11 +76,12 @@ def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
 def _across(folder: Path, writer: Any, reader: Any) -> dict[str, Any]:
     """Save one, load it into the other: whether weights and master weights arrived."""
     from megatron_dapo.actor.checkpoint import checkpoint
+    from megatron_dapo.config.actor_config import LayoutConfig
 
-    checkpoint.begin(folder, writer, layout={}, background=False).finish()
+    checkpoint.begin(folder, writer, LayoutConfig(), background=False).finish()
     for parameter in reader.chunks[0].module.parameters():
         torch.nn.init.zeros_(parameter)
-    checkpoint.load(folder, reader, layout={})
+    checkpoint.load(folder, reader, LayoutConfig())
     saved, loaded = (_by_checkpoint_key(optimizer) for optimizer in (writer, reader))
     return {"equal": [key for key in saved if torch.equal(saved[key], loaded[key])], "all": list(saved)}
 

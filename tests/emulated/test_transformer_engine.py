@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dapo.actor.device.kernel_choice import FP8_CAPABILITY
+from megatron_dapo.actor.device import FP8_CAPABILITY
 from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import train
 from tests.actor.gloo import ROOT, RankPlace, end_workers, run_ranks

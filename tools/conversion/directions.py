@@ -1,7 +1,6 @@
 """Both directions: Hugging Face folder -> Megatron distributed checkpoint, each worker streaming parameters into a file
 of its own; and back, where the files are laid out first and every worker fills its part."""
 
-import dataclasses
 import functools
 import math
 import shutil
@@ -14,8 +13,7 @@ import yaml
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint.checkpoint import CheckpointState
-from megatron_dapo.actor.checkpoint.checkpoint_files import STATE_FILE, check_whole, digest_of, put_in_place
+from megatron_dapo.actor.checkpoint.checkpoint_files import STATE_FILE, check_whole, digest_of, put_in_place, state_text
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.weights.hf_files import (
     FolderPlan,
@@ -103,9 +101,8 @@ def _write_small_files(partial: Path, source: Path, tensor: int) -> dict[str, st
     """What the checkpoint has besides weights, with checksums."""
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
     torch.save({}, partial / "common.pt")  # Megatron's file for values that are not sharded: there are none
-    layout = dataclasses.asdict(LayoutConfig(tensor=tensor))
-    state = CheckpointState(optimizer_steps=0, layout=layout, distributed_optimizer=None)
-    (partial / STATE_FILE).write_text(state.text())
+    state = state_text(optimizer_steps=0, layout=LayoutConfig(tensor=tensor), distributed_optimizer=None)
+    (partial / STATE_FILE).write_text(state)
     (partial / COMPANIONS).mkdir()
     copy_companions(source, partial / COMPANIONS)
     files = sorted(file for file in partial.rglob("*") if file.is_file() and file.suffix != ".distcp")

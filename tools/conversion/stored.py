@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import checkpoint_name, model_shards
-from megatron_dapo.actor.weights.shards import Fused, Shards, Single
+from megatron_dapo.actor.weights.hf_weights import FUSED_NORMS, LAYER_NAME, model_shards
+from megatron_dapo.actor.weights.shards import Shards
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 """Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it)."""
@@ -58,7 +58,7 @@ class Stored:
     def shape(self, ranks: int) -> tuple[int, ...]:
         """Of the parameter in the checkpoint; the vocabulary is padded to a multiple of `ranks`."""
         whole = list(self.shards.local_shape(1))
-        if isinstance(self.shards, Single) and self.shards.dim is not None:
+        if self.shards.dim is not None:
             whole[self.shards.dim] = self.shards.local_shape(ranks)[self.shards.dim] * ranks
         return tuple(whole)
 
@@ -73,15 +73,14 @@ class Stored:
     def chunks(self, ranks: int) -> Iterator[Chunk]:
         """What `ranks` tensor-parallel ranks write."""
         shards, zeros = self.shards, (0,) * len(self.shape(1))
-        if isinstance(shards, Fused) and shards.groups is None:
-            for number, (half, whole) in enumerate(shards.rows.items()):
+        if len(shards.shapes) > 1 and shards.groups is None:
+            for number, (half, (whole, *columns)) in enumerate(shards.shapes.items()):
                 rows = whole // ranks
                 for rank in range(ranks):
                     offset = (number * whole + rank * rows, *zeros[1:])
-                    yield Chunk(offset=offset, shape=(rows, *shards.columns), rank=rank, half=half)
+                    yield Chunk(offset=offset, shape=(rows, *columns), rank=rank, half=half)
             return
-        dim = (shards.dim or 0) if isinstance(shards, Single) else 0
-        shape = shards.local_shape(ranks)
+        dim, shape = shards.dim or 0, shards.local_shape(ranks)
         for rank in range(ranks if shards.split else 1):
             offset = (*zeros[:dim], rank * shape[dim], *zeros[dim + 1 :])
             yield Chunk(offset=offset, shape=shape, rank=rank)
@@ -104,6 +103,18 @@ class Stored:
         return {
             block.name: block.part.reshape(self.shards.shapes[block.name]) for block in self.shards.blocks(whole, 0, 1)
         }
+
+
+def checkpoint_name(name: str) -> tuple[str, int | None]:
+    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
+
+    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
+    """
+    in_layer = LAYER_NAME.fullmatch(name)
+    if not in_layer:
+        return name, None
+    prefix, layer, rest = in_layer.groups()
+    return prefix + {local: fused for fused, local in FUSED_NORMS.items()}.get(rest, rest), int(layer)
 
 
 def stored_parameters(hf: HFModelConfig) -> list[Stored]:

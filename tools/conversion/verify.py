@@ -18,7 +18,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_cod
 from megatron_dapo.actor.device import prepare, process_groups
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.model.model_chunks import build_model
-from megatron_dapo.actor.model.packed_attention import packed_sequences
+from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
@@ -154,7 +154,7 @@ def megatron_logits(
 
     def forward_step(batches: Iterator, model: torch.nn.Module) -> tuple:
         ids = next(batches)
-        packed = packed_sequences([ids.shape[1]], context_parallel=1, context_rank=0, device=device.device)
+        packed = PackedSequences(padded_lengths=[ids.shape[1]], device=device.device)
         return model(ids, torch.zeros_like(ids), None, packed_seq_params=packed), lambda output, **_: output[0]
 
     with torch.no_grad():

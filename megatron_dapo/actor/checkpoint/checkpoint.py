@@ -14,93 +14,56 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_dapo.actor.checkpoint import checkpoint_files as files
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import refuse_foreign_code
-from megatron_dapo.actor.checkpoint.optimizer_state import sharded_optimizer_state
 from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, available_bytes
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
 
+CONVERT = "convert it to a Hugging Face folder and give that as model.path, to start from its weights"
+
 EXTRA_STATE = "_extra_state"
 """Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
 `actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointState:
-    """What stands in `actor.json`."""
-
-    optimizer_steps: int
-    layout: Mapping[str, Any]
-    """The layout that wrote it; the one that reads may differ."""
-
-    distributed_optimizer: bool | None
-    """State of the distributed and of the plain optimizer do not interchange. None: a model without any."""
-
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Of the file's format; nothing is stored in it."""
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps({name: getattr(self, name) for name in CheckpointState.__slots__}, indent=1)
-
-
-def begin(
-    folder: Path,
-    optimizer: ActorOptimizer,
-    *,
-    layout: Mapping[str, Any],
-    background: bool,
-) -> "PendingSave":
+def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, background: bool) -> "PendingSave":
     """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
 
     Args:
-        layout: `dataclasses.asdict` of the LayoutConfig.
         background: copy what the ranks hold and write it in threads of theirs. A host without room for the copies makes
             all ranks write before this returns.
     """
     aside = folder.with_name(f"{folder.name}.partial")
-    state = CheckpointState(
-        optimizer_steps=optimizer.optimizer_steps,
-        layout=layout,
-        distributed_optimizer=optimizer.config.distributed,
-    )
-    _on_rank_0(folder, lambda: files.make_empty(aside))
+    _on_rank_0(folder, lambda: _make_empty(aside))
     sharded = _sharded_state(optimizer, loading=False)
     # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
-    dist_checkpointing.save(
-        sharded | {"rng": _all_random_states()},
-        str(aside),
-        sharded_strategy=_PlanOnly(writer),
+    dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
+    state = files.state_text(
+        optimizer_steps=optimizer.optimizer_steps, layout=layout, distributed_optimizer=optimizer.config.distributed
     )
-    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state.text()))
+    _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
     if in_background:
         writer.copy()
@@ -120,7 +83,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether `finish` would wait on no rank."""
-        return all(_from_all(self._writer.done))
+        return all(gather_objects(self._writer.done))
 
     def finish(self) -> None:
         """Wait for every rank's writer and put the checkpoint in its place.
@@ -151,22 +114,19 @@ class PendingSave:
             raise
 
 
-def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) -> None:
+def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """Load weights, optimizer, step count, and, at the layout that wrote it, each rank's random state.
 
     Raises:
         CheckpointError: on every rank, before anything was changed, if a file is missing, damaged or of another kind.
             Any other exception, of a disk that fails or a model of other sizes, leaves a state that is half loaded.
     """
-    _check(folder)
+    files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
-    state = CheckpointState(**json.loads((folder / files.STATE_FILE).read_text()))
-    if state.distributed_optimizer is None:
-        raise CheckpointError(
-            f"{folder}: holds a model without optimizer state, so no run goes on from it; to start from its weights "
-            "convert it to a Hugging Face folder and give that as model.path"
-        )
-    kind = state.distributed_optimizer
+    state = json.loads((folder / files.STATE_FILE).read_text())
+    kind = state["distributed_optimizer"]
+    if kind is None:
+        raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
     if kind != optimizer.config.distributed:
         raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
     _check_common_state(folder)
@@ -174,8 +134,8 @@ def load(folder: Path, optimizer: ActorOptimizer, *, layout: Mapping[str, Any]) 
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
         assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
-    optimizer.load_state(loaded["optimizer"], state.optimizer_steps)
-    if dict(state.layout) == dict(layout):
+    optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
+    if state["layout"] == asdict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
 
 
@@ -188,12 +148,11 @@ def _check_common_state(folder: Path) -> None:
     except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
         raise CheckpointError(
             f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
-            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or convert it to a Hugging Face folder and "
-            "give that as model.path, to start from its weights"
+            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or {CONVERT}"
         ) from error
 
 
-class _PlanOnly(TorchDistSaveShardedStrategy):
+class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
     """Megatron's format, planned by all ranks now and written by `writer` later."""
 
     def __init__(self, writer: ShardWriter) -> None:
@@ -201,11 +160,11 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         self._writer = writer
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
+            mcore.mcore_to_pyt_state_dict(by_key, False),
             storage_writer=self._writer,
-            planner=MCoreSavePlanner(
+            planner=mcore.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
@@ -213,14 +172,14 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 def _has_room(own_bytes: int) -> bool:
     """Whether every host holds the copies of all its ranks; the same answer on every rank."""
-    places = _from_all((socket.gethostname(), own_bytes, available_bytes()))
+    places = gather_objects((socket.gethostname(), own_bytes, available_bytes()))
     needed: Counter[str] = Counter()
     for host, size, _ in places:
         needed[host] += size
     return all(needed[host] <= MEMORY_SHARE * available for host, _, available in places)
 
 
-def _named_chunks(optimizer: ActorOptimizer) -> dict[str, MegatronModule]:
+def _named_chunks(optimizer: ActorOptimizer) -> dict[str, Any]:
     """Megatron's names of the model chunks in a state dict, and the chunks without their wrapper."""
     chunks = [chunk.module for chunk in optimizer.chunks]
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
@@ -239,8 +198,7 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
             for name, shards in state.items()
         }
     model_state = state["model"] if "model" in state else dict(state)
-    optimizer_state = sharded_optimizer_state(optimizer.megatron, model_state, metadata, loading=loading)
-    return state | {"optimizer": optimizer_state}
+    return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
 
 
 def _all_random_states() -> list[dict[str, Any]]:
@@ -248,7 +206,7 @@ def _all_random_states() -> list[dict[str, Any]]:
     own: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_initialized():
         own["cuda"] = torch.cuda.get_rng_state()
-    return _from_all(own)
+    return gather_objects(own)
 
 
 def _set_random_state(state: Mapping[str, Any]) -> None:
@@ -258,11 +216,10 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _from_all(value: T) -> list[T]:
-    """`value` of every rank, by rank."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _make_empty(aside: Path) -> None:
+    """A fresh folder; what a killed save left there goes."""
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
 
 
 def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
@@ -276,13 +233,3 @@ def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {failure[0]}")
-
-
-def _check(folder: Path) -> None:
-    """Compare the folder's files with its manifest, the ranks sharing the reading."""
-    manifest = files.read_manifest(folder / files.MANIFEST_FILE)
-    files.check_there(folder, manifest)
-    names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    own = {name: files.digest_of(folder / name, manifest.algorithm) for name in names}
-    found = {name: digest for part in _from_all(own) for name, digest in part.items()}
-    files.check_digests(folder, manifest, found)

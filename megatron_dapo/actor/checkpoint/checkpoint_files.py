@@ -10,16 +10,16 @@ No torch and no ranks here: whoever looks at a checkpoint from outside needs nei
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megatron_dapo.actor.step_data import CheckpointDamagedError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.storage.durable import replace_file, replace_folder
 
 STATE_FILE = "actor.json"
@@ -40,14 +40,26 @@ ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha2
 class Manifest:
     """The checksum of every other file of a checkpoint: `{"algorithm": "xxh3-128", "files": {"common.pt": "..."}}`."""
 
+    algorithm: str
     files: Mapping[str, str]
     """Digest in hexadecimal by the file's path in the folder."""
 
-    algorithm: str = ALGORITHM
 
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps({"algorithm": self.algorithm, "files": dict(self.files)}, indent=1)
+def state_text(*, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None) -> str:
+    """Content of `actor.json`.
+
+    Args:
+        layout: the one that wrote the checkpoint; the one that reads may differ.
+        distributed_optimizer: state of the distributed and of the plain optimizer do not interchange. None: a model
+            without any.
+    """
+    state = {
+        "optimizer_steps": optimizer_steps,
+        "layout": asdict(layout),
+        "distributed_optimizer": distributed_optimizer,
+        "extra": {},  # of the file's format; nothing is stored in it
+    }
+    return json.dumps(state, indent=1)
 
 
 def digest_of(file: Path, algorithm: str = ALGORITHM) -> str:
@@ -56,71 +68,66 @@ def digest_of(file: Path, algorithm: str = ALGORITHM) -> str:
         return hashlib.file_digest(stream, ALGORITHMS[algorithm]).hexdigest()
 
 
-def read_manifest(file: Path) -> Manifest:
-    """What stands in `file`; one without an algorithm is a plain mapping of SHA-256 by file.
+def read_manifest(folder: Path) -> Manifest:
+    """That of a checkpoint; one without an algorithm is a plain mapping of SHA-256 by file.
 
     Raises:
-        CheckpointDamagedError: it is not there, is damaged, or names an algorithm that is not known.
+        CheckpointDamagedError: it is damaged or names an algorithm that is not known; or it is not there, or a file
+            that it names.
     """
+    file = folder / MANIFEST_FILE
     if not file.is_file():
-        raise CheckpointDamagedError(f"{file} is missing: {file.parent} is no whole checkpoint; load an earlier one")
+        raise _damaged(f"{file} is missing: {folder} is no whole checkpoint")
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
-        raise CheckpointDamagedError(f"{file} is damaged: {error}; load an earlier checkpoint") from error
+        raise _damaged(f"{file} is damaged: {error}") from error
     named = isinstance(found, dict) and "algorithm" in found
     algorithm, files = (found["algorithm"], found.get("files")) if named else ("sha256", found)
     if not isinstance(files, dict) or not files:
-        raise CheckpointDamagedError(f"{file} is damaged: it names no files; load an earlier checkpoint")
+        raise _damaged(f"{file} is damaged: it names no files")
     if algorithm not in tuple(ALGORITHMS):
-        raise CheckpointDamagedError(
-            f"{file}: its checksums are {algorithm!r}; known are {', '.join(ALGORITHMS)}; load an earlier checkpoint, "
-            "or take the version that wrote this one"
-        )
+        known = ", ".join(ALGORITHMS)
+        raise _damaged(f"{file}: its checksums are {algorithm!r}; known are {known}; take the version that wrote it")
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    if missing:
+        raise _damaged(f"{folder / missing[0]} is missing: the checkpoint is not whole")
     return Manifest(algorithm=algorithm, files=files)
 
 
-def check_there(folder: Path, manifest: Manifest) -> None:
-    """CheckpointDamagedError unless every file of the manifest is in `folder`."""
-    missing = sorted(name for name in manifest.files if not (folder / name).is_file())
-    if missing:
-        raise CheckpointDamagedError(
-            f"{folder / missing[0]} is missing: the checkpoint is not whole; load an earlier one"
-        )
+def check_whole(
+    folder: Path,
+    share: slice = slice(None),
+    gather: Callable[[dict[str, str]], list[dict[str, str]]] = lambda own: [own],
+) -> None:
+    """Read every file of a checkpoint and compare it with the manifest.
 
-
-def check_digests(folder: Path, manifest: Manifest, found: Mapping[str, str]) -> None:
-    """CheckpointDamagedError unless the files have the sums of the manifest."""
-    damaged = sorted(name for name, digest in manifest.files.items() if found[name] != digest)
-    if damaged:
-        raise CheckpointDamagedError(
-            f"{folder / damaged[0]} is damaged: its {manifest.algorithm} is not that of {MANIFEST_FILE}; load an "
-            "earlier checkpoint"
-        )
-
-
-def check_whole(folder: Path) -> None:
-    """Read every file of a checkpoint and compare it with the manifest, in one process.
+    Args:
+        share: where several processes check together, the part of the sorted files that this one reads.
+        gather: every process's digests by file.
 
     Raises:
         CheckpointDamagedError: names the first file that is missing or damaged.
     """
-    manifest = read_manifest(folder / MANIFEST_FILE)
-    check_there(folder, manifest)
+    manifest = read_manifest(folder)
+    names = sorted(manifest.files)
     with ThreadPoolExecutor(READERS) as readers:
-        digests = readers.map(lambda name: digest_of(folder / name, manifest.algorithm), manifest.files)
-        found = dict(zip(manifest.files, digests, strict=True))
-    check_digests(folder, manifest, found)
-
-
-def make_empty(aside: Path) -> None:
-    """A fresh folder; what a killed save left there goes."""
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+        digests = readers.map(lambda name: digest_of(folder / name, manifest.algorithm), names[share])
+        own = dict(zip(names[share], digests, strict=True))
+    found = {name: digest for part in gather(own) for name, digest in part.items()}
+    damaged = [name for name in names if found[name] != manifest.files[name]]
+    if damaged:
+        wrong = f"its {manifest.algorithm} is not that of {MANIFEST_FILE}"
+        raise _damaged(f"{folder / damaged[0]} is damaged: {wrong}")
 
 
 def put_in_place(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
     """Write the manifest of `digests` by file and rename `aside` to `folder`. A checkpoint that stands there is deleted
     last."""
-    replace_file(aside / MANIFEST_FILE, Manifest(files=digests).text())
+    manifest = Manifest(algorithm=ALGORITHM, files=dict(digests))
+    replace_file(aside / MANIFEST_FILE, json.dumps(asdict(manifest), indent=1))
     replace_folder(aside, folder, durable=True)
+
+
+def _damaged(what: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"{what}; load an earlier checkpoint")

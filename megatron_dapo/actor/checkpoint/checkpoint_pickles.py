@@ -56,10 +56,8 @@ def read_index(folder: Path) -> Metadata:
             index = _IndexUnpickler(stream, file).load()
     except CheckpointError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}: {folder} is no whole checkpoint") from None
     except Exception as error:  # damaged bytes fail to unpickle in any way
-        raise CheckpointError(f"{file} is damaged: {error}; load an earlier checkpoint") from None
+        raise CheckpointError(f"{file} cannot be read: {error}; load an earlier checkpoint") from None
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{file} holds a {type(index).__name__}, not the index of a checkpoint")
     for place in (index.storage_data or {}).values():

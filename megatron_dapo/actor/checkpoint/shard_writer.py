@@ -12,9 +12,9 @@ the host's own figures know nothing; a process that takes more is killed (`avail
 """
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -45,14 +45,16 @@ class Written:
 class ShardWriter(FileSystemWriter):
     """To be given to torch's `save`, which then only plans; `copy` and `start` or `write` follow."""
 
+    _plan: SavePlan
+    _metadata: Metadata
+    """On rank 0."""
+
     def __init__(self, folder: Path, live: frozenset[int]) -> None:
         """`live`: addresses of the storages that training changes."""
         # Nothing is copied ahead: the copies of tensors on CUDA would wait for training's own stream.
         super().__init__(folder, per_thread_copy_ahead=0)
         self._folder, self._live = Path(folder), live
-        self._plan: SavePlan | None = None
         self._data: dict[MetadataIndex, Any] = {}
-        self._metadata: Metadata | None = None
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
 
@@ -88,8 +90,8 @@ class ShardWriter(FileSystemWriter):
     def write(self) -> None:
         """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
         try:
-            assert self._plan is not None
-            planner = cast(SavePlanner, _Kept(self._data))
+            # In the planner's place: hands each shard out once, so that its memory is freed on the way.
+            planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
             self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
@@ -112,21 +114,10 @@ class ShardWriter(FileSystemWriter):
 
     def write_index(self, results: list[list[WriteResult]]) -> None:
         """On rank 0: the file that says where every shard of every rank stands."""
-        assert self._metadata is not None
         super().finish(self._metadata, results)
 
     def _must_copy(self, data: Any) -> bool:
         return isinstance(data, torch.Tensor) and (data.is_cuda or data.untyped_storage()._cdata in self._live)
-
-
-class _Kept:
-    """In the planner's place while shards are written: hands each out once, so that its memory is freed on the way."""
-
-    def __init__(self, data: dict[MetadataIndex, Any]) -> None:
-        self._data = data
-
-    def resolve_data(self, item: Any) -> Any:
-        return self._data.pop(item.index)
 
 
 def _reason(error: BaseException) -> str:
@@ -146,30 +137,24 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
         groups: where the control groups are mounted.
         own: the file that names this process's ones.
     """
-    return min([psutil.virtual_memory().available, *_left(groups, own)])
-
-
-def _left(groups: Path, own: Path) -> Iterator[int]:
-    """What each group above this process leaves; nothing for those without a limit."""
+    available = [psutil.virtual_memory().available]
     for line in own.read_text().splitlines() if own.is_file() else []:
         _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            top, files = groups, VERSION_2
-        elif "memory" in controllers.split(","):
-            top, files = groups / "memory", VERSION_1
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        top, names = (groups / "memory", VERSION_1) if controllers else (groups, VERSION_2)
         folder = top / name.lstrip("/")
-        for level in (folder, *folder.parents):
-            if level.is_relative_to(top):
-                yield from _left_by(level, *files)
+        available += [left for level in (folder, *folder.parents) if (left := _left_by(level, *names)) is not None]
+    return min(available)
 
 
-def _left_by(group: Path, limit_file: str, use_file: str, cache_key: str) -> Iterator[int]:
+def _left_by(group: Path, limit_file: str, use_file: str, cache_key: str) -> int | None:
+    """What one group leaves; None: it has no limit, or is none."""
     limit = _read(group / limit_file)
-    if limit.isdigit():  # else "max", or no such file
-        stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-        yield max(0, int(limit) - int(_read(group / use_file) or 0) + int(stat.get(cache_key, 0)))
+    if not limit.isdigit():  # "max", or no such file
+        return None
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    return max(0, int(limit) - int(_read(group / use_file) or 0) + int(stat.get(cache_key, 0)))
 
 
 def _read(file: Path) -> str:

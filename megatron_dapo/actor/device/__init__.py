@@ -1,19 +1,71 @@
 """The one place that chooses the device and the kernels, and that makes Megatron-Core run without CUDA."""
 
-import importlib
 import importlib.util
 import os
 import warnings
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from megatron_dapo.actor.device import cpu
-from megatron_dapo.actor.device.kernel_choice import DeviceChoice, Dtype, Found, choose
 from megatron_dapo.config.actor_config import ActorConfig
 
-__all__ = ["DeviceChoice", "Found", "choose", "prepare", "prepare_for"]
+Dtype = Literal["float32", "bfloat16"]
+
+FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Least CUDA compute capability with TransformerEngine's kernels for an FP8 recipe: Ada, Hopper, Blackwell."""
+
+NO_CUDA = "no CUDA device is used"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What this process can see and import."""
+
+    capability: tuple[int, int] | None = None
+    """Of its CUDA device; None: there is none."""
+
+    index: int = 0
+    """Of that device."""
+
+    transformer_engine: str | None = None
+    """Version, if Megatron can import it."""
+
+    fused_adam: str | None = None
+    """Package of the FusedAdam that Megatron has imported: transformer_engine or apex."""
+
+    gradient_accumulation: bool = False
+    """Apex's `fused_weight_gradient_mlp_cuda`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChoice:
+    """What the trainer processes run on; `str()` gives the lines for the start of a run."""
+
+    device: torch.device
+    backend: Literal["gloo", "nccl"]
+    """torch.distributed backend of every group of model ranks."""
+
+    transformer_engine: bool = False
+    """The model is built from TransformerEngine's layers (Megatron's TE layer spec)."""
+
+    fused_adam: bool = False
+    """The optimizer is TransformerEngine's or Apex's; else `device.adam.FusedLayoutAdam`."""
+
+    gradient_accumulation: bool = False
+    """Weight gradients are added to their buffer by the matrix product itself."""
+
+    overlap_grad_reduce: bool = False
+    """Gradients are summed over ranks while backward still runs."""
+
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
+
+    def __str__(self) -> str:
+        lines = [f"{part}: {kernel}" for part, kernel in self.kernels.items()]
+        return "\n".join([f"device {self.device}, torch.distributed over {self.backend}", *lines])
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
@@ -76,3 +128,91 @@ def _check_transformer_engine() -> None:
             f"{torch.__version__}: {type(error).__name__}: {error}. Build it again for this torch (docs/guide.md, "
             "section 1), or uninstall transformer-engine: training then takes PyTorch's kernels"
         ) from error
+
+
+def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
+    """The device, and for each part of the work the fastest kernels that are there and that it can use: a
+    pure function, without Megatron.
+
+    Raises:
+        ValueError: CUDA, FP8 or context parallelism is asked for and cannot be had; the message names the key and
+            what is missing.
+    """
+    if config.device == "cuda" and found.capability is None:
+        raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
+    capability = None if config.device == "cpu" else found.capability
+    cuda = capability is not None
+    why_not = None  # TransformerEngine's layers are used
+    if not cuda:
+        why_not = NO_CUDA
+    elif found.transformer_engine is None:
+        why_not = "TransformerEngine is not importable"
+    elif dtype == "float32":
+        why_not = "TransformerEngine's attention has no packed sequences in float32"
+    if config.fp8 != "none":
+        _check_fp8(config, why_not, capability)
+    if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
+        raise ValueError(
+            f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
+            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
+            "transformer-engine[pytorch], or set actor.layout.context to 1"
+        )
+    return DeviceChoice(
+        device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
+        backend="nccl" if cuda else "gloo",
+        transformer_engine=why_not is None,
+        fused_adam=cuda and found.fused_adam is not None,
+        gradient_accumulation=cuda and found.gradient_accumulation,
+        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1,
+        kernels=_kernels(config, dtype, found, why_not, cuda=cuda),
+    )
+
+
+def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
+    ranks = config.layout.data * config.layout.context
+    if why_not is None:
+        because = f"TransformerEngine {found.transformer_engine} is importable"
+        attention = "TransformerEngine's dot-product attention"
+        norm = "TransformerEngine's RMSNorm, fused with the linear after it"
+    else:
+        because = why_not
+        attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
+    products = f"{dtype} (actor.fp8 is none)"
+    if config.fp8 != "none":
+        products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling (actor.fp8 asks for it)"
+    sums = f"an addition after the matrix product ({NO_CUDA})"
+    adam = "AdamW of this package in FusedAdam's state layout (the fused ones need CUDA)"
+    reduction = "after backward (over gloo it would take backward's cores)"
+    if cuda:
+        sums = "an addition after the matrix product (Apex's fused_weight_gradient_mlp_cuda is not importable)"
+        if found.gradient_accumulation:
+            sums = "fused into the matrix product (Apex's fused_weight_gradient_mlp_cuda is importable)"
+        adam = "AdamW of this package in FusedAdam's state layout (neither TransformerEngine nor Apex is importable)"
+        if found.fused_adam is not None:
+            adam = f"FusedAdam of {found.fused_adam} ({found.fused_adam} is importable)"
+        reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
+    if ranks == 1:
+        reduction = "after backward (there is one data-parallel rank)"
+    return {
+        "attention": f"{attention} ({because})",
+        "norm": f"{norm} ({because})",
+        "matrix products": products,
+        "gradient accumulation": sums,
+        "gradient reduction": reduction,
+        "optimizer": adam,
+    }
+
+
+def _check_fp8(config: ActorConfig, why_not: str | None, capability: tuple[int, int] | None) -> None:
+    key = f"actor.fp8 = {config.fp8}"
+    if capability is None or why_not is not None:
+        raise ValueError(
+            f"{key}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 to none, or install "
+            "transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
+        )
+    least = FP8_CAPABILITY[config.fp8_recipe]
+    if capability < least:
+        raise ValueError(
+            f"{key} with actor.fp8_recipe = {config.fp8_recipe}: needs compute capability {least[0]}.{least[1]}, this "
+            f"GPU has {capability[0]}.{capability[1]}; use another recipe, or set actor.fp8 to none"
+        )

@@ -20,17 +20,9 @@ class FusedLayoutAdam(torch.optim.Optimizer):
     `group["step"]` is an int; a parameter's state is `exp_avg` and `exp_avg_sq`, float32, of the parameter's shape.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-    ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **settings: Any):
+        """`settings`: lr, betas, eps and weight_decay."""
+        super().__init__(params, settings | {"bias_correction": True})
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
@@ -38,33 +30,32 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         """One update of every parameter that has a gradient; Megatron never gives a closure."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            self._update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter) for parameter in parameters]
+            adam(
+                params=parameters,
+                grads=[parameter.grad.float() for parameter in parameters],
+                exp_avgs=[state["exp_avg"] for state in states],
+                exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+                max_exp_avg_sqs=[],
+                # The kernel counts up each tensor of this list: one for each parameter, or the count would run ahead.
+                state_steps=[torch.tensor(float(group["step"] - 1), device=one.device) for one in parameters],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                decoupled_weight_decay=self.adam_w_mode,
+            )
 
-    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        beta1, beta2 = group["betas"]
-        adam(
-            params=parameters,
-            grads=[parameter.grad.float() for parameter in parameters if parameter.grad is not None],
-            exp_avgs=[self.state[parameter]["exp_avg"] for parameter in parameters],
-            exp_avg_sqs=[self.state[parameter]["exp_avg_sq"] for parameter in parameters],
-            max_exp_avg_sqs=[],
-            # The kernel counts up each tensor of this list: one for each parameter, or the count would run ahead.
-            state_steps=[torch.tensor(float(group["step"] - 1), device=parameter.device) for parameter in parameters],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            decoupled_weight_decay=self.adam_w_mode,
-        )
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        for name in () if state else ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state
 
 
 def fused_package() -> str | None:

@@ -95,7 +95,6 @@ class _NoStream:
 
 
 def _stand_in_for_torch() -> ModuleType:
-    stream = _NoStream()
     generator = {
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
@@ -113,8 +112,8 @@ def _stand_in_for_torch() -> ModuleType:
             "set_device": _nothing,
             "synchronize": _nothing,
             "empty_cache": _nothing,
-            "current_stream": lambda *args, **kwargs: stream,
-            "default_stream": lambda *args, **kwargs: stream,
+            "current_stream": _NoStream,
+            "default_stream": _NoStream,
             "stream": lambda *args, **kwargs: contextlib.nullcontext(),
             "Stream": _NoStream,
             "Event": _NoStream,
@@ -152,11 +151,7 @@ def _sends_that_are_kept() -> dict[str, Any]:
         # A batch of operations accepts torch's own functions only, and waits for all of them.
         return torch.distributed.P2POp(getattr(op, "__wrapped__", op), *args, **kwargs)
 
-    return {
-        "isend": keeping(torch.distributed.isend),
-        "irecv": keeping(torch.distributed.irecv),
-        "P2POp": operation,
-    }
+    return {"isend": keeping(torch.distributed.isend), "irecv": keeping(torch.distributed.irecv), "P2POp": operation}
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -5,12 +5,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
-import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import TCPStore
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.config.actor_config import LayoutConfig
@@ -42,7 +42,7 @@ def initialise(
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"
     with _gloo_on_loopback(host if by_store else ""):
-        torch.distributed.init_process_group(
+        dist.init_process_group(
             device.backend,
             init_method=None if by_store else rendezvous,
             store=_store(host, port, rank, world_size, timeout) if by_store else None,
@@ -64,10 +64,10 @@ def initialise(
     model_parallel_cuda_manual_seed(seed)
 
 
-def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return TCPStore(
+    return dist.TCPStore(
         host,
         port,
         world_size,
@@ -92,8 +92,15 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
         del os.environ[name]
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank of the group, by rank."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def shutdown() -> None:
     """Leave all groups; the process may `initialise` again."""
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -105,20 +105,15 @@ def linear_token_log_probs(
     return _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))
 
 
-def gather_over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+class GatherOverContext(torch.autograd.Function):
     """All `total` columns of a micro-batch on every context-parallel rank, from those that each rank has predicted.
 
     Each rank then computes the loss of whole responses, the same on all of them. Backward hands each rank the gradient
     of its own columns: added up over ranks, as the gradients of the weights are, they are the loss's gradient once.
 
-    Args:
-        values: [k, n] of this rank.
-        places: int64 [n], which columns of the result they are.
+    values: [k, n] of this rank; places: int64 [n], which columns of the result they are.
     """
-    return _GatherOverContext.apply(values, places, total, group)
 
-
-class _GatherOverContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
@@ -140,11 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for part in _parts(len(rows), chunk):
             columns = _columns(logits, rows[part], shard)
             piece[:, part] = reduce_columns(columns, targets[part] - shard.start, temperature)
-        maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
-        ctx.save_for_backward(logits, rows, targets, maximum, log_total, entropy)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _results(ctx, piece, options, logits, rows, targets)
 
     @staticmethod
     def backward(
@@ -179,13 +170,7 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
             for part in _parts(shard.size, block)
         ]
-        maximum, log_total, log_probs, entropy = combine(
-            merge(torch.stack(pieces), temperature), shard.group, temperature
-        )
-        ctx.save_for_backward(hidden, weight, rows, targets, maximum, log_total, entropy)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return _results(ctx, merge(torch.stack(pieces), temperature), options, hidden, weight, rows, targets)
 
     @staticmethod
     def backward(
@@ -211,6 +196,16 @@ class _LinearTokenLogProbs(torch.autograd.Function):
             torch.mm(grad.T, wanted, out=grad_weight[part])
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None
+
+
+def _results(ctx: Any, piece: Tensor, options: Options, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies; what backward needs is saved."""
+    shard, temperature, _ = options
+    maximum, log_total, log_probs, entropy = combine(piece, shard.group, temperature)
+    ctx.save_for_backward(*inputs, maximum, log_total, entropy)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    return log_probs, entropy
 
 
 def _scaled(

@@ -9,18 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -38,6 +33,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 """Megatron's words for `actor.recompute`."""
 
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+"""Fields of HFModelConfig that Megatron's config has too."""
+
+
 def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
     """The model chunks of this rank, one a virtual pipeline stage, weights not yet set (see `weights.load_hf_weights`).
 
@@ -52,11 +51,10 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
     inverse_frequencies = hf.inverse_frequencies().to(device.device)
     virtual = actor.layout.virtual_pipeline
     chunks = []
-    for stage in range(virtual or 1):
-        vp_stage = stage if virtual else None
+    for vp_stage in [None] if virtual is None else range(virtual):
         if device.transformer_engine:
             # Megatron applies the rotary embedding.
-            spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         else:
             spec = local_spec(config, rotary=Rotary(inverse_frequencies), vp_stage=vp_stage)
         chunk = GPTModel(
@@ -75,7 +73,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if actor.fused_linear_log_prob and chunk.post_process:
-            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
+            chunk.output_layer.forward = partial(hidden_states, chunk.output_layer)
         chunks.append(chunk)
     return chunks
 
@@ -85,13 +83,9 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
     layout = actor.layout
     check_layout(hf, layout)
     cuda = device.device.type == "cuda"
-    torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
-        num_layers=hf.num_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.ffn_hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_query_groups,
+        **{name: getattr(hf, name) for name in SIZES},
         kv_channels=hf.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_epsilon,
@@ -104,7 +98,6 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         attention_dropout=0.0,
         params_dtype=torch_dtype,
         pipeline_dtype=torch_dtype,
-        autocast_dtype=torch_dtype,
         bf16=torch_dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -116,8 +109,6 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         use_cpu_initialization=not cuda,
         # The loss is a sum of weighted tokens: gradients are summed over ranks, never averaged.
         calculate_per_token_loss=True,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=device.transformer_engine,
@@ -137,7 +128,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
 
 def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of local layers with our norms and our attention, which also applies the rotary embedding."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
@@ -195,41 +186,23 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class HiddenStatesOutput(ColumnParallelLinear):
-    """Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by its weight
-    block by block (`log_prob.linear_token_log_probs`). Parameter, name and sharded checkpoint are those of the layer
-    that it replaces."""
+def hidden_states(
+    layer: ColumnParallelLinear, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
+    """Forward of Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by the
+    layer's weight block by block (`log_prob.linear_token_log_probs`).
 
-    @classmethod
-    def of(cls, layer: ColumnParallelLinear) -> "HiddenStatesOutput":
-        """In the place of `layer`, with its weight (none where that is the embedding's)."""
-        output = cls(
-            layer.input_size,
-            layer.output_size,
-            config=layer.config,
-            init_method=layer.config.init_method,
-            bias=False,
-            skip_weight_param_allocation=True,
-            tp_group=layer.tp_group,
-        )
-        output.weight = layer.weight
-        return output
-
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients."""
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+    [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients.
+    """
+    if layer.sequence_parallel:
+        return mappings.gather_from_sequence_parallel_region(input_, group=layer.tp_group), None
+    return mappings.copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:
     """[V / tp, h] of the last pipeline stage's last chunk (wrapped or not): the output layer's weight, or the
     embedding's that it is tied to."""
-    model: Any = chunk
-    while not isinstance(model, GPTModel):
-        model = model.module
+    model = get_attr_wrapped_model(chunk, "output_layer", return_model_obj=True)
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

@@ -11,9 +11,9 @@ sequence, H query heads and G key/value heads on this tensor-parallel rank, D he
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -74,41 +74,27 @@ class AttentionPlan:
     """[t] where each local token's output lies in all outputs, one after the other; None: in order already."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Megatron's PackedSeqParams of a stream, able to plan attention once for all layers of a micro-batch."""
+    """What `GPTModel.forward(..., packed_seq_params=...)` takes for a stream of sequences: Megatron's parameters of it,
+    able to plan attention once for all layers of a micro-batch."""
 
-    padded_lengths: tuple[int, ...] = ()
+    padded_lengths: Sequence[int]
+    """Of the whole sequences, with their padding to a multiple of 2*CP (of 1 without CP)."""
+
+    device: torch.device
     context_parallel: int = 1
     context_rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        ends = torch.tensor([0, *self.padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
+        self.qkv_format, self.cu_seqlens_q, self.cu_seqlens_kv = "thd", ends, ends
+        self.max_seqlen_q = self.max_seqlen_kv = max(self.padded_lengths)
 
     @cached_property
     def plan(self) -> AttentionPlan:
         """Buckets of the local stream; worked out on first use."""
         return _plan(self.padded_lengths, self.context_parallel, self.context_rank, self.device)
-
-
-def packed_sequences(
-    padded_lengths: Sequence[int], *, device: torch.device, context_parallel: int = 1, context_rank: int = 0
-) -> PackedSequences:
-    """What `GPTModel.forward(..., packed_seq_params=...)` takes for a stream of sequences of these padded lengths.
-
-    Lengths are those of the whole sequences, with their padding to a multiple of 2*CP (of 1 without CP).
-    """
-    ends = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    longest = max(padded_lengths)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        padded_lengths=tuple(padded_lengths),
-        context_parallel=context_parallel,
-        context_rank=context_rank,
-        device=device,
-    )
 
 
 class Rotary:
@@ -183,7 +169,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
         if not isinstance(packed_seq_params, PackedSequences) or attention_mask is not None:
-            raise ValueError("give packed_seq_params from packed_sequences and no attention mask")
+            raise ValueError("give packed_seq_params as PackedSequences and no attention mask")
         plan = packed_seq_params.plan
         query, key = self.rotary(query, packed_seq_params), self.rotary(key, packed_seq_params)
         if self.context_group is not None:
@@ -227,10 +213,9 @@ def _local_positions(length: int, context_parallel: int, context_rank: int) -> t
 
 def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -> AttentionPlan:
     positions = [_local_positions(length, ranks, rank) for length in lengths]
-    starts = [0]
-    for own in positions:
-        starts.append(starts[-1] + len(own))
-    rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
+    local_lengths = tuple(len(own) for own in positions)
+    starts = [0, *accumulate(local_lengths)]
+    rows = torch.arange(starts[-1]).split(local_lengths)
     equal = ranks == 1 and len(set(lengths)) == 1
     # Gathered keys of a sequence do not lie next to each other: under context parallelism nothing is computed alone.
     longest_in_bucket = BUCKET_LONGEST[device.type] if ranks == 1 else max(lengths)
@@ -251,7 +236,7 @@ def _plan(lengths: Sequence[int], ranks: int, rank: int, device: torch.device) -
         order.append(queries.flatten())
     return AttentionPlan(
         positions=torch.cat(positions).to(device),
-        lengths=tuple(len(own) for own in positions),
+        lengths=local_lengths,
         equal=equal,
         alone=tuple(alone),
         buckets=tuple(buckets),

@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,20 +27,9 @@ INDEX_FILE = "model.safetensors.index.json"
 COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the files beside the weights: config, generation config, tokenizer, chat template."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of plain weights. Quantized ones mean nothing without their scales."""
+
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
@@ -57,39 +45,30 @@ class WeightsError(ValueError):
 class TensorPlace:
     """One tensor of an open file; `start` is in bytes from the file's beginning."""
 
-    file: Path
-    descriptor: int
+    file: BinaryIO
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
 
-    @property
-    def row_bytes(self) -> int:
-        """Of what stands at one index of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def fill(self, target: memoryview, offset: int) -> None:
-        """Read the tensor's bytes from `offset` on."""
-        while target:
-            count = os.preadv(self.descriptor, [target], self.start + offset)
-            if count == 0:
-                raise WeightsError(f"{self.file}: a tensor ends with the file, which became shorter meanwhile")
-            target, offset = target[count:], offset + count
+    def fill(self, target: Tensor, offset: int) -> None:
+        """Read the tensor's bytes from `offset` on into the memory of `target`."""
+        self.file.seek(self.start + offset)
+        if self.file.readinto(bytes_of(target)) < target.nbytes:  # type: ignore[attr-defined]
+            raise WeightsError(f"{self.file.name}: a tensor ends with the file, which became shorter meanwhile")
 
 
 class SafetensorsReader:
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of an unknown type."""
+        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of another type."""
         self._listing, files = _listed(Path(folder))
         self._places: dict[str, TensorPlace] = {}
         with ExitStack() as opened:
             for file in files:
                 try:
                     with safe_open(file, framework="np"):  # checks that the header is sound and the file not cut
-                        descriptor = opened.enter_context(file.open("rb", buffering=0)).fileno()
-                    self._places |= _places(file, descriptor)
+                        self._places |= _places(opened.enter_context(file.open("rb")))
                 except (OSError, SafetensorError) as error:
                     raise WeightsError(f"{file}: {error}; fetch it again") from error
             self._opened = opened.pop_all()
@@ -109,11 +88,11 @@ class SafetensorsReader:
                 )
             place = self._places[name]
             if place.shape != shape:
-                found, needed = list(place.shape), list(shape)
-                raise WeightsError(f"{place.file}: tensor {name} has shape {found}, the model needs {needed}")
+                found = f"{place.file.name}: tensor {name} has shape {list(place.shape)}"
+                raise WeightsError(f"{found}, the model needs {list(shape)}")
         extra = sorted(self._places.keys() - shapes.keys() - ignored)
         if extra:
-            file = self._places[extra[0]].file
+            file = self._places[extra[0]].file.name
             raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
     def dtype(self, name: str) -> torch.dtype:
@@ -122,17 +101,17 @@ class SafetensorsReader:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file."""
         place = self._places[name]
+        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
         shape = list(place.shape)
         shape[dim] = stop - start
         tensor = torch.empty(shape, dtype=place.dtype)
-        target = bytes_of(tensor)
         if dim == 0 or shape == list(place.shape):
-            place.fill(target, start * place.row_bytes if dim == 0 else 0)
+            place.fill(tensor, start * row_bytes if dim == 0 else 0)
             return tensor
-        at_once = max(1, PIECE_BYTES // place.row_bytes)
+        at_once = max(1, PIECE_BYTES // row_bytes)
         for row in range(0, shape[0], at_once):
             rows = torch.empty((min(at_once, shape[0] - row), *place.shape[1:]), dtype=place.dtype)
-            place.fill(bytes_of(rows), row * place.row_bytes)
+            place.fill(rows, row * row_bytes)
             tensor[row : row + at_once] = rows[:, start:stop]
         return tensor
 
@@ -149,85 +128,63 @@ def _listed(folder: Path) -> tuple[Path, list[Path]]:
         raise WeightsError(f"{index} is damaged ({error!r})") from error
 
 
-def _places(file: Path, descriptor: int) -> dict[str, TensorPlace]:
+def _places(file: BinaryIO) -> dict[str, TensorPlace]:
     """Of a file whose header is sound."""
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-    header = json.loads(os.pread(descriptor, length, _LENGTH_BYTES))
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    header = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    places = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
-            raise WeightsError(f"{file}: tensor {name} has type {entry['dtype']}; known: {', '.join(DTYPES)}")
-    begin = _LENGTH_BYTES + length
-    return {
-        name: TensorPlace(
-            file, descriptor, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + entry["data_offsets"][0]
-        )
-        for name, entry in header.items()
-    }
+            found, plain = entry["dtype"], ", ".join(DTYPES)
+            raise WeightsError(f"{file.name}: tensor {name} has type {found}, as quantized weights have; give {plain}")
+        start = _LENGTH_BYTES + length + entry["data_offsets"][0]
+        places[name] = TensorPlace(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return places
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True, kw_only=True)
 class FolderPlan:
     """Which file each tensor goes to, filled in the given order up to `max_bytes` (a larger tensor has one alone).
 
     Fixed before anything is written, so that any process can put any tensor in its place, in any order.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
-    max_bytes: int
-
-    def size_of(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtype.itemsize
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(map(self.size_of, self.shapes))
-
-    @cached_property
-    def headers(self) -> dict[str, bytes]:
+    def __init__(self, *, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> None:
+        self.shapes, self.dtype, self.total_bytes = shapes, dtype, 0
+        self.headers: dict[str, bytes] = {}
         """By file: length and JSON, filled up with spaces so that the tensors start aligned."""
+        self.places: dict[str, tuple[str, int]] = {}
+        """By tensor: its file, and where in it the tensor's bytes begin."""
         parts: list[dict[str, Any]] = []
         end = 0
-        for name, shape in self.shapes.items():
-            if not parts or end + self.size_of(name) > self.max_bytes:
-                parts.append({"__metadata__": {"format": "pt"}})
+        for name, shape in shapes.items():
+            size = math.prod(shape) * dtype.itemsize
+            if not parts or end + size > max_bytes:
+                parts.append({})
                 end = 0
-            start, end = end, end + self.size_of(name)
-            parts[-1][name] = {"dtype": _NAME_OF[self.dtype], "shape": list(shape), "data_offsets": [start, end]}
-        headers = {}
+            parts[-1][name] = {"dtype": _NAME_OF[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+            end += size
+            self.total_bytes += size
         for number, part in enumerate(parts, start=1):
             file = SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-            text = json.dumps(part, separators=(",", ":")).encode()
+            text = json.dumps({"__metadata__": {"format": "pt"}, **part}, separators=(",", ":")).encode()
             text += b" " * (-len(text) % _ALIGNMENT)
-            headers[file] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        return headers
-
-    @cached_property
-    def places(self) -> dict[str, tuple[str, int]]:
-        """By tensor: its file, and where in it the tensor's bytes begin."""
-        return {
-            name: (file, len(header) + entry["data_offsets"][0])
-            for file, header in self.headers.items()
-            for name, entry in json.loads(header[_LENGTH_BYTES:]).items()
-            if name in self.shapes
-        }
+            header = self.headers[file] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+            self.places |= {name: (file, len(header) + entry["data_offsets"][0]) for name, entry in part.items()}
 
     def create(self, folder: Path) -> None:
         """An empty folder with every file's header and room, and the index where there are several."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        ends = {file: start + self.size_of(name) for name, (file, start) in self.places.items()}
         for file, header in self.headers.items():
             (folder / file).write_bytes(header)
-            os.truncate(folder / file, ends[file])
+        for name, (file, start) in self.places.items():
+            os.truncate(folder / file, start + math.prod(self.shapes[name]) * self.dtype.itemsize)
         if len(self.headers) > 1:
             file_of = {name: file for name, (file, _) in self.places.items()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": file_of}

@@ -1,27 +1,32 @@
-"""Weights between Hugging Face's names and Megatron's shards: load, gather, export."""
+"""Weights between Hugging Face's names and Megatron's shards: load, gather, export, and pass on in buckets of a byte
+budget. Gathered parameter by parameter, nowhere whole."""
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
-from megatron_dapo.actor.weights.shards import Fused, Shards, Single
+from megatron_dapo.actor.weights.shards import Shards
 
 EXPORT_FILE_BYTES = 5 * 10**9
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
-_LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 # TransformerEngine's layer spec fuses a norm into the linear after it, under another name.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -82,8 +87,7 @@ def gathered_parameters(
         return
     shards_of = model_shards(hf)
     own = dict(_named_parameters(chunks, hf))
-    stages: list[set[str]] = [set()] * parallel_state.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, set(own), group=parallel_state.get_pipeline_model_parallel_group())
+    stages = gather_objects(set(own), parallel_state.get_pipeline_model_parallel_group())
     for name, shards in shards_of.items():
         stage = next(index for index, names in enumerate(stages) if name in names)
         ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
@@ -137,29 +141,96 @@ def export_hf(
     return written
 
 
+@dataclass(kw_only=True)
+class Bucket:
+    """Whole Megatron parameters that travel together, as Hugging Face tensors one behind the other."""
+
+    dtype: torch.dtype
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By Hugging Face name, in order."""
+
+    parameters: int = 0
+    """How many."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in `buffer`, uint8 [size]."""
+        parts = buffer.view(self.dtype).split([math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+
+class BucketSink(Protocol):
+    """Where the buckets go, on rank 0."""
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8 [size], on any device, to be filled; what it held before has been used up."""
+
+    def put(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
+        """Take a bucket that is filled. `tensors` are views of the buffer."""
+
+
+def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -> list[Bucket]:
+    """Parameters in order, as many in a bucket as `max_bytes` hold; a larger one has a bucket to itself.
+
+    A parameter is never cut: what a server fuses (q, k, v; gate, up) then comes in one bucket.
+    """
+    buckets: list[Bucket] = []
+    for one in shards:
+        size = sum(map(math.prod, one.shapes.values())) * dtype.itemsize
+        if not buckets or buckets[-1].size + size > max_bytes:
+            buckets.append(Bucket(dtype=dtype))
+        buckets[-1].shapes.update(one.shapes)
+        buckets[-1].parameters += 1
+    return buckets
+
+
+def stream_weights(
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    sink: BucketSink | None,
+) -> None:
+    """Hand the whole model to `sink` on global rank 0; every rank calls, the others with None.
+
+    Rank 0 then holds one bucket and one gathered parameter besides the model, any other rank at most one parameter.
+
+    Raises:
+        Exception: what the sink raised, on rank 0, after the other ranks have sent everything.
+    """
+    stream = gathered_parameters(chunks, hf, dtype=dtype)
+    try:
+        if sink is not None:
+            for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes):
+                views = bucket.views(sink.buffer(bucket.size))
+                for shards, stacked in islice(stream, bucket.parameters):
+                    assert stacked is not None
+                    for rank, shard in enumerate(stacked):
+                        shards.fill(views, shard, rank, len(stacked))
+                    del shard, stacked  # before the next parameter is gathered
+                sink.put(bucket, views)
+                del views
+    finally:
+        for _ in stream:
+            pass  # the other ranks send all of them, also after a failure of the sink
+
+
 def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
-    shards: dict[str, Shards] = {_EMBEDDING: Single(name="model.embed_tokens.weight", shape=vocabulary, dim=0)}
+    shards = {_EMBEDDING: Shards(shapes={"model.embed_tokens.weight": vocabulary})}
     for layer in range(hf.num_layers):
         for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
             shards[f"decoder.layers.{layer}.{name}"] = layer_shards
-    shards["decoder.final_layernorm.weight"] = Single(name="model.norm.weight", shape=(hf.hidden_size,))
+    shards["decoder.final_layernorm.weight"] = Shards(shapes={"model.norm.weight": (hf.hidden_size,)}, dim=None)
     if not hf.tied:
-        shards[_HEAD] = Single(name="lm_head.weight", shape=vocabulary, dim=0)
+        shards[_HEAD] = Shards(shapes={"lm_head.weight": vocabulary})
     return shards
-
-
-def checkpoint_name(name: str) -> tuple[str, int | None]:
-    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
-
-    There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
-    """
-    in_layer = _LAYER_NAME.fullmatch(name)
-    if not in_layer:
-        return name, None
-    prefix, layer, rest = in_layer.groups()
-    return prefix + {local: fused for fused, local in _FUSED_NORMS.items()}.get(rest, rest), int(layer)
 
 
 def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
@@ -180,26 +251,28 @@ def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
     queries, narrow = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
     heads = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
 
-    def fused(kind: str, columns: tuple[int, ...]) -> Fused:
-        rows = {f"{attention}.{name}.{kind}": count for name, count in heads.items()}
-        return Fused(rows=rows, columns=columns, groups=hf.num_query_groups)
+    def heads_of(kind: str, *columns: int) -> Shards:
+        shapes = {f"{attention}.{name}.{kind}": (rows, *columns) for name, rows in heads.items()}
+        return Shards(shapes=shapes, groups=hf.num_query_groups)
 
-    shards: dict[str, Shards] = {
-        "input_layernorm.weight": Single(name=f"{layer}.input_layernorm.weight", shape=(hidden,)),
-        "self_attention.linear_qkv.weight": fused("weight", (hidden,)),
+    def norm(name: str, size: int) -> Shards:
+        return Shards(shapes={f"{name}.weight": (size,)}, dim=None)
+
+    shards = {
+        "input_layernorm.weight": norm(f"{layer}.input_layernorm", hidden),
+        "self_attention.linear_qkv.weight": heads_of("weight", hidden),
     }
     if hf.qkv_bias:
-        shards["self_attention.linear_qkv.bias"] = fused("bias", ())
+        shards["self_attention.linear_qkv.bias"] = heads_of("bias")
     if hf.qk_norm:
         for side in ("q", "k"):
-            norm = Single(name=f"{attention}.{side}_norm.weight", shape=(hf.head_dim,))
-            shards[f"self_attention.{side}_layernorm.weight"] = norm
-    gate_up = {f"{mlp}.gate_proj.weight": ffn, f"{mlp}.up_proj.weight": ffn}
+            shards[f"self_attention.{side}_layernorm.weight"] = norm(f"{attention}.{side}_norm", hf.head_dim)
+    gate_up = {f"{mlp}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     return shards | {
-        "self_attention.linear_proj.weight": Single(name=f"{attention}.o_proj.weight", shape=(hidden, queries), dim=1),
-        "pre_mlp_layernorm.weight": Single(name=f"{layer}.post_attention_layernorm.weight", shape=(hidden,)),
-        "mlp.linear_fc1.weight": Fused(rows=gate_up, columns=(hidden,), groups=None),
-        "mlp.linear_fc2.weight": Single(name=f"{mlp}.down_proj.weight", shape=(hidden, ffn), dim=1),
+        "self_attention.linear_proj.weight": Shards(shapes={f"{attention}.o_proj.weight": (hidden, queries)}, dim=1),
+        "pre_mlp_layernorm.weight": norm(f"{layer}.post_attention_layernorm", hidden),
+        "mlp.linear_fc1.weight": Shards(shapes=gate_up),
+        "mlp.linear_fc2.weight": Shards(shapes={f"{mlp}.down_proj.weight": (hidden, ffn)}, dim=1),
     }
 
 
@@ -209,15 +282,13 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
     """
     for chunk in chunks:
-        model: Any = chunk
-        while not isinstance(model, GPTModel):
-            model = model.module
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for name, parameter in model.named_parameters():
-            in_layer = _LAYER_NAME.fullmatch(name)
+            in_layer = LAYER_NAME.fullmatch(name)
             if in_layer:
                 prefix, index, rest = in_layer.groups()
                 layer = model.decoder.layers[int(index)].layer_number - 1
-                yield f"{prefix}{layer}.{_FUSED_NORMS.get(rest, rest)}", parameter
+                yield f"{prefix}{layer}.{FUSED_NORMS.get(rest, rest)}", parameter
             else:
                 yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
 

@@ -1,10 +1,9 @@
 """How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
 
-A kind of parameter says of each rank's shard which part is which slice of which tensor (`blocks`); loading a shard and
-putting shards together only move numbers by that, so they serve gradients as well as weights.
+`Shards.blocks` says of each rank's shard which part is which slice of which tensor; loading a shard and putting shards
+together only move numbers by that, so they serve gradients as well as weights.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,52 +14,49 @@ ReadSlice = Callable[[str, int, int, int], Tensor]
 """(name, dim, start, stop) -> the tensor of that name, narrowed to [start, stop) along dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A part of a shard, as a view of it, and the slice of a Hugging Face tensor that it holds, row for row."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shards:
+    """One parameter: one tensor, or several side by side along `dim`: in each group some rows of the first one, then of
+    the second, and so on.
 
-    part: Tensor
-    name: str
-    dim: int
-    start: int
-    stop: int
+    Query, key and value: a group for each key/value head, with its query heads, the key and the value. Gate and up
+    projection: a group for each rank.
+    """
 
+    shapes: Mapping[str, tuple[int, ...]]
+    """The full Hugging Face shapes by name, in Megatron's order."""
 
-class Shards(ABC):
-    """One parameter."""
+    dim: int | None = 0
+    """Cut over the ranks, into equal parts: the last ones of a single tensor are filled up with zeros where it does not
+    divide. None: the same on every rank (norms)."""
 
-    @property
-    @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full Hugging Face shapes by name."""
+    groups: int | None = None
+    """Of all ranks together; None: one on each."""
 
     @property
     def split(self) -> bool:
         """Whether ranks hold different parts."""
-        return True
+        return self.dim is not None
 
-    @abstractmethod
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-
-    @abstractmethod
-    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
-        """What the shard of tensor-parallel rank `rank` of `ranks` holds; the rest of it is padding."""
+        shape = list(next(iter(self.shapes.values())))
+        shape[self.dim or 0] = sum(self._local_sizes(ranks))
+        return tuple(shape)
 
     def load(self, shard: Tensor, read: ReadSlice, rank: int, ranks: int) -> None:
         """Fill the shard of a rank with its slices, and with zeros where it is padding."""
         blocks = list(self.blocks(shard, rank, ranks))
-        if sum(block.part.numel() for block in blocks) < shard.numel():
+        if sum(part.numel() for part, *_ in blocks) < shard.numel():
             shard.zero_()
-        for block in blocks:
-            block.part.copy_(read(block.name, block.dim, block.start, block.stop).view(block.part.shape))
+        for part, name, start, stop in blocks:
+            part.copy_(read(name, self.dim or 0, start, stop).view(part.shape))
 
     def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
         """Write the shard of a rank to where it belongs in the full tensors `targets`, which are contiguous and on any
         device."""
-        for block in self.blocks(shard, rank, ranks):
-            target = targets[block.name].narrow(block.dim, block.start, block.stop - block.start)
-            target.view(block.part.shape).copy_(block.part)
+        for part, name, start, stop in self.blocks(shard, rank, ranks):
+            targets[name].narrow(self.dim or 0, start, stop - start).view(part.shape).copy_(part)
 
     def full(self, stacked: Tensor) -> dict[str, Tensor]:
         """New full tensors on the CPU by Hugging Face name, from all ranks' shards [ranks, *shape] (one if not
@@ -70,61 +66,17 @@ class Shards(ABC):
             self.fill(tensors, shard, rank, len(stacked))
         return tensors
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Single(Shards):
-    """One tensor: cut along `dim` into equal parts, the last ones filled up with zeros where `shape[dim]` does not
-    divide; or the same on every rank (norms)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
-
-    @property
-    def split(self) -> bool:
-        return self.dim is not None
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        return tuple(-(-size // ranks) if dim == self.dim else size for dim, size in enumerate(self.shape))
-
-    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
-        dim = self.dim or 0
-        size, part = self.shape[dim], self.local_shape(ranks)[dim]
-        start, stop = (min(rank * part, size), min((rank + 1) * part, size)) if self.split else (0, size)
-        yield Block(shard.narrow(dim, 0, stop - start), self.name, dim, start, stop)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fused(Shards):
-    """Several tensors' rows in one parameter: in each group some of the first one's, then of the second's, and so on.
-
-    Query, key and value: a group for each key/value head, with its query heads, the key and the value. Gate and up
-    projection: a group for each rank.
-    """
-
-    rows: Mapping[str, int]
-    """Rows of each full tensor, in Megatron's order."""
-
-    columns: tuple[int, ...]
-    """(hidden_size,) for a weight, () for a bias."""
-
-    groups: int | None
-    """None: as many as there are ranks."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: (rows, *self.columns) for name, rows in self.rows.items()}
-
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        return (sum(self.rows.values()) // ranks, *self.columns)
-
-    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[Block]:
-        own = {name: rows // ranks for name, rows in self.rows.items()}
+    def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[tuple[Tensor, str, int, int]]:
+        """(a part of the shard of tensor-parallel rank `rank` of `ranks`, as a view of it, and the tensor whose slice
+        [start, stop) along `dim` it holds, row for row); the rest of the shard is padding."""
+        dim, index, at = self.dim or 0, rank if self.split else 0, 0
         groups = 1 if self.groups is None else self.groups // ranks
-        parts = shard.unflatten(0, (groups, -1)).split([rows // groups for rows in own.values()], dim=1)
-        for (name, rows), part in zip(own.items(), parts, strict=True):
-            yield Block(part, name, 0, rank * rows, (rank + 1) * rows)
+        grouped = shard.unflatten(dim, (groups, -1))
+        for (name, shape), size in zip(self.shapes.items(), self._local_sizes(ranks), strict=True):
+            start, stop = (min(number * size, shape[dim]) for number in (index, index + 1))
+            yield grouped.narrow(dim + 1, at // groups, (stop - start) // groups), name, start, stop
+            at += size
+
+    def _local_sizes(self, ranks: int) -> list[int]:
+        """Of each tensor, along `dim`, with padding."""
+        return [-(-shape[self.dim or 0] // (ranks if self.split else 1)) for shape in self.shapes.values()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_dapo.actor.checkpoint.optimizer_state import rectangles
+from megatron_dapo.actor.optimizer import rectangles
 from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import loading, saving, size
 from tests.actor.checkpoint.test_checkpoint_background import Held, Trained

@@ -12,11 +12,7 @@ from megatron_dapo.actor.device import prepare
 prepare("cpu")
 
 from megatron_dapo.actor.model import packed_attention as sequences  # noqa: E402
-from megatron_dapo.actor.model.packed_attention import (  # noqa: E402
-    PackedAttention,
-    Rotary,
-    packed_sequences,
-)
+from megatron_dapo.actor.model.packed_attention import PackedAttention, PackedSequences, Rotary  # noqa: E402
 from tests.actor.stream_layout import local_rows, padded_lengths  # noqa: E402
 
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=12)
@@ -43,7 +39,7 @@ def test_every_row_has_one_context_rank_and_plans_agree(lengths, ranks):
     assert len({len(part) for part in rows}) == 1
     starts = torch.tensor([0, *padded]).cumsum(0)
     for rank, part in enumerate(rows):
-        plan = packed_sequences(padded, device=CPU, context_parallel=ranks, context_rank=rank).plan
+        plan = PackedSequences(padded_lengths=padded, device=CPU, context_parallel=ranks, context_rank=rank).plan
         owner = torch.bucketize(part, starts, right=True) - 1
         assert torch.equal(plan.positions, part - starts[owner])
         # Each local row is the query of exactly one slot, and that is the slot where its output is looked up.
@@ -97,7 +93,7 @@ def check_attention(lengths: list[int], heads: tuple[int, int]) -> None:
     shapes = [(sum(lengths), heads[0], 8), (sum(lengths), heads[1], 8), (sum(lengths), heads[1], 8)]
     qkv = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     upstream = torch.randn(sum(lengths), heads[0] * 8, generator=generator)
-    ours = attention(*heads, 8)(*qkv, packed_seq_params=packed_sequences(lengths, device=CPU))
+    ours = attention(*heads, 8)(*qkv, packed_seq_params=PackedSequences(padded_lengths=lengths, device=CPU))
     theirs = float64_attention(*qkv, lengths)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6)
     gradients = torch.autograd.grad(ours, qkv, upstream), torch.autograd.grad(theirs, qkv, upstream.double())
@@ -107,13 +103,13 @@ def check_attention(lengths: list[int], heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("lengths", [[7], [40, 40, 40], [5, 5]])
 def test_sequences_of_one_length_are_a_batch_as_they_lie(lengths):
-    plan = packed_sequences(lengths, device=CPU).plan
+    plan = PackedSequences(padded_lengths=lengths, device=CPU).plan
     assert plan.equal
     check_attention(lengths, (4, 2))
 
 
 def test_many_short_sequences_take_few_calls():
-    plan = packed_sequences([i % 30 + 1 for i in range(300)], device=CPU).plan
+    plan = PackedSequences(padded_lengths=[i % 30 + 1 for i in range(300)], device=CPU).plan
     assert len(plan.buckets) == 1
     assert not plan.alone
 
@@ -122,5 +118,5 @@ def test_a_mask_or_foreign_packing_is_refused():
     from megatron.core.packed_seq_params import PackedSeqParams
 
     x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match="packed_sequences"):
+    with pytest.raises(ValueError, match="PackedSequences"):
         attention(2, 2, 8)(x, x, x, packed_seq_params=PackedSeqParams(qkv_format="thd"))

@@ -56,7 +56,7 @@ def models(tmp_path_factory) -> list[Path]:
 def streamed(
     place: RankPlace, folder: Path, layout: dict, budget: int, dtype: torch.dtype, fails_at: int | None = None
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]] | str:
-    from megatron_dapo.actor.weights.buckets import stream_weights
+    from megatron_dapo.actor.weights.hf_weights import stream_weights
 
     built = build(place, folder, layout)
     sink = Kept(fails_at) if place.rank == 0 else None
@@ -92,7 +92,7 @@ def test_a_sink_that_fails_keeps_no_rank_waiting(gloo, models):
 
 def extra_memory(place: RankPlace, folder: Path, layout: dict, budget: int) -> tuple[int, list[tuple[int, int]]]:
     """(bytes above what the process held before, buckets) of a rank, in the second of two passes."""
-    from megatron_dapo.actor.weights.buckets import stream_weights
+    from megatron_dapo.actor.weights.hf_weights import stream_weights
 
     _give_freed_memory_back()
     built = build(place, folder, layout)
