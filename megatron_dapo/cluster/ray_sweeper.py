@@ -1,4 +1,4 @@
-"""Ends what is left of a run's own Ray when the run is gone, however it went.
+"""Ends what is left of a run's own Ray when the run is gone, however it went, and removes its folder.
 
 Ray's GCS and raylet die with a killed coordinator, by the kernel, and its workers within seconds after them. Its two
 agents (Ray 2.60) first try for 60 s to tell the dead GCS that the raylet is dead. This program is a process of its own
@@ -9,8 +9,10 @@ that knows of its coordinator's end by the end of its standard input, and ends t
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache
 
@@ -21,12 +23,22 @@ EMPTY_ROUNDS = 3
 """So many without a find end the sweep after a kill: the raylet may have been starting something as it died."""
 END_DEADLINE_S = 10.0
 
+LONGEST_PARENT = 24
+"""Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
+
+
+def new_temp_dir() -> str:
+    """A folder for the sockets and logs of a run's own Ray."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="dapo-ray-", dir=usual if len(usual) < LONGEST_PARENT else "/tmp")
+
 
 class RaySweeper:
     """From before Ray's start until `close`, or until this process is gone."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: `_temp_dir` of the Ray to come, which no other one uses."""
+        self.folder = folder
         command = [sys.executable, "-P", __file__, folder]
         # In a session of its own: a Ctrl-C or a kill of the run's process group must not end it first.
         self._process = subprocess.Popen(
@@ -34,7 +46,7 @@ class RaySweeper:
         )
 
     def close(self) -> None:
-        """End what Ray's own shutdown has left."""
+        """End what Ray's own shutdown has left, and remove the folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -88,6 +100,7 @@ def main() -> None:
         if empty == EMPTY_ROUNDS or (empty and os.getppid() == parent):  # it lives: an orderly end, nothing starts
             break
         time.sleep(ROUND_S)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

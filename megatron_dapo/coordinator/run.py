@@ -175,8 +175,8 @@ async def export_model(context: RunContext) -> None:
     """Write the trained model. On disk when this returns: the summary that follows says that the run is finished, and a
     resume then writes nothing again."""
     folder = context.run_dir.path / "model"
-    async with context.services.handover.trainer():
-        await context.services.trainer.export_hf(folder)
+    await context.handover.to_trainer()
+    await context.trainer.export_hf(folder)
     sync_tree(folder)
 
 
@@ -225,24 +225,16 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
 
 def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
-    rows = zip(
-        inputs.heldout.prompts[:EXAMPLES],
-        zip(before["texts"], before["correct"], strict=True),
-        zip(after["texts"], after["correct"], strict=True),
-        strict=False,
-    )
-    names = ("before", "before_correct", "after", "after_correct")
+    count = min(EXAMPLES, len(before["texts"]))
     return [
-        {"prompt": prompt.text, "answer": prompt.answer} | dict(zip(names, (*was, *now), strict=True))
-        for prompt, was, now in rows
+        {"prompt": prompt.text, "answer": prompt.answer}
+        | {"before": before["texts"][at], "before_correct": before["correct"][at]}
+        | {"after": after["texts"][at], "after_correct": after["correct"][at]}
+        for at, prompt in enumerate(inputs.heldout.prompts[:count])
     ]
 
 
 def ask_command(model: Path, prompt: str) -> str:
     """A command that a person can paste."""
-    return shlex.join([_short(Path(sys.executable).with_name("megatron-dapo")), "ask", _short(model), prompt])
-
-
-def _short(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    program, here = Path(sys.executable).with_name("megatron-dapo"), f"{Path.cwd()}/"
+    return shlex.join([str(program).removeprefix(here), "ask", str(model).removeprefix(here), prompt])

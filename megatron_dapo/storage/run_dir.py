@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from megatron_dapo.storage.file_shapes import misshapen
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
-LEDGER, HOLDER = "ledger.jsonl", ".holder"
+LEDGER = "ledger.jsonl"
 WRITABLE = "choose a directory that can be written"
 
 
@@ -67,6 +66,10 @@ def _usable(path: str | Path, other: str = "choose a directory of your own") -> 
     """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
     try:
         yield
+    except FolderHeld:
+        raise RunDirError(
+            f"run.dir = {path}: a live run holds it (`megatron-dapo status` names it); wait for it or choose another"
+        ) from None
     except OSError as error:
         raise RunDirError(f"run.dir = {path}: {error.strerror}; {other}") from None
 
@@ -98,24 +101,15 @@ class RunDir:
         self.path = Path(path).resolve()
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with _usable(path):
-                self._lock = lock_folder(self.path)
-        except FolderHeld:
-            file = self.path / HOLDER
-            holder = file.read_text().strip() if file.exists() else "another process"
-            raise RunDirError(
-                f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
-            ) from None
-        try:
-            with _usable(path):
-                (self.path / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
-            self._identity = _identity(self.path)
-            if not resume:
+        with _usable(path):
+            self._lock = lock_folder(self.path)
+        self._identity = _identity(self.path)
+        if not resume:
+            try:
                 refuse_what_is_there(self.path)
-        except RunDirError:
-            self.close()
-            raise
+            except RunDirError:
+                self.close()
+                raise
 
     @property
     def ledger(self) -> Path:
@@ -154,6 +148,7 @@ class RunDir:
         """An object that `write_json` wrote.
 
         Args:
+            name: one that file_shapes.py knows.
             keys: what it must hold.
 
         Raises:
@@ -162,11 +157,11 @@ class RunDir:
         file = self.path / name
         try:
             text = file.read_text(encoding="utf-8")
-            content = json.loads(text)
-            if missing := [key for key in keys if not isinstance(content, dict) or key not in content]:
-                raise ValueError(f"without {', '.join(missing)}")
+            content: dict[str, Any] = json.loads(text)
             if wrong := misshapen(name, text):
                 raise ValueError(wrong)
+            if missing := [key for key in keys if key not in content]:
+                raise ValueError(f"without {', '.join(missing)}")
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else f"damaged ({error})"
             raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None
@@ -187,13 +182,13 @@ class RunDir:
         self.check_there()
         folder = self.path / "checkpoints" / f"step_{step}"
         replace_folder(aside, folder, durable=True)
-        self._point_latest_at(folder.name)
+        self._point_latest_at(step)
         for old in self.checkpoints()[:-keep]:
             remove_folder(old.folder)
         return Checkpoint(step=step, folder=folder)
 
-    def _point_latest_at(self, name: str) -> None:
-        replace_file(self.path / "checkpoints" / "latest", name + "\n")
+    def _point_latest_at(self, step: int) -> None:
+        replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -217,14 +212,12 @@ class RunDir:
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
-        self._point_latest_at(f"step_{step}")  # first: it must not name what is not there any more
+        self._point_latest_at(step)  # first: it must not name what is not there any more
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
 
     def close(self) -> None:
-        with suppress(OSError):  # a disk that has become read-only must not hide why the run ends
-            (self.path / HOLDER).unlink()
         self._lock.release()
 
 

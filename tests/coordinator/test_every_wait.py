@@ -290,9 +290,10 @@ def test_a_call_that_lets_no_signal_through_ends_with_the_process() -> None:
     """A held lock in C: the handler of the alarm never gets its turn."""
     script = (
         "import asyncio, signal, time\n"
-        "from megatron_dapo.cluster.waits import Waits\n"
+        "from megatron_dapo.cluster import waits\n"
+        "waits.LAST_WORD_S = 0.3\n"
         "async def main():\n"
-        "    with Waits().blocking('Ray start', 'Ray', 0.2, last_word_s=0.3):\n"
+        "    with waits.Waits().blocking('Ray start', 'Ray', 0.2):\n"
         "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
         "        time.sleep(60)\n"
         "asyncio.run(main())\n"
