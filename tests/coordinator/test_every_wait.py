@@ -191,17 +191,19 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
     asyncio.run(test())
 
 
-def _context(**services: object) -> Any:
+def _context(**parts: object) -> Any:
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"])
     waits = Waits()
     handover = GpuHandover(config.run, None, never, waits, report=print)
     return SimpleNamespace(
         config=config,
-        services=SimpleNamespace(waits=waits, handover=handover, trainer=None, **services),
+        waits=waits,
+        handover=handover,
         sampler=SimpleNamespace(fill=never),
         generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
         evaluator=SimpleNamespace(run=never),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
+        **{"trainer": None} | parts,
     )
 
 
@@ -234,8 +236,7 @@ def test_the_handover_of_a_shared_gpu(whose: str) -> None:
         handover = GpuHandover(config, fleet, nothing, Waits(), report=print)
         handover._trainer_has_it = whose == "servers"
         with pytest.raises(Stalled, match=rf"memory for the {whose}: rollout servers gave no answer within 0\.2 s"):
-            async with getattr(handover, whose)():
-                pass
+            await getattr(handover, f"to_{whose}")()
 
     asyncio.run(test())
 
@@ -245,8 +246,8 @@ def test_a_publish_as_a_whole() -> None:
         async def written(*_: object) -> dict[object, object]:
             return {}
 
-        context = _context(fleet=SimpleNamespace(kinds=(), publish=never))
-        context.services.trainer = SimpleNamespace(write_weights=written)
+        trainer = SimpleNamespace(write_weights=written)
+        context = _context(fleet=SimpleNamespace(kinds=(), publish=never), trainer=trainer)
         with pytest.raises(Stalled, match=r"weight version 7: rollout servers gave no answer within 0\.2 s"):
             await publish.publish_weights(context, 7)
 
