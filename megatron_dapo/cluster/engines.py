@@ -5,7 +5,7 @@ A server that Ray places is started and watched by an actor on whatever node has
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,8 @@ START_DEADLINE_S = 180.0
 """For a new actor to start its process: Python and what it imports may come from a shared file system."""
 PLACE_DEADLINE_S = 60.0
 """For Ray to find another node for a server whose node is gone."""
+NO_ANSWER = "its Ray actor gave no answer"
+NO_NODE = "its node is gone, and no other node of the Ray cluster had room for rollout.tensor_parallel GPUs or CPUs"
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
@@ -165,24 +167,15 @@ class RayServer:
     ours = True
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        spec: ServerSpec,
-        placement: Placement,
-        bundle: int,
-        beside: Trainer | None,
+        self, config: RolloutConfig, spec: ServerSpec, placement: Placement, bundle: int, beside: Trainer | None
     ) -> None:
         """`beside`: whose GPUs in the bundle the server uses too, at each start; None: Ray gives it its own."""
         self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
         self._beside = beside
         self._host: Any = None
-        self._url = f"http://server{spec.index}.not-started"
+        self.url = f"http://server{spec.index}.not-started"
         self._alive = self._killed = False
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     async def start(self) -> None:
         """Starts it in its place, which Ray moves when the node is gone and another one has room.
@@ -190,7 +183,7 @@ class RayServer:
         Raises:
             ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
         """
-        await self._placed()
+        await self._ask(self._placed(), PLACE_DEADLINE_S, NO_NODE)
         on_gpu, gpus, spec = self._spec.device == "cuda", self._config.tensor_parallel, self._spec
         if self._beside is not None:
             spec = replace(spec, gpus=_share(self._beside.gpus, spec.index, gpus))
@@ -199,7 +192,7 @@ class RayServer:
         actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)
         self._host = actor.remote(self._config, spec)
         try:
-            self._url = await self._ask(self._host.begin.remote(), START_DEADLINE_S)
+            self.url = await self._ask(self._host.begin.remote(), START_DEADLINE_S)
         except BaseException:
             self.kill()
             raise
@@ -244,26 +237,16 @@ class RayServer:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _placed(self) -> None:
-        what, needed = f"server {self._spec.index}", self._config.tensor_parallel
-        try:
-            async with asyncio.timeout(PLACE_DEADLINE_S):
-                while not await asyncio.to_thread(self._placement.stands, self._bundle):
-                    await asyncio.sleep(LOOK_INTERVAL_S)
-        except TimeoutError:
-            raise ServerStartError(
-                f"{what}: its node is gone, and no other node of the Ray cluster has room for "
-                f"rollout.tensor_parallel = {needed}; give the cluster another node"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise ServerStartError(f"{what}: Ray does not say where it may start: {error}") from None
+        while not await asyncio.to_thread(self._placement.stands, self._bundle):
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def _ask(self, reference: Any, deadline_s: float) -> Any:
-        """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
+    async def _ask(self, answer: Awaitable[Any], deadline_s: float, silent: str = NO_ANSWER) -> Any:
+        """ServerStartError with the actor's own words when it fails or is lost, with `silent` when nothing comes."""
         try:
             async with asyncio.timeout(deadline_s):
-                return await reference
+                return await answer
         except TimeoutError:
-            cause: object = f"its Ray actor gave no answer within {deadline_s:g} s"
+            cause: object = f"{silent} within {deadline_s:g} s"
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
         raise ServerStartError(f"server {self._spec.index}: {cause}")

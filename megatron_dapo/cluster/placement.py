@@ -25,20 +25,15 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """What one node must offer at once."""
+    """What one node must offer at once, or what it has."""
 
     what: str
     cpus: int
     gpus: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """What a node of the cluster has."""
-
-    name: str
-    cpus: float
-    gpus: float
+    @property
+    def amounts(self) -> str:
+        return f"{self.gpus} GPUs, {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +92,9 @@ def check_shared_gpus(config: Config) -> None:
         )
 
 
-def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> None:
     """Raise PlacementError unless the bundles fit on the nodes, the largest first on the node with the least room."""
-    room = {node.name: [node.gpus, node.cpus] for node in nodes}
+    room = {node.what: [node.gpus, node.cpus] for node in nodes}
     for bundle in sorted(bundles, key=lambda bundle: (bundle.gpus, bundle.cpus), reverse=True):
         fitting = [name for name, (gpus, cpus) in room.items() if gpus >= bundle.gpus and cpus >= bundle.cpus]
         if not fitting:
@@ -151,28 +146,24 @@ def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
     return sorted(range(len(places)), key=lambda at: (nodes.index(places[at][0]), _natural(places[at][1])))
 
 
-def cluster_nodes() -> list[Node]:
+def cluster_nodes() -> list[Bundle]:
     """The living nodes of the cluster that this process has joined."""
     return [
-        Node(
-            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
-            cpus=node["Resources"].get("CPU", 0.0),
-            gpus=node["Resources"].get("GPU", 0.0),
+        Bundle(
+            what=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
+def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> str:
     kinds = dict.fromkeys(bundles)
-    asked = "".join(f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind)} on one node\n" for kind in kinds)
-    there = "".join(f"  {node.name}: {_amounts(node)}\n" for node in nodes)
+    asked = "".join(f"  {bundles.count(kind)} x {kind.what}: {kind.amounts} on one node\n" for kind in kinds)
+    there = "".join(f"  {node.what}: {node.amounts}\n" for node in nodes)
     return (
         f"no node has room for a {first.what}. Asked for by actor.layout and rollout:\n{asked}The cluster has:\n{there}"
         "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."
     )
-
-
-def _amounts(has: Bundle | Node) -> str:
-    return f"{has.gpus:g} GPUs, {has.cpus:g} CPUs" if has.gpus else f"{has.cpus:g} CPUs"

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,11 +22,9 @@ from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
 from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
+from rollout.weights.checksums import Checksums
+from rollout.weights.sender import SendRequest, Sent
 from rollout.wire.client import ServerInfo
-
-if TYPE_CHECKING:
-    from rollout.weights.checksums import Checksums
-    from rollout.weights.sender import SendRequest, Sent
 
 T = TypeVar("T")
 
@@ -126,11 +124,11 @@ class Trainer:
         """Write the weights in Hugging Face format."""
         await self._everyone("export_hf", lambda rank: rank.actor.export_hf(folder))
 
-    async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
+    async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Write the weights in Hugging Face format; the checksums that each kind of server must have of them."""
         return await self._everyone("write", lambda rank: rank.weights.write(folder, kinds))
 
-    async def send_weights(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent":
+    async def send_weights(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent:
         """Send the weights to servers that are paused, and compute the same checksums."""
         return await self._everyone("send", lambda rank: rank.weights.send(request, kinds))
 

@@ -65,8 +65,6 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
 def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
     held = heldout_files(config.data, config.evaluation)
-    for file in held:
-        check_file(file.path, file.setting)
     choice = VerifierChoice(config.reward, held)
     heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
     _check_verifiers(config, {}, heldout.prompts)

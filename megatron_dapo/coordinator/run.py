@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_context import RunContext, RunStart
+from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
@@ -98,13 +98,14 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
-        starting = RunStart(config, inputs, run_dir, console, stack, waits).context()
+        base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
-        deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
-        context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
+        deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
+        context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
+        seconds = {"start": time.monotonic() - clock}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
-        summary = await _measure_and_train(context, began)
+        summary = await _measure_and_train(context, seconds, began)
         run_dir.write_json("summary.json", summary)
         from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
 
@@ -130,8 +131,8 @@ def tune_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any]:
-    config, console, seconds = context.config, context.console, {"start": context.start_seconds}
+async def _measure_and_train(context: RunContext, seconds: dict[str, float], began: float) -> dict[str, Any]:
+    config, console = context.config, context.console
 
     @contextmanager
     def measured(name: str) -> Iterator[None]:

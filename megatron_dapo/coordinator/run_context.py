@@ -1,7 +1,6 @@
 """Everything a run is made of, started in the right order and closed in the opposite one."""
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -49,14 +48,22 @@ starts a Ray of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """Everything a run is made of; used only by the loop and the functions it calls."""
+class RunBase:
+    """What a run begins with."""
 
     config: Config
     inputs: Inputs
     run_dir: RunDir
     console: Console
     waits: Waits
+    stack: AsyncExitStack
+    """Closes what is started, in the opposite order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(RunBase):
+    """Everything a run is made of; used only by the loop and the functions it calls."""
+
     trainer: Trainer
     fleet: RolloutFleet
     handover: GpuHandover
@@ -71,7 +78,6 @@ class RunContext:
     checkpoints: Checkpoints
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
-    start_seconds: float
 
     async def evaluate(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
@@ -80,175 +86,158 @@ class RunContext:
         return await self.waits.wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True)
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """Starts everything that a run is made of; `stack` closes it in the opposite order."""
+async def start_run(run: RunBase) -> RunContext:
+    """The started run. Raises what failed to start, with its own explanation."""
+    config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
+    if config.run.resume:
+        check_resume(config, inputs, run_dir)
+    progress = await first_progress(config, run_dir)
+    ledger = Ledger(run_dir.ledger)
+    stack.callback(ledger.close)
+    if config.run.resume:
+        run.console.note(f"resuming after rollout step {progress.rollout_step}")
+        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        ledger.commit()
+    mirror = None
+    if config.monitor.wandb.mode != "off":
+        settings = flatten(asdict(config))
+        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
+    pool = RewardPool(config.reward)
+    stack.callback(pool.close)
+    trainer, fleet, timeline, shared_gpu = await _services(run, progress)
+    handover = GpuHandover(config.run, fleet, trainer.device_memory, run.waits, report=run.console.note)
+    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
+    await stack.enter_async_context(checkpoints)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
+    stack.callback(writer.close)
+    # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
+    done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
+    limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
+    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=inputs.text.stop_token_ids,
+    )
+    generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+    stack.push_async_callback(sampler.close)
+    folder = run_dir.path / EVALUATIONS
+    return RunContext(
+        **vars(run),
+        trainer=trainer,
+        fleet=fleet,
+        handover=handover,
+        shared_gpu=shared_gpu,
+        writer=writer,
+        health=HealthMonitor(done, limits),
+        generator=generator,
+        sampler=sampler,
+        evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),
+        timeline=timeline,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
 
-    config: Config
-    inputs: Inputs
-    run_dir: RunDir
-    console: Console
-    stack: AsyncExitStack
-    waits: Waits
 
-    async def context(self) -> RunContext:
-        """The started run. Raises what failed to start, with its own explanation."""
-        began = time.monotonic()
-        config, inputs, run_dir, stack = self.config, self.inputs, self.run_dir, self.stack
-        if config.run.resume:
-            check_resume(config, inputs, run_dir)
-        progress = await first_progress(config, run_dir)
-        ledger = Ledger(run_dir.ledger)
-        stack.callback(ledger.close)
-        if config.run.resume:
-            self.console.note(f"resuming after rollout step {progress.rollout_step}")
-            ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
-            ledger.commit()
-        mirror = None
-        if config.monitor.wandb.mode != "off":
-            settings = flatten(asdict(config))
-            mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
-        pool = RewardPool(config.reward)
-        stack.callback(pool.close)
-        trainer, fleet, timeline, shared_gpu = await self._services(progress)
-        handover = GpuHandover(config.run, fleet, trainer.device_memory, self.waits, report=self.console.note)
-        checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, self.waits, self.console)
-        await stack.enter_async_context(checkpoints)
-        writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
-        stack.callback(writer.close)
-        # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
-        done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-        limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
-        responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
-        generator = self._generator(responder)
-        sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
-        stack.push_async_callback(sampler.close)
-        folder = run_dir.path / EVALUATIONS
-        return RunContext(
-            config=config,
-            inputs=inputs,
-            run_dir=run_dir,
-            console=self.console,
-            waits=self.waits,
-            trainer=trainer,
-            fleet=fleet,
-            handover=handover,
-            shared_gpu=shared_gpu,
-            writer=writer,
-            health=HealthMonitor(done, limits),
-            generator=generator,
-            sampler=sampler,
-            evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),
-            timeline=timeline,
-            checkpoints=checkpoints,
-            progress=progress,
-            start_seconds=time.monotonic() - began,
-        )
+async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutFleet, Timeline, bool]:
+    """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
+    a GPU of this machine."""
+    config, run_dir, note = run.config, run.run_dir, run.console.note
+    placement: Placement | None = None
+    if joins_cluster():
+        use_gpu, servers = _cluster(run).use_gpu, 0 if config.rollout.urls else config.rollout.servers
+        placement = await place(config, run.waits, use_gpu=use_gpu, servers=servers)
+    else:
+        use_gpu = gpu_here(config.actor.device)
+    trainer = Trainer(config, run.inputs.model, run_dir.path, run.waits, use_gpu=use_gpu)
+    timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
+    run.stack.callback(timeline.close)
+    if placement is not None and placement.servers:
+        engines, shared_gpu = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
+    else:
+        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu else ()
+        theirs = gpus_for_servers(config, gpus)
+        engines, shared_gpu = own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
+    fleet = RolloutFleet(
+        config.rollout,
+        engines,
+        vocab_size=run.inputs.text.vocab_size,
+        report=note,
+        api_key=api_key(config, run_dir.path),
+        observe=timeline.served if config.monitor.timeline_every else None,
+    )
+    run.stack.push_async_callback(fleet.close)
+    described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
+    run_dir.write_text("config.yaml", dump_config(config))
+    run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
+    note(one_line(described))
+    for kernel, choice in described["kernels"].items():
+        note(f"  {kernel}: {choice}")
+    return trainer, fleet, timeline, shared_gpu
 
-    def _generator(self, responder: Responder) -> GroupGenerator:
-        config, inputs = self.config, self.inputs
-        sampling = SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            stop_token_ids=inputs.text.stop_token_ids,
-        )
-        return GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
 
-    async def _services(self, progress: Progress) -> tuple[Trainer, RolloutFleet, Timeline, bool]:
-        """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
-        a GPU of this machine."""
-        config, run_dir, note = self.config, self.run_dir, self.console.note
-        placement: Placement | None = None
-        if joins_cluster():
-            use_gpu, servers = self._cluster().use_gpu, 0 if config.rollout.urls else config.rollout.servers
-            placement = await place(config, self.waits, use_gpu=use_gpu, servers=servers)
-        else:
-            use_gpu = gpu_here(config.actor.device)
-        trainer = Trainer(config, self.inputs.model, run_dir.path, self.waits, use_gpu=use_gpu)
-        timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
-        self.stack.callback(timeline.close)
-        if placement is not None and placement.servers:
-            engines, shared_gpu = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
-        else:
-            gpus = visible_gpus(torch.cuda.device_count()) if use_gpu else ()
-            theirs = gpus_for_servers(config, gpus)
-            engines, shared_gpu = own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
-        fleet = RolloutFleet(
-            config.rollout,
-            engines,
-            vocab_size=self.inputs.text.vocab_size,
-            report=note,
-            api_key=api_key(config, run_dir.path),
-            observe=timeline.served if config.monitor.timeline_every else None,
-        )
-        self.stack.push_async_callback(fleet.close)
-        described = await self._start_both(self._start_trainer(trainer, fleet, placement, progress), fleet)
-        run_dir.write_text("config.yaml", dump_config(config))
-        run_dir.write_json("manifest.json", manifest(config, self.inputs, described))
-        note(one_line(described))
-        for kernel, choice in described["kernels"].items():
-            note(f"  {kernel}: {choice}")
-        return trainer, fleet, timeline, shared_gpu
+def _cluster(run: RunBase) -> Cluster:
+    """Ray, whose loss ends every wait: the run then starts again with a new one."""
+    config, waits = run.config, run.waits
 
-    def _cluster(self) -> Cluster:
-        """Ray, whose loss ends every wait: the run then starts again with a new one."""
-        config, waits = self.config, self.waits
+    def end() -> None:
+        with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
+            cluster.close()
 
-        def end() -> None:
-            with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
-                cluster.close()
+    async def until_lost() -> None:
+        while not cluster.lost():
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
+        waits.lose(TrainerLost(f"{lost}; logs: {run.run_dir.logs}"))
 
-        async def until_lost() -> None:
-            while not cluster.lost():
-                await asyncio.sleep(WATCH_INTERVAL_S)
-            lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
-            waits.lose(TrainerLost(f"{lost}; logs: {self.run_dir.logs}"))
+    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
+        cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
+    run.stack.callback(end)
+    watching = asyncio.create_task(until_lost())
+    run.stack.callback(watching.cancel)
+    return cluster
 
-        with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
-            cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
-        self.stack.callback(end)
-        watching = asyncio.create_task(until_lost())
-        self.stack.callback(watching.cancel)
-        return cluster
 
-    async def _start_trainer(
-        self, trainer: Trainer, fleet: RolloutFleet, placement: Placement | None, progress: Progress
-    ) -> dict[str, Any]:
-        """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
+async def _start_trainer(
+    run: RunBase, trainer: Trainer, fleet: RolloutFleet, placement: Placement | None, progress: Progress
+) -> dict[str, Any]:
+    """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
 
-        `placement`: None starts a Ray of this machine's own first.
-        """
-        if placement is None:
-            await asyncio.sleep(SERVERS_FIRST_S)
-            self._cluster()
-            self.stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
-            placement = await place(self.config, self.waits, use_gpu=trainer.on_gpu, servers=0)
-        self.stack.push_async_callback(trainer.close)
-        described = await trainer.start(placement)
-        latest = self.run_dir.latest_checkpoint() if progress.rollout_step else None
-        if latest is None:
-            return described
-        try:
-            await trainer.load_checkpoint(latest.folder / "actor")
-        except TrainerLost:
-            raise
-        except CheckpointUnreadable as error:
-            raise await damaged_checkpoint(self.run_dir, latest, str(error)) from None
-        except TrainerError as error:
-            raise RunDirError(str(error)) from None
+    `placement`: None starts a Ray of this machine's own first.
+    """
+    if placement is None:
+        await asyncio.sleep(SERVERS_FIRST_S)
+        _cluster(run)
+        run.stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
+        placement = await place(run.config, run.waits, use_gpu=trainer.on_gpu, servers=0)
+    run.stack.push_async_callback(trainer.close)
+    described = await trainer.start(placement)
+    latest = run.run_dir.latest_checkpoint() if progress.rollout_step else None
+    if latest is None:
         return described
+    try:
+        await trainer.load_checkpoint(latest.folder / "actor")
+    except TrainerLost:
+        raise
+    except CheckpointUnreadable as error:
+        raise await damaged_checkpoint(run.run_dir, latest, str(error)) from None
+    except TrainerError as error:
+        raise RunDirError(str(error)) from None
+    return described
 
-    async def _start_both(self, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
-        """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
-        deadline, building = self.config.run.start_deadline_s, asyncio.ensure_future(trainer)
-        if self.config.run.mode == "colocated":
-            # First, and out of the memory again: a server takes its share of what is free when it starts.
-            await building
-        # The fleet has the same deadline and the better explanation: it gets the first word.
-        starting = self.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
-        await gather_or_cancel([building, starting])
-        return building.result()
+
+async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
+    """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
+    deadline, building = run.config.run.start_deadline_s, asyncio.ensure_future(trainer)
+    if run.config.run.mode == "colocated":
+        # First, and out of the memory again: a server takes its share of what is free when it starts.
+        await building
+    # The fleet has the same deadline and the better explanation: it gets the first word.
+    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
+    await gather_or_cancel([building, starting])
+    return building.result()
 
 
 async def first_progress(config: Config, run_dir: RunDir) -> Progress:

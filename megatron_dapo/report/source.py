@@ -14,7 +14,7 @@ from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.monitor.writer import FILE, Line, read_metrics
 from megatron_dapo.report.evaluations import Evaluation, read_evaluations
 from megatron_dapo.report.outcomes import Outcomes, count_outcomes
-from megatron_dapo.storage.file_shapes import misshapen
+from megatron_dapo.storage.run_dir import misshapen
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json")
 """A folder that holds none of these is no run."""

@@ -10,6 +10,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.storage.durable import (
     LOCK_NAME,
     FolderHeld,
@@ -18,13 +21,55 @@ from megatron_dapo.storage.durable import (
     replace_file,
     replace_folder,
 )
-from megatron_dapo.storage.file_shapes import misshapen
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
 WRITABLE = "choose a directory that can be written"
+
+
+class _Answers(BaseModel, strict=True):
+    """One way of answering the held-out problems."""
+
+    figures: Accuracy
+    texts: list[str] = []
+    correct: list[bool] = []
+
+
+class _Before(BaseModel, strict=True):
+    before: dict[str, _Answers] = {}
+    baseline: dict[str, _Answers] | None = None
+
+
+class _Summary(BaseModel, strict=True):
+    rollout_steps: int = 0
+    heldout: dict[str, dict[str, Accuracy] | None] | None = None
+    examples: list[Any] | None = None
+
+
+class _PromptFile(BaseModel, strict=True):
+    sha256: str
+
+
+class _Trainer(BaseModel, strict=True):
+    layout: dict[str, int | bool | None] | None = None
+    parameters: int | None = None
+
+
+class _Manifest(BaseModel, strict=True):
+    versions: dict[str, Any] | None = None
+    trainer: _Trainer | None = None
+    data: dict[str, _PromptFile] | None = None
+    command: list[Any] | None = None
+
+
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": _Before,
+    "summary.json": _Summary,
+    "manifest.json": _Manifest,
+}
+"""Shapes of the run's small JSON files: another program, or another version, may have written them."""
 
 
 class RunDirError(RuntimeError):
@@ -148,7 +193,7 @@ class RunDir:
         """An object that `write_json` wrote.
 
         Args:
-            name: one that file_shapes.py knows.
+            name: one of SHAPES.
             keys: what it must hold.
 
         Raises:
@@ -219,6 +264,19 @@ class RunDir:
 
     def close(self) -> None:
         self._lock.release()
+
+
+def misshapen(name: str, text: str) -> str | None:
+    """What is wrong with the JSON of the file `name`, and where in it; None where nothing is, or no shape is known.
+    More keys than are known are nothing wrong."""
+    if name not in SHAPES:
+        return None
+    try:
+        SHAPES[name].model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].lower()}"
+    return None
 
 
 def newest_step(path: Path) -> int:

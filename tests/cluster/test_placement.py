@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cluster.placement import Node, PlacementError, _natural, by_node_and_gpu, check_fit, needed_bundles
+from megatron_dapo.cluster.placement import Bundle, PlacementError, _natural, by_node_and_gpu, check_fit, needed_bundles
 from megatron_dapo.config import load_config
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -16,7 +16,7 @@ def bundles(*overrides, servers):
 
 
 def nodes(*gpus):
-    return [Node(name=f"n{at}", cpus=64.0, gpus=float(count)) for at, count in enumerate(gpus)]
+    return [Bundle(what=f"n{at}", cpus=64, gpus=count) for at, count in enumerate(gpus)]
 
 
 def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
