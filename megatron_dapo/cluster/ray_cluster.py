@@ -12,7 +12,7 @@ import torch
 
 from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.ray_sweeper import RaySweeper, new_temp_dir
-from megatron_dapo.cluster.waits import Stalled, StopRequested
+from megatron_dapo.cluster.waits import StopRequested
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
@@ -59,7 +59,7 @@ class Cluster:
             self.close()
             if isinstance(error, SystemExit):
                 raise StopRequested from None
-            if isinstance(error, ClusterError | PlacementError | Stalled) or not isinstance(error, Exception):
+            if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
             done = "joined" if joins_cluster() else "started"
             raise ClusterError(f"Ray could not be {done}: {error}") from None

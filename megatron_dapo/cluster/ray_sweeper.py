@@ -47,10 +47,8 @@ class RaySweeper:
 
     def close(self) -> None:
         """End what Ray's own shutdown has left, and remove the folder."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(END_DEADLINE_S)
+            self._process.communicate(timeout=END_DEADLINE_S)  # ends its standard input
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

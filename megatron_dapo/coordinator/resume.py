@@ -90,8 +90,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def one_line(described: dict[str, Any]) -> str:
-    """The trainer's description for the console."""
-    return "trainer: " + ", ".join(f"{key} {value}" for key, value in described.items() if isinstance(value, str | int))

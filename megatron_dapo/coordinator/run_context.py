@@ -25,7 +25,7 @@ from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.resume import check_resume, manifest, one_line
+from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
@@ -172,7 +172,8 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
-    note(one_line(described))
+    plain = [f"{key} {value}" for key, value in described.items() if isinstance(value, str | int)]
+    note(f"trainer: {', '.join(plain)}")
     for kernel, choice in described["kernels"].items():
         note(f"  {kernel}: {choice}")
     return trainer, fleet, timeline, shared_gpu

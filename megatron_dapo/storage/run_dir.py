@@ -144,6 +144,7 @@ class RunDir:
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
+        self.ledger, self.logs = self.path / LEDGER, self.path / "logs"
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
         with _usable(path):
@@ -155,14 +156,6 @@ class RunDir:
             except RunDirError:
                 self.close()
                 raise
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / LEDGER
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
 
     def check_there(self) -> None:
         """Call it before writing what a resume needs: the path of a lost mount may still be a directory, and what is
