@@ -64,7 +64,7 @@ class GpuHandover:
         ]
         if short:
             raise MemoryNotFree(
-                "less memory became free than rollout servers say that they left:\n  " + "\n  ".join(short)
+                "\n  ".join(["less memory became free than rollout servers say that they left:", *short])
             )
         if after and not self._freed:
             least = min(freed[rank] for rank in freed if claimed[rank] == max(claimed.values())) / GIB

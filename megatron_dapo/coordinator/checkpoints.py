@@ -161,15 +161,14 @@ class Checkpoints:
             yield
         except (TrainerError, TrainerStalled):
             raise  # nobody is left who could save
-        except StopRequested:
-            await self.keep(progress)  # a save that fails is an error: "stopped" says that everything is saved
-            raise
-        except Exception:
+        except Exception as failure:
             try:
                 await self.keep(progress)
-            except Exception as error:  # must not hide why the run ends
+            except Exception as error:
+                if isinstance(failure, StopRequested):
+                    raise  # "stopped" says that everything is saved
                 self.console.note(f"what stood before this step could not be saved: {error}")
-            raise
+            raise  # why the run ends
 
     async def keep(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""

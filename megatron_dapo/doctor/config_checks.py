@@ -60,7 +60,7 @@ def check_inputs(facts: Facts) -> Iterator[Finding]:
     can use its ground truths.
 
     Raises:
-        TokenizerError, DataError, ConfigError: what is wrong.
+        TokenizerError, DataError, VerifierError, ConfigError: what is wrong.
     """
     from megatron_dapo.coordinator.inputs import read_problems
     from megatron_dapo.data.tokenizer import load_text_tools
