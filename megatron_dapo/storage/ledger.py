@@ -79,10 +79,11 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or "event" not in event:
-                raise ValueError("no object with `event`")
-            events.append(event)
         except ValueError as error:
             if line and number < len(lines):
                 raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+            continue
+        if not isinstance(event, dict) or "event" not in event:
+            raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
+        events.append(event)
     return events
