@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of, named
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.config import Config, load_config
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.run_dir import CheckpointDamaged
 
@@ -23,9 +23,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 class StoppedEarly(BaseException):
     """A stop signal came before there was anything to save. No Exception: nobody may take it for an error of theirs."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -41,7 +38,7 @@ def stop_at_once() -> Iterator[None]:
     system's own way would end the process with a code that says nothing of going on."""
 
     def on_signal(number: int, frame: object) -> None:
-        raise StoppedEarly(number)
+        raise StoppedEarly(signal.Signals(number).name)
 
     before = {number: signal.signal(number, on_signal) for number in heeded_signals()}
     try:
@@ -58,12 +55,7 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     again = _resume_command(path, overrides)
     try:
         with stop_at_once():
-            try:
-                config = load_config(path, overrides)
-            except ConfigError as error:
-                console.error(str(error))
-                return ExitCode.CONFIG
-            _run(config, console)
+            _run(load_config(path, overrides), console)
     except StoppedEarly as stopped:
         console.note(f"{stopped}: stopped before the run began; continue with: {again}")
         return ExitCode.CONTINUE

@@ -5,10 +5,9 @@ A server that Ray places is started and watched by an actor on whatever node has
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,13 @@ from rollout.server.server_command import Secret, ServerSpec, new_key, read_key
 
 LOOK_INTERVAL_S = 1.0
 ANSWER_DEADLINE_S = 60.0
-"""For the actor to restart or end its process: it does nothing else."""
+"""For the actor to end its process: it does nothing else."""
 START_DEADLINE_S = 180.0
 """For a new actor to start its process: Python and what it imports may come from a shared file system."""
 PLACE_DEADLINE_S = 60.0
 """For Ray to find another node for a server whose node is gone."""
+NO_ANSWER = "its Ray actor gave no answer"
+NO_NODE = "its node is gone, and no other node of the Ray cluster had room for rollout.tensor_parallel GPUs or CPUs"
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
@@ -65,10 +66,7 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
             "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
         )
     return [
-        LocalServer(
-            config.rollout,
-            _spec(config, logs, at, on_gpu=bool(gpus), gpus=tuple(gpus[at * each : (at + 1) * each])),
-        )
+        LocalServer(config.rollout, _spec(config, logs, at, on_gpu=bool(gpus), gpus=_share(gpus, at, each)))
         for at in range(servers)
     ]
 
@@ -97,28 +95,16 @@ def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
     return gpus[behind:]
 
 
-def on_gpu_of_rank_0(engines: Sequence[Engine], gpus: Sequence[str]) -> bool:
-    """Whether one of `own_engines` is on the GPU of the trainer's rank 0, the first of `gpus`."""
-    return any(isinstance(engine, LocalServer) and set(gpus[:1]) & set(engine.spec.gpus) for engine in engines)
+def _share(gpus: Sequence[str], index: int, each: int) -> tuple[str, ...]:
+    return tuple(gpus[index * each : (index + 1) * each])
 
 
 def placed_engines(config: Config, logs: Path, placement: Placement, trainer: Trainer, *, on_gpu: bool) -> list[Engine]:
     """A server in each of the placement's places for servers. Ray says which GPUs it sees, or with `run.mode:
     colocated` the trainer's ranks do, which have started by then."""
-    each = config.rollout.tensor_parallel
-
-    async def beside(index: int) -> tuple[str, ...]:
-        return tuple((await trainer.gpus())[index * each : (index + 1) * each])
-
-    shared = config.run.mode == "colocated" and on_gpu
+    beside = trainer if config.run.mode == "colocated" and on_gpu else None
     return [
-        RayServer(
-            config.rollout,
-            _spec(config, logs, index, on_gpu=on_gpu),
-            placement,
-            bundle,
-            shared_gpus=partial(beside, index) if shared else None,
-        )
+        RayServer(config.rollout, _spec(config, logs, index, on_gpu=on_gpu), placement, bundle, beside)
         for index, bundle in enumerate(placement.servers)
     ]
 
@@ -166,9 +152,13 @@ class ServerHost(LocalServer):
         super().__init__(config, spec)
 
     async def begin(self) -> str:
-        """Ends what is left of the process and starts it anew. Returns its URL."""
-        await self.restart()
+        """Starts the process. Returns its URL."""
+        await self.start()
         return self.url
+
+    async def state(self) -> tuple[bool, bool]:
+        """Whether it is alive, and whether it was killed."""
+        return self.alive(), self.killed()
 
 
 class RayServer:
@@ -177,26 +167,15 @@ class RayServer:
     ours = True
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        spec: ServerSpec,
-        placement: Placement,
-        bundle: int,
-        *,
-        shared_gpus: Callable[[], Awaitable[tuple[str, ...]]] | None = None,
+        self, config: RolloutConfig, spec: ServerSpec, placement: Placement, bundle: int, beside: Trainer | None
     ) -> None:
-        """`shared_gpus`: asked at each start for the GPUs of others in the bundle that the server uses too; None: Ray
-        gives it its own."""
+        """`beside`: whose GPUs in the bundle the server uses too, at each start; None: Ray gives it its own."""
         self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
-        self._shared_gpus = shared_gpus
+        self._beside = beside
         self._host: Any = None
-        self._url = f"http://server{spec.index}.not-started"
+        self.url = f"http://server{spec.index}.not-started"
         self._alive = self._killed = False
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     async def start(self) -> None:
         """Starts it in its place, which Ray moves when the node is gone and another one has room.
@@ -204,22 +183,21 @@ class RayServer:
         Raises:
             ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
         """
-        await self._placed()
+        await self._ask(self._placed(), PLACE_DEADLINE_S, NO_NODE)
         on_gpu, gpus, spec = self._spec.device == "cuda", self._config.tensor_parallel, self._spec
-        if self._shared_gpus is not None:
-            spec = replace(spec, gpus=await self._shared_gpus())
-        options = {
-            "num_cpus": 1 if on_gpu else gpus,
-            "num_gpus": gpus if on_gpu and self._shared_gpus is None else 0,
-            "max_restarts": 0,
-        }
-        actor = ray.remote(ServerHost).options(**options, **self._placement.at(self._bundle))
+        if self._beside is not None:
+            spec = replace(spec, gpus=_share(self._beside.gpus, spec.index, gpus))
+        own, cpus = gpus if on_gpu and self._beside is None else 0, 1 if on_gpu else gpus
+        place = self._placement.at(self._bundle)
+        actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)
         self._host = actor.remote(self._config, spec)
         try:
-            await self._begin(START_DEADLINE_S)
+            self.url = await self._ask(self._host.begin.remote(), START_DEADLINE_S)
         except BaseException:
             self.kill()
             raise
+        self._alive = True
+        self._watch = asyncio.create_task(self._look())
 
     def alive(self) -> bool:
         return self._alive
@@ -232,71 +210,43 @@ class RayServer:
         return tail(Path(self._spec.log_path))
 
     async def restart(self) -> None:
-        self._stop_looking()
-        if self._host is not None:  # else it was closed, or killed
-            try:
-                await self._begin(ANSWER_DEADLINE_S)
-                return
-            except ServerStartError:  # the actor or its node is gone
-                self.kill()
+        await self.close()
         await self.start()
 
     def kill(self) -> None:
         """The kernel ends the server when its actor ends."""
-        self._stop_looking()
         self._alive = False
+        if self._watch is not None:
+            self._watch.cancel()
         if self._host is not None:
             ray.kill(self._host)
             self._host = None
 
     async def close(self) -> None:
-        self._stop_looking()
         if self._host is not None:
             with suppress(ServerStartError):  # it is gone already
                 await self._ask(self._host.close.remote(), ANSWER_DEADLINE_S)
         self.kill()
 
-    async def _begin(self, deadline_s: float) -> None:
-        self._url = await self._ask(self._host.begin.remote(), deadline_s)
-        self._alive = True
-        self._watch = asyncio.create_task(self._look())
-
     async def _look(self) -> None:
         while self._alive:
             try:
-                alive = await self._host.alive.remote()
-                self._killed = not alive and await self._host.killed.remote()
-                self._alive = alive
+                self._alive, self._killed = await self._host.state.remote()
             except ray.exceptions.RayError:  # with its actor or its node
-                self._killed, self._alive = True, False
+                self._alive, self._killed = False, True
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    def _stop_looking(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-
     async def _placed(self) -> None:
-        what, needed = f"server {self._spec.index}", self._config.tensor_parallel
-        try:
-            async with asyncio.timeout(PLACE_DEADLINE_S):
-                while not await asyncio.to_thread(self._placement.stands, self._bundle):
-                    await asyncio.sleep(LOOK_INTERVAL_S)
-        except TimeoutError:
-            raise ServerStartError(
-                f"{what}: its node is gone, and no other node of the Ray cluster has room for "
-                f"rollout.tensor_parallel = {needed}; give the cluster another node"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise ServerStartError(f"{what}: Ray does not say where it may start: {error}") from None
+        while not await asyncio.to_thread(self._placement.stands, self._bundle):
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def _ask(self, reference: Any, deadline_s: float) -> Any:
-        """ServerStartError with the actor's own words when it fails, is lost or does not answer."""
+    async def _ask(self, answer: Awaitable[Any], deadline_s: float, silent: str = NO_ANSWER) -> Any:
+        """ServerStartError with the actor's own words when it fails or is lost, with `silent` when nothing comes."""
         try:
             async with asyncio.timeout(deadline_s):
-                return await reference
+                return await answer
         except TimeoutError:
-            cause: object = f"its Ray actor gave no answer within {deadline_s:g} s"
+            cause: object = f"{silent} within {deadline_s:g} s"
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
         raise ServerStartError(f"server {self._spec.index}: {cause}")

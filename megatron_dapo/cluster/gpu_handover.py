@@ -2,26 +2,23 @@
 
     servers write  -> [servers leave] -> trainer: log-probs, update, export -> [servers come back] -> new weights -> ...
 
-    async with handover.trainer():  # the memory is the trainer's in the body, and stays so until the servers want it
+    await handover.to_trainer()  # the memory is the trainer's, and stays so until the servers want it
 
 At each edge the GPUs' free memory is measured and compared with what the coming side needs, so that the wrong side is
 named instead of an out-of-memory error somewhere in the other. What the trainer leaves on a GPU outside its calls is
 `actor.offload.between_phases`. On the CPU the servers are told the same, and there is nothing to measure.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
+from megatron_dapo.cluster.trainer_rank import GIB, GpuMemory
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.monitor.timeline import StepTimer
+from rollout.fleet.fleet import RolloutFleet
 
-if TYPE_CHECKING:  # the trainer's ranks import this file too
-    from rollout.fleet.fleet import RolloutFleet
+Look = Callable[[], Awaitable[Sequence[GpuMemory]]]
+"""Gives the GPU of each trainer rank now; nothing on the CPU."""
 
-GIB = 2**30
 LEAST_GIVEN = 0.9
 """Share of what a server says it gave back that the GPU must have got: pages are rounded, the sums are not exact."""
 
@@ -32,73 +29,26 @@ class MemoryNotFree(RuntimeError):
     exit_code = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuMemory:
-    """A trainer rank's GPU, in bytes."""
-
-    rank: int
-    free: int
-    total: int
-    reserved: int
-    """By the rank's own allocator."""
-
-    def line(self) -> str:
-        return (
-            f"rank {self.rank}: {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
-            f"{self.reserved / GIB:.1f} held by the trainer"
-        )
-
-
 class GpuHandover:
     """Who has the GPUs' memory. The servers at the start. Where memory is not shared, everybody always has it."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        fleet: "RolloutFleet",
-        look: Callable[[], Awaitable[Sequence[GpuMemory]]],
-        waits: Waits,
-        *,
-        report: Callable[[str], None],
+        self, config: RunConfig, fleet: RolloutFleet, look: Look, waits: Waits, *, report: Callable[[str], None]
     ) -> None:
-        """
-        Args:
-            look: the GPU of each trainer rank now; nothing on the CPU.
-            report: gets a line at the first handover.
-        """
+        """`report` gets a line at the first handover."""
         self._fleet, self._look, self._waits, self._report = fleet, look, waits, report
         self._shared, self._deadline_s, self._trainer_has_it = config.mode == "colocated", config.step_deadline_s, False
         self._freed: dict[int, int] = {}
         """Bytes that the servers' leaving freed on each rank's GPU."""
 
-    @asynccontextmanager
-    async def trainer(self, timer: StepTimer | None = None) -> AsyncIterator[None]:
-        """The trainer may use the memory in the body. No request may be in flight.
-
-        Args:
-            timer: gets the seconds of the handover.
+    async def to_trainer(self) -> None:
+        """The trainer may use the memory from now on. No request may be in flight.
 
         Raises:
             MemoryNotFree: the servers still hold memory.
         """
-        with timer.measure("handover") if timer else nullcontext():
-            if self._shared and not self._trainer_has_it:
-                await self._to_trainer()
-        yield
-
-    @asynccontextmanager
-    async def servers(self, timer: StepTimer | None = None) -> AsyncIterator[None]:
-        """The servers have their memory in the body; as `trainer`.
-
-        Raises:
-            MemoryNotFree: the trainer still holds memory that they had left.
-        """
-        with timer.measure("handover") if timer else nullcontext():
-            if self._trainer_has_it:
-                await self._to_servers()
-        yield
-
-    async def _to_trainer(self) -> None:
+        if self._trainer_has_it or not self._shared:
+            return
         before = await self._look()
         release = self._fleet.release_memory()
         claims = await self._waits.wait_for("memory for the trainer", "rollout servers", self._deadline_s, release)
@@ -114,14 +64,21 @@ class GpuHandover:
         ]
         if short:
             raise MemoryNotFree(
-                "less memory became free than rollout servers say that they left:\n  " + "\n  ".join(short)
+                "\n  ".join(["less memory became free than rollout servers say that they left:", *short])
             )
         if after and not self._freed:
             least = min(freed[rank] for rank in freed if claimed[rank] == max(claimed.values())) / GIB
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")
         self._freed = freed
 
-    async def _to_servers(self) -> None:
+    async def to_servers(self) -> None:
+        """The servers have their memory from now on.
+
+        Raises:
+            MemoryNotFree: the trainer still holds memory that they had left.
+        """
+        if not self._trainer_has_it:
+            return
         short = [
             f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back"
             for now in await self._look()

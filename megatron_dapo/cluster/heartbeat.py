@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -31,15 +31,15 @@ class Heartbeat:
     pid: int
     host: str
     started: float
-    written: float
-    state: str
+    written: float = 0.0
+    state: str = "running"
     """`running`, `finished`, `stopped` (by a signal) or `failed`."""
     rollout_steps: int
-    waits: list[str]
+    waits: list[str] = field(default_factory=list)
     """Open waits when it was written, oldest first."""
-    error: str | None
+    error: str | None = None
     """The last error, also of an earlier start of the same run."""
-    error_at: float | None
+    error_at: float | None = None
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
@@ -61,14 +61,13 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
     before = read_heartbeat(run_dir.path)
     if before is None or before.state != "running" or before.host == socket.gethostname():
         return
-    for _ in range(round(4 * ELSEWHERE_S / INTERVAL_S)):
-        await asyncio.sleep(INTERVAL_S / 4)
-        now = read_heartbeat(run_dir.path)
-        if now is not None and now.state == "running" and now.written != before.written:
-            raise RunDirError(
-                f"run.dir = {run_dir.path}: a live run holds it (process {now.pid} on {now.host}), though its lock is "
-                "not seen here; wait for it or choose another"
-            )
+    await asyncio.sleep(ELSEWHERE_S)
+    now = read_heartbeat(run_dir.path)
+    if now is not None and now.state == "running" and now.written != before.written:
+        raise RunDirError(
+            f"run.dir = {run_dir.path}: a live run holds it (process {now.pid} on {now.host}), though its lock is not "
+            "seen here; wait for it or choose another"
+        )
 
 
 @asynccontextmanager
@@ -79,18 +78,10 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int) -> AsyncI
         waits: whose open waits are written down.
         rollout_steps: how many the run is to make.
     """
-    earlier, now = read_heartbeat(run_dir.path), time.time()
-    beat = Heartbeat(
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        started=now,
-        written=now,
-        state="running",
-        rollout_steps=rollout_steps,
-        waits=[],
-        error=earlier.error if earlier else None,
-        error_at=earlier.error_at if earlier else None,
-    )
+    earlier = read_heartbeat(run_dir.path)
+    beat = Heartbeat(pid=os.getpid(), host=socket.gethostname(), started=time.time(), rollout_steps=rollout_steps)
+    if earlier:
+        beat.error, beat.error_at = earlier.error, earlier.error_at
     beating = asyncio.create_task(_beat(run_dir, waits, beat))
     try:
         yield

@@ -4,9 +4,9 @@ A tensor-parallel group of the trainer is one bundle, and so is a server: a bund
 both share (`run.mode: colocated`) a bundle holds whole groups and whole servers, as many as the larger one has GPUs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -25,20 +25,15 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """What one node must offer at once."""
+    """What one node must offer at once, or what it has."""
 
     what: str
     cpus: int
     gpus: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """What a node of the cluster has."""
-
-    name: str
-    cpus: float
-    gpus: float
+    @property
+    def amounts(self) -> str:
+        return f"{self.gpus} GPUs, {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +92,9 @@ def check_shared_gpus(config: Config) -> None:
         )
 
 
-def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> None:
     """Raise PlacementError unless the bundles fit on the nodes, the largest first on the node with the least room."""
-    room = {node.name: [node.gpus, node.cpus] for node in nodes}
+    room = {node.what: [node.gpus, node.cpus] for node in nodes}
     for bundle in sorted(bundles, key=lambda bundle: (bundle.gpus, bundle.cpus), reverse=True):
         fitting = [name for name, (gpus, cpus) in room.items() if gpus >= bundle.gpus and cpus >= bundle.cpus]
         if not fitting:
@@ -125,7 +120,7 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    address = {node["NodeID"]: _in_order(node["NodeManagerAddress"]) for node in ray.nodes()}
+    address = {node["NodeID"]: _natural(node["NodeManagerAddress"]) for node in ray.nodes()}
     ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
     own = tuple(range(len(groups), len(bundles)))
@@ -133,12 +128,9 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     return Placement(group=group, trainer=trainer, servers=beside if servers and not own else own)
 
 
-def _in_order(address: str) -> tuple[int, str]:
-    """Sorts by number; a host name, which Ray may have been started with, as text behind the numbers."""
-    try:
-        return int(ip_address(address)), ""
-    except ValueError:
-        return 1 << 128, address
+def _natural(name: str) -> list[Any]:
+    """Sorts addresses, host names and GPUs by the numbers in them: 10.0.0.9 before 10.0.0.10, node2 before node10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
@@ -151,36 +143,27 @@ def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
         places: node and GPU of each process; the GPU is a number, a UUID, or empty on the CPU.
     """
     nodes = list(dict.fromkeys(node for node, _ in places))
-
-    def key(at: int) -> tuple[int, int, str, int]:
-        node, gpu = places[at]
-        return nodes.index(node), int(gpu) if gpu.isdigit() else -1, gpu, at
-
-    return sorted(range(len(places)), key=key)
+    return sorted(range(len(places)), key=lambda at: (nodes.index(places[at][0]), _natural(places[at][1])))
 
 
-def cluster_nodes() -> list[Node]:
+def cluster_nodes() -> list[Bundle]:
     """The living nodes of the cluster that this process has joined."""
     return [
-        Node(
-            name=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
-            cpus=node["Resources"].get("CPU", 0.0),
-            gpus=node["Resources"].get("GPU", 0.0),
+        Bundle(
+            what=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    asked = [f"  {bundles.count(kind)} x {kind.what}: {_amounts(kind)} on one node" for kind in dict.fromkeys(bundles)]
-    there = [f"  {node.name}: {_amounts(node)}" for node in nodes]
-    lines = [f"no node has room for a {first.what}. Asked for by actor.layout and rollout:", *asked]
-    lines += ["The cluster has:", *there]
-    return "\n".join(
-        [*lines, "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."]
+def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> str:
+    kinds = dict.fromkeys(bundles)
+    asked = "".join(f"  {bundles.count(kind)} x {kind.what}: {kind.amounts} on one node\n" for kind in kinds)
+    there = "".join(f"  {node.what}: {node.amounts}\n" for node in nodes)
+    return (
+        f"no node has room for a {first.what}. Asked for by actor.layout and rollout:\n{asked}The cluster has:\n{there}"
+        "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."
     )
-
-
-def _amounts(has: Bundle | Node) -> str:
-    return f"{has.gpus:g} GPUs, {has.cpus:g} CPUs" if has.gpus else f"{has.cpus:g} CPUs"

@@ -17,6 +17,9 @@ from rollout.weights.sender import GroupCache, Sent, WeightSender
 from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
 
+AHEAD_BYTES = 256 << 20
+"""Of tensors that are written, hashed meanwhile and kept in memory for it."""
+
 
 class RankWeights:
     """What every rank is asked for together; the answers are rank 0's."""
@@ -28,8 +31,17 @@ class RankWeights:
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
         with self._checksums(kinds) as checksums:
-            watched = _Watched(checksums)
-            self._actor.export_hf(folder, watch=watched if kinds else None)
+            waiting = 0
+
+            def watch(name: str, tensor: torch.Tensor) -> None:
+                nonlocal waiting
+                checksums.add({name: tensor})
+                waiting += tensor.nbytes
+                if waiting > AHEAD_BYTES:
+                    checksums.flush()
+                    waiting = 0
+
+            self._actor.export_hf(folder, watch=watch if kinds else None)
             return checksums.finish() if kinds and self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
@@ -47,19 +59,3 @@ class RankWeights:
     def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
         config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())
         return ChecksumStream(config, hf_shapes(self._actor.hf), kinds)
-
-
-class _Watched:
-    """Hashes tensors while they are written, some at a time."""
-
-    AHEAD_BYTES = 256 << 20
-
-    def __init__(self, checksums: ChecksumStream) -> None:
-        self._checksums, self._bytes = checksums, 0
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        self._checksums.add({name: tensor})
-        self._bytes += tensor.nbytes
-        if self._bytes > self.AHEAD_BYTES:
-            self._checksums.flush()
-            self._bytes = 0

@@ -1,31 +1,21 @@
 """Ray: a cluster of this run's own on one machine, or the one that RAY_ADDRESS names."""
 
 import os
-import shutil
 import signal
 import socket
-import tempfile
-from pathlib import Path
 from typing import Literal
 
 import grpc
 import psutil
 import ray
 import torch
-from filelock import FileLock
 
 from megatron_dapo.cluster.placement import PlacementError
-from megatron_dapo.cluster.ray_sweeper import RaySweeper
-from megatron_dapo.cluster.waits import Stalled, StopRequested
-from megatron_dapo.storage.durable import LOCK_NAME, FolderHeld, lock_folder
+from megatron_dapo.cluster.ray_sweeper import RaySweeper, new_temp_dir
+from megatron_dapo.cluster.waits import StopRequested
 
 LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
-
-
-TEMP_PREFIX = "dapo-ray-"
-LONGEST_PARENT = 24
-"""Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
 
 CONNECT_DEADLINE_S = 10.0
 
@@ -59,7 +49,6 @@ class Cluster:
             ClusterError: with Ray's own words, or why the device cannot be had.
             StopRequested: SIGTERM came meanwhile.
         """
-        self._temp_dir: RayTempDir | None = None
         self._sweeper: RaySweeper | None = None
         self._gcs: psutil.Process | None = None
         # ray.init takes SIGTERM for itself and exits; the run has a handler of its own, which closes everything.
@@ -70,7 +59,7 @@ class Cluster:
             self.close()
             if isinstance(error, SystemExit):
                 raise StopRequested from None
-            if isinstance(error, ClusterError | PlacementError | Stalled) or not isinstance(error, Exception):
+            if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
             done = "joined" if joins_cluster() else "started"
             raise ClusterError(f"Ray could not be {done}: {error}") from None
@@ -87,8 +76,7 @@ class Cluster:
         use_gpu = gpu_here(device)
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
-        self._temp_dir = RayTempDir()
-        self._sweeper = RaySweeper(str(self._temp_dir.path))
+        self._sweeper = RaySweeper(new_temp_dir())
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, processes),
@@ -99,7 +87,7 @@ class Cluster:
             logging_level="ERROR",
             # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
             _system_config={"worker_niceness": 0},
-            _temp_dir=str(self._temp_dir.path),
+            _temp_dir=self._sweeper.folder,
             _node_ip_address="127.0.0.1",
         )
         mine = (child for child in psutil.Process().children() if child.name() == GCS and _lives(child))
@@ -114,8 +102,6 @@ class Cluster:
         ray.shutdown()
         if self._sweeper is not None:
             self._sweeper.close()
-        if self._temp_dir is not None:
-            self._temp_dir.remove()
 
 
 def check_memory(processes: int, total: int) -> None:
@@ -159,59 +145,15 @@ def _check_reachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return
-    remedy = "start Ray's head, or unset RAY_ADDRESS for a cluster of this run's own"
     try:
         socket.create_connection((host, int(port)), CONNECT_DEADLINE_S).close()
-    except OSError as error:
-        raise ClusterError(f"RAY_ADDRESS = {address}: nothing answers there ({error}); {remedy}") from None
-    if os.environ.get("RAY_USE_TLS") == "1":
-        return
-    # As Ray's own channels: not through a proxy that `http_proxy` names.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
-        except grpc.FutureTimeoutError:
-            raise ClusterError(f"RAY_ADDRESS = {address}: what listens there is not Ray; {remedy}") from None
-
-
-class RayTempDir:
-    """The folder of a run's own Ray, with its sockets and logs: this process's until `remove`."""
-
-    def __init__(self) -> None:
-        """Makes it, and removes those of runs that are gone.
-
-        Raises:
-            OSError: it cannot be made or locked.
-        """
-        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_PARENT else "/tmp")
-        for left in parent.glob(f"{TEMP_PREFIX}*"):
-            remove_if_dead(left)
-        self._lock, self.path = _make_temp_dir(parent)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
-
-
-def remove_if_dead(folder: Path) -> None:
-    """Removes a folder of this user's runs which no process holds; another one stays.
-
-    One without a lock file stays too: its run may be about to take the lock.
-    """
-    try:
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK_NAME).exists():
-            return
-        lock = lock_folder(folder)
-    except (FolderHeld, OSError):  # somebody's own, or gone meanwhile
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.release()
-
-
-def _make_temp_dir(parent: Path) -> tuple[FileLock, Path]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=parent))
-        try:
-            return lock_folder(folder), folder
-        except (FolderHeld, FileNotFoundError):
-            continue  # another run, starting too, took it for a dead one's between the two
+        if os.environ.get("RAY_USE_TLS") != "1":
+            # As Ray's own channels: not through a proxy that `http_proxy` names.
+            with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+                grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
+    except (OSError, grpc.FutureTimeoutError) as error:
+        why = error if isinstance(error, OSError) else "something else listens"
+        raise ClusterError(
+            f"RAY_ADDRESS = {address}: no Ray answers there ({why}); start Ray's head, or unset RAY_ADDRESS for a "
+            "cluster of this run's own"
+        ) from None

@@ -1,18 +1,18 @@
-"""Ends what is left of a run's own Ray when the run is gone, however it went.
+"""Ends what is left of a run's own Ray when the run is gone, however it went, and removes its folder.
 
 Ray's GCS and raylet die with a killed coordinator, by the kernel, and its workers within seconds after them. Its two
 agents (Ray 2.60) first try for 60 s to tell the dead GCS that the raylet is dead. This program is a process of its own
 that knows of its coordinator's end by the end of its standard input, and ends them at once.
 
-`python -P ray_sweeper.py FOLDER`, started by `RaySweeper`.
+`python -P ray_sweeper.py FOLDER PACKAGE`, started by `RaySweeper`; PACKAGE is where Ray's programs are.
 """
 
-import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from functools import cache
 
 import psutil
 
@@ -21,35 +21,45 @@ EMPTY_ROUNDS = 3
 """So many without a find end the sweep after a kill: the raylet may have been starting something as it died."""
 END_DEADLINE_S = 10.0
 
+LONGEST_PARENT = 24
+"""Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
+
+
+def new_temp_dir() -> str:
+    """A folder for the sockets and logs of a run's own Ray."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="dapo-ray-", dir=usual if len(usual) < LONGEST_PARENT else "/tmp")
+
 
 class RaySweeper:
     """From before Ray's start until `close`, or until this process is gone."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: `_temp_dir` of the Ray to come, which no other one uses."""
-        command = [sys.executable, "-P", __file__, folder]
+        self.folder = folder
+        import ray  # not by the program itself: it takes a second
+
+        command = [sys.executable, "-P", __file__, folder, os.path.dirname(ray.__file__)]
         # In a session of its own: a Ctrl-C or a kill of the run's process group must not end it first.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     def close(self) -> None:
-        """End what Ray's own shutdown has left."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """End what Ray's own shutdown has left, and remove the folder."""
         try:
-            self._process.wait(END_DEADLINE_S)
+            self._process.communicate(timeout=END_DEADLINE_S)  # ends its standard input
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-def sweep(folder: str) -> int:
+def sweep(folder: str, package: str) -> int:
     """SIGKILL to each of this user's processes of the Ray in `folder`; returns how many there were."""
     found = 0
     for process in psutil.process_iter():
         try:
-            if process.uids().real == os.getuid() and _belongs(process, folder):
+            if process.uids().real == os.getuid() and _belongs(process, folder, package):
                 process.kill()
                 found += 1
         except psutil.Error:  # gone meanwhile, or another user's
@@ -57,12 +67,12 @@ def sweep(folder: str) -> int:
     return found
 
 
-def _belongs(process: psutil.Process, folder: str) -> bool:
+def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
     """Whether it is Ray's own Python, by title or script, and works in `folder`, by its arguments or the logs that it
     writes. Who only reads there, or holds the folder's lock, does not belong."""
     words = process.cmdline()
     titled = bool(words) and words[0].startswith("ray::")
-    if not titled and not any(word.startswith(_ray_package()) for word in words[1:4]):
+    if not titled and not any(word.startswith(f"{package}/") for word in words[1:4]):
         return False
     if any(f"{folder}/" in word for word in words):
         return True
@@ -70,24 +80,16 @@ def _belongs(process: psutil.Process, folder: str) -> bool:
     return any(file.path.startswith(session) and file.mode != "r" for file in process.open_files())
 
 
-@cache
-def _ray_package() -> str:
-    """Where Ray's programs are, found without the import, which takes a second."""
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.origin is not None
-    return os.path.join(os.path.dirname(spec.origin), "")
-
-
 def main() -> None:
-    folder, parent = sys.argv[1].rstrip("/"), os.getppid()
+    folder, package, parent = *sys.argv[1:], os.getppid()
     sys.stdin.buffer.read()
     empty = 0
     for _ in range(ROUNDS):
-        empty = 0 if sweep(folder) else empty + 1
+        empty = 0 if sweep(folder, package) else empty + 1
         if empty == EMPTY_ROUNDS or (empty and os.getppid() == parent):  # it lives: an orderly end, nothing starts
             break
         time.sleep(ROUND_S)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -18,17 +18,14 @@ from megatron_dapo.actor.step_data import (
     UpdateMetrics,
 )
 from megatron_dapo.algorithm.policy_loss import Objective
-from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import TrainerRank
+from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
+from rollout.weights.checksums import Checksums
+from rollout.weights.sender import Sent
+from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
-
-if TYPE_CHECKING:
-    from rollout.weights.checksums import Checksums
-    from rollout.weights.sender import Sent
-    from rollout.weights.transport import SendRequest
 
 T = TypeVar("T")
 
@@ -73,6 +70,8 @@ class Trainer:
         """Grows with every call that changes the weights, when it is made."""
         self.recorded_step: int | None = None
         """Rollout step whose calls the ranks write into the timeline."""
+        self.gpus: tuple[str, ...] = ()
+        """Each rank's GPU on its node, once they have started; empty names on the CPU."""
         self._ranks: list[Any] = []
         self._watch: asyncio.Task[None] | None = None
 
@@ -92,10 +91,10 @@ class Trainer:
         ]
         # Which GPU of a node a process gets is Ray's choice, so it gets its number after that.
         places = await self._all_of("start", deadline, [rank.place.remote() for rank in self._ranks])
-        self._ranks = [self._ranks[at] for at in by_node_and_gpu(places)]
-        numbered = [rank.become.remote(at) for at, rank in enumerate(self._ranks)]
-        rendezvous, *_ = await self._all_of("start", deadline, numbered)
-        built = [rank.build.remote(self._config, rendezvous) for rank in self._ranks]
+        order = by_node_and_gpu([(node, gpu) for node, gpu, _ in places])
+        self._ranks, self.gpus = [self._ranks[at] for at in order], tuple(places[at][1] for at in order)
+        rendezvous = places[order[0]][2]
+        built = [rank.build.remote(self._config, at, rendezvous) for at, rank in enumerate(self._ranks)]
         described, *_ = await self._all_of("build", deadline, built)
         self._watch = asyncio.create_task(self._until_lost())
         return described
@@ -117,10 +116,6 @@ class Trainer:
         temperature = self._config.rollout.temperature
         return await self._everyone("update", lambda rank: rank.actor.update(batches, objective, temperature))
 
-    async def gpus(self) -> list[str]:
-        """Each rank's GPU on its node; empty names on the CPU."""
-        return await self._each("GPUs", lambda rank: rank.gpu())
-
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
         found = await self._each("memory", lambda rank: rank.device_memory())
@@ -130,11 +125,11 @@ class Trainer:
         """Write the weights in Hugging Face format."""
         await self._everyone("export_hf", lambda rank: rank.actor.export_hf(folder))
 
-    async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> "dict[ServerInfo, Checksums]":
+    async def write_weights(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Write the weights in Hugging Face format; the checksums that each kind of server must have of them."""
         return await self._everyone("write", lambda rank: rank.weights.write(folder, kinds))
 
-    async def send_weights(self, request: "SendRequest", kinds: Sequence[ServerInfo]) -> "Sent":
+    async def send_weights(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent:
         """Send the weights to servers that are paused, and compute the same checksums."""
         return await self._everyone("send", lambda rank: rank.weights.send(request, kinds))
 
@@ -145,10 +140,10 @@ class Trainer:
         """Returns when everything is copied, whether it is still to be written; `finish_checkpoint` follows."""
         return await self._everyone("begin_checkpoint", lambda rank: rank.actor.begin_checkpoint(folder))
 
-    async def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is whole, which is waited for if asked."""
+    async def checkpoint_finished(self) -> bool:
+        """Whether the checkpoint that was begun is whole."""
         # Asked again and again while one is written: no part of a timeline.
-        return (await self._each("finish_checkpoint", lambda rank: rank.actor.finish_checkpoint(wait)))[0]
+        return (await self._each("finish_checkpoint", lambda rank: rank.actor.finish_checkpoint(wait=False)))[0]
 
     async def load_checkpoint(self, folder: Path) -> None:
         self.weight_changes += 1

@@ -5,13 +5,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import ray
 
-from megatron_dapo.cluster.gpu_handover import GpuMemory
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.timeline import SpanFile
 from rollout.server.engine import free_port, group_environment
@@ -21,39 +21,42 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """A trainer rank's GPU, in bytes."""
+
+    rank: int
+    free: int
+    total: int
+    reserved: int
+    """By the rank's own allocator."""
+
+    def line(self) -> str:
+        return (
+            f"rank {self.rank}: {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
+            f"{self.reserved / GIB:.1f} held by the trainer"
+        )
+
 
 class TrainerRank:
     """Body of one Ray actor. Everything it prints goes to its own log file."""
 
     def __init__(self, run_dir: Path, threads: int) -> None:
         self._run_dir = run_dir
-        self._timeline: RankTimeline | None = None
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
-    def place(self) -> tuple[str, str]:
-        """Ray's name of this process's node, and its GPU there."""
-        return ray.get_runtime_context().get_node_id(), self.gpu()
-
-    def become(self, rank: int) -> str:
-        """Gives this process its number, and its output a file. Returns a free address of its node, for the ranks to
-        meet at."""
-        self._rank = rank
-        log = self._run_dir / "logs" / f"trainer-rank{rank}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(file, stream.fileno())
-        os.close(file)
-        host = ray.util.get_node_ip_address()
-        return f"tcp://{host}:{free_port(host)}"  # bound only after seconds of imports
+    def place(self) -> tuple[str, str, str]:
+        """Ray's name of this process's node; its GPU there, as CUDA_VISIBLE_DEVICES knows it, empty on the CPU; a free
+        address of the node, for the ranks to meet at."""
+        context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        gpu = next(iter(context.get_accelerator_ids().get("GPU", [])), "")
+        return context.get_node_id(), gpu, f"tcp://{host}:{free_port(host)}"  # bound only after seconds of imports
 
     def pid(self) -> int:
         return os.getpid()
-
-    def gpu(self) -> str:
-        """Name of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES knows it; empty on the CPU."""
-        return next(iter(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), "")
 
     def device_memory(self) -> GpuMemory | None:
         """Of this rank's GPU now; None on the CPU."""
@@ -64,16 +67,21 @@ class TrainerRank:
         free, total = torch.cuda.mem_get_info()
         return GpuMemory(rank=self._rank, free=free, total=total, reserved=torch.cuda.memory_reserved())
 
-    def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
-        """Join the other ranks and load the model. Returns MegatronActor.describe()."""
-        os.environ.update(_environment(config) | os.environ)
+    def build(self, config: Config, rank: int, rendezvous: str) -> dict[str, Any]:
+        """Join the other ranks as number `rank` and load the model. Returns MegatronActor.describe()."""
+        self._rank = rank
+        self._log_to_file()
+        if group := group_environment(config.rollout):  # before NCCL is used, where nobody has set it
+            # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a
+            # rank.
+            os.environ.update(group | {"TORCH_NCCL_ENABLE_MONITORING": "0"} | os.environ)
         gc.disable()  # what is imported stays; to look at it again and again takes a quarter of the imports' time
         from megatron_dapo.actor.actor import MegatronActor
 
         self.actor = MegatronActor(
             config.actor,
             config.model,
-            rank=self._rank,
+            rank=rank,
             world_size=config.actor.layout.world_size,
             rendezvous=rendezvous,
             steps_per_rollout=config.algorithm.mini_batches_per_step,
@@ -84,6 +92,7 @@ class TrainerRank:
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
         self.weights = RankWeights(self.actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        self._timeline = RankTimeline(self._run_dir, self.actor)
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -91,19 +100,16 @@ class TrainerRank:
 
     def perform(self, name: str, recorded_step: int | None, call: "Callable[[Self], T]") -> T:
         """What `call` returns; with `recorded_step` its spans are written down as that rollout step's, as `name`."""
-        if recorded_step is None:
-            return call(self)
-        if self._timeline is None:
-            self._timeline = RankTimeline(self._run_dir, self.actor)
-        with self._timeline.call(recorded_step, name):
+        with nullcontext() if recorded_step is None else self._timeline.call(recorded_step, name):
             return call(self)
 
-
-def _environment(config: Config) -> dict[str, str]:
-    """Of a rank, before it uses NCCL, where nobody has set it."""
-    group = group_environment(config.rollout)
-    # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a rank.
-    return group and group | {"TORCH_NCCL_ENABLE_MONITORING": "0"}
+    def _log_to_file(self) -> None:
+        log = self._run_dir / "logs" / f"trainer-rank{self._rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
 
 
 class RankTimeline:

@@ -7,7 +7,6 @@ waits that may be given up, a request to stop.
 import asyncio
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,9 +17,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-LAST_WORD_S = 30.0
-"""Seconds past the deadline of a blocking call after which the process is ended: such a call handles no signal."""
 
 
 class Stalled(RuntimeError):
@@ -53,8 +49,7 @@ class Waits:
 
     def __init__(self, stop: "asyncio.Future[None] | None" = None) -> None:
         """`stop`: done when the run is asked to stop; None: nobody can ask."""
-        self._open: dict[int, Wait] = {}
-        self._count = 0
+        self._open: list[Wait] = []
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._stop = stop or asyncio.get_running_loop().create_future()
 
@@ -65,13 +60,12 @@ class Waits:
 
     @contextmanager
     def register(self, what: str, owner: str, deadline_s: float) -> Iterator[Wait]:
-        self._count += 1
-        number = self._count
-        wait = self._open[number] = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic())
+        wait = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic())
+        self._open.append(wait)
         try:
             yield wait
         finally:
-            del self._open[number]
+            self._open.remove(wait)
 
     async def wait_for(
         self, what: str, owner: str, deadline_s: float, answer: Awaitable[T], *, stoppable: bool = False
@@ -87,9 +81,7 @@ class Waits:
             Exception: the answer's own, or the one given to `lose`.
         """
         asked = asyncio.ensure_future(answer)
-        endings: list[asyncio.Future[Any]] = [asked, self._lost]
-        if stoppable:
-            endings.append(self._stop)
+        endings: list[asyncio.Future[Any]] = [asked, self._lost, *([self._stop] if stoppable else [])]
         with self.register(what, owner, deadline_s) as wait:
             try:
                 await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -106,35 +98,22 @@ class Waits:
                     await asyncio.gather(asked, return_exceptions=True)
 
     @contextmanager
-    def blocking(self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S) -> Iterator[None]:
-        """Around a blocking library call: the whole process waits in the body. In the main thread only.
-
-        Where the call lets no signal through, the process ends `last_word_s` after the deadline, with every thread's
-        stack on stderr.
-
-        Raises:
-            Stalled: `deadline_s` passed.
-        """
+    def blocking(self, what: str, owner: str, deadline_s: float) -> Iterator[None]:
+        """Around a blocking library call: the whole process waits in the body, and may let no signal through. So it
+        ends when `deadline_s` has passed, as after `Stalled`, with every thread's stack on stderr."""
         with self.register(what, owner, deadline_s) as wait:
-
-            def on_alarm(*_: object) -> None:
-                raise self._stalled(wait)
 
             def end() -> None:
                 print(self._stalled(wait), file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(Stalled.exit_code)
 
-            last = threading.Timer(deadline_s + last_word_s, end)
+            last = threading.Timer(deadline_s, end)
             last.daemon = True
             last.start()
-            before = signal.signal(signal.SIGALRM, on_alarm)
-            signal.setitimer(signal.ITIMER_REAL, deadline_s)
             try:
                 yield
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
                 last.cancel()
 
     def _stalled(self, wait: Wait) -> Stalled:
@@ -147,7 +126,7 @@ class Waits:
 
     def lines(self) -> list[str]:
         """Open waits, oldest first."""
-        return [wait.line() for wait in sorted(self._open.values(), key=lambda wait: wait.since)]
+        return [wait.line() for wait in self._open]
 
 
 def _stacks() -> list[str]:

@@ -7,9 +7,10 @@ from is damaged, the error names the file and the newest intact checkpoint befor
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -43,16 +44,15 @@ class Progress:
     sampler: SamplerState
 
 
+COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
+
+
 def save_progress(progress: Progress, folder: Path) -> None:
     """Write `progress.json` and `progress.npz` into `folder`."""
-    extra = {
-        "rollout_step": progress.rollout_step,
-        "optimizer_step": progress.optimizer_step,
-        "weight_version": progress.weight_version,
-        "cursor": progress.sampler.cursor,
-        "pass_rate": asdict(progress.sampler.pass_rate),
-    }
-    save_groups(folder, "progress", progress.sampler.carried, extra)
+    sampler = progress.sampler
+    extra = {name: getattr(progress, name) for name in COUNTERS}
+    extra |= {"cursor": sampler.cursor, "pass_rate": asdict(sampler.pass_rate)}
+    save_groups(folder, "progress", sampler.carried, extra)
 
 
 def load_progress(folder: Path) -> Progress:
@@ -63,12 +63,8 @@ def load_progress(folder: Path) -> Progress:
     """
     carried, extra = load_groups(folder, "progress")
     try:
-        return Progress(
-            rollout_step=extra["rollout_step"],
-            optimizer_step=extra["optimizer_step"],
-            weight_version=extra["weight_version"],
-            sampler=SamplerState(cursor=extra["cursor"], pass_rate=PassRate(**extra["pass_rate"]), carried=carried),
-        )
+        state = SamplerState(cursor=extra["cursor"], pass_rate=PassRate(**extra["pass_rate"]), carried=carried)
+        return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state)
     except (KeyError, TypeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
 
@@ -101,35 +97,22 @@ def _newest_intact(run_dir: RunDir, before: int) -> int | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
-    """A checkpoint whose content is fixed, but which does not count yet."""
-
-    progress: Progress
-    folder: Path
-    in_background: bool
-
-
+@dataclass
 class Checkpoints:
     """The run's checkpoints. A context: at its end the checkpoint under way is finished or reported as lost."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: RunDir,
-        trainer: Trainer,
-        handover: GpuHandover,
-        ledger: Ledger,
-        waits: Waits,
-        console: Console,
-    ) -> None:
-        self._config, self._run_dir, self._ledger, self._console = config, run_dir, ledger, console
-        self._trainer, self._waits, self._handover = trainer, waits, handover
-        self._writing: asyncio.Task[None] | None = None
+    config: RunConfig
+    run_dir: RunDir
+    trainer: Trainer
+    handover: GpuHandover
+    ledger: Ledger
+    waits: Waits
+    console: Console
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def begin(self, progress: Progress, *, wait: bool) -> Begun:
+    async def begin(self, progress: Progress, *, wait: bool) -> Callable[[], Awaitable[None]]:
         """Take what a checkpoint holds; the trainer's weights must be those of `progress`. An earlier one is finished
-        first.
+        first. It counts once what this returns has been called.
 
         Args:
             wait: until everything is written, whatever the config says.
@@ -138,28 +121,26 @@ class Checkpoints:
             TrainerError: this one, or an earlier one, could not be written.
         """
         await self.finish()
-        folder = self._run_dir.checkpoint_aside(progress.rollout_step)
-        background = self._config.checkpoint_in_background and not wait
-        save = self._trainer.begin_checkpoint if background else self._trainer.save_checkpoint
+        folder = self.run_dir.checkpoint_aside(progress.rollout_step)
+        background = self.config.checkpoint_in_background and not wait
+        save = self.trainer.begin_checkpoint if background else self.trainer.save_checkpoint
         try:
             background = bool(await save(folder / "actor"))
         except TrainerError as error:
             raise _with_room(error, folder) from None
         save_progress(progress, folder)
-        return Begun(progress=progress, folder=folder, in_background=background)
+        return partial(self._publish, progress, folder, background)
 
-    async def publish(self, begun: Begun) -> None:
+    async def _publish(self, progress: Progress, folder: Path, in_background: bool) -> None:
         """Give it its final name as soon as it is written: from then on a resume starts here.
 
         The ledger's event comes before the rename: a kill in between leaves an event without a folder, which the next
         resume voids. The other order would leave a folder that the ledger does not know.
         """
-        step, version = begun.progress.rollout_step, begun.progress.weight_version
-        made = begun.progress.optimizer_step
-        self._ledger.record(Event.CHECKPOINT, rollout_step=step, weight_version=version, optimizer_step=made)
-        self._ledger.commit()
-        self._writing = asyncio.create_task(self._complete(begun))
-        if not begun.in_background:
+        self.ledger.record(Event.CHECKPOINT, **{name: getattr(progress, name) for name in COUNTERS})
+        self.ledger.commit()
+        self._writing = asyncio.create_task(self._complete(progress.rollout_step, folder))
+        if not in_background:
             await self.finish()
 
     async def finish(self) -> None:
@@ -180,23 +161,22 @@ class Checkpoints:
             yield
         except (TrainerError, TrainerStalled):
             raise  # nobody is left who could save
-        except StopRequested:
-            await self.keep(progress)  # a save that fails is an error: "stopped" says that everything is saved
-            raise
-        except Exception:
+        except Exception as failure:
             try:
                 await self.keep(progress)
-            except Exception as error:  # must not hide why the run ends
-                self._console.note(f"what stood before this step could not be saved: {error}")
-            raise
+            except Exception as error:
+                if isinstance(failure, StopRequested):
+                    raise  # "stopped" says that everything is saved
+                self.console.note(f"what stood before this step could not be saved: {error}")
+            raise  # why the run ends
 
     async def keep(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
-        async with self._handover.trainer():
-            await self.finish()
-            newest = self._run_dir.latest_checkpoint()
-            if progress.rollout_step > (newest.step if newest else 0):
-                await self.publish(await self.begin(progress, wait=True))
+        await self.handover.to_trainer()
+        await self.finish()
+        newest = self.run_dir.latest_checkpoint()
+        if progress.rollout_step > (newest.step if newest else 0):
+            await (await self.begin(progress, wait=True))()
 
     async def __aenter__(self) -> Self:
         return self
@@ -211,7 +191,7 @@ class Checkpoints:
         (lost,) = await asyncio.gather(writing, return_exceptions=True)
         if lost is not None and lost is not error:
             reason = "the run ended first" if isinstance(lost, asyncio.CancelledError) else lost
-            self._console.note(f"the checkpoint that was being written is lost: {reason}")
+            self.console.note(f"the checkpoint that was being written is lost: {reason}")
 
     def _patience(self, error: BaseException | None) -> float | None:
         """Seconds that the checkpoint under way may take when the run ends with `error`."""
@@ -221,21 +201,20 @@ class Checkpoints:
             return GRACE_S
         return None  # its own deadline
 
-    async def _complete(self, begun: Begun) -> None:
+    async def _complete(self, step: int, folder: Path) -> None:
         """Put a checkpoint in its place once it is written. A failure ends whatever the run waits for."""
-        step = begun.progress.rollout_step
         # A question that comes while the ranks are at work waits until they are done.
-        what, deadline = f"checkpoint of step {step}", 2 * self._config.step_deadline_s
+        what, deadline = f"checkpoint of step {step}", 2 * self.config.step_deadline_s
         try:
-            await self._waits.wait_for(what, "the trainer ranks' writers", deadline, self._until_written())
-            self._run_dir.publish_checkpoint(begun.folder, step, self._config.keep_checkpoints)
+            await self.waits.wait_for(what, "the trainer ranks' writers", deadline, self._until_written())
+            self.run_dir.publish_checkpoint(folder, step, self.config.keep_checkpoints)
         except Exception as error:
-            failure = _with_room(error, begun.folder) if isinstance(error, TrainerError) else error
-            self._waits.lose(failure)
+            failure = _with_room(error, folder) if isinstance(error, TrainerError) else error
+            self.waits.lose(failure)
             raise failure from None
 
     async def _until_written(self) -> None:
-        while not await self._trainer.finish_checkpoint(wait=False):
+        while not await self.trainer.checkpoint_finished():
             await asyncio.sleep(POLL_S)
 
 

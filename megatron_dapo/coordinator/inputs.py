@@ -11,7 +11,6 @@ from megatron_dapo.data.records import check_file, heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import check_verifiers
-from reward.verdict import VerifierError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,8 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
 
     Raises:
         DataError: a file, a row or a ground truth that cannot be used.
-        ConfigError: a verifier that cannot be run, a source in `reward.by_source` that no prompt has.
+        VerifierError: one that cannot be run.
+        ConfigError: a source in `reward.by_source` that no prompt has.
     """
     training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, (*training, *held))
@@ -65,8 +65,6 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
 def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
     held = heldout_files(config.data, config.evaluation)
-    for file in held:
-        check_file(file.path, file.setting)
     choice = VerifierChoice(config.reward, held)
     heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
     _check_verifiers(config, {}, heldout.prompts)
@@ -77,7 +75,4 @@ def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[P
     """Whether every verifier that is named can be run here; `places`: who named it."""
     for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
-    try:
-        check_verifiers(places, config.reward)
-    except VerifierError as error:
-        raise ConfigError(str(error)) from None
+    check_verifiers(places, config.reward)

@@ -15,6 +15,7 @@ from megatron_dapo.coordinator.batch import (
     LogProbStream,
     check_mismatch,
     mini_batches,
+    objective_of,
     step_arrays,
     step_correction,
 )
@@ -43,20 +44,22 @@ async def train(context: RunContext, progress: Progress) -> Progress:
 
 async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) -> FilledBatch:
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
-    config, services, step = context.config, context.services, progress.rollout_step + 1
-    async with LogProbStream(services.trainer, config) as stream:
-        async with services.handover.servers(timer):
-            context.generator.take_reward_seconds()  # those of the update before belong to no phase
-            with timer.measure("rollout"):
-                ahead = groups_ahead(config, step)
-                filling = context.sampler.fill(step, progress.weight_version, stream.add, ahead=ahead)
-                admission = await services.waits.wait_for(
-                    "batch of groups", "rollout servers", config.run.step_deadline_s, filling, stoppable=True
-                )
-            timer.move("rollout", "reward", context.generator.take_reward_seconds())
-        async with services.handover.trainer(timer):
-            with timer.measure("logprob"):
-                old = await stream.finish()
+    config, step = context.config, progress.rollout_step + 1
+    async with LogProbStream(context.trainer, config) as stream:
+        with timer.measure("handover"):
+            await context.handover.to_servers()
+        context.generator.take_reward_seconds()  # those of the update before belong to no phase
+        with timer.measure("rollout"):
+            ahead, deadline = groups_ahead(config, step), config.run.step_deadline_s
+            filling = context.sampler.fill(step, progress.weight_version, stream.add, ahead=ahead)
+            admission = await context.waits.wait_for(
+                "batch of groups", "rollout servers", deadline, filling, stoppable=True
+            )
+        timer.move("rollout", "reward", context.generator.take_reward_seconds())
+        with timer.measure("handover"):
+            await context.handover.to_trainer()
+        with timer.measure("logprob"):
+            old = await stream.finish()
     if admission.limit_reached:
         context.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
     arrays = step_arrays(admission.kept, config)
@@ -71,8 +74,7 @@ async def learn(
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
     if run.save_batches:
         save_batch(context.run_dir, step, batch.admission.kept, batch.arrays.advantages)
-    async with context.services.handover.trainer():
-        updates, correction = await update_actor(context, batch, step, timer)
+    updates, correction = await update_actor(context, batch, step, timer)
     with timer.measure("weight_sync"):
         sync = await publish_weights(context, version)
     context.sampler.record_trained(batch.admission.kept, step, progress.weight_version)
@@ -83,20 +85,21 @@ async def learn(
         weight_version=version,
         sampler=context.sampler.snapshot(step),
     )
-    last, every, evaluation, checkpoint = step == run.rollout_steps, context.config.evaluation.every, {}, None
+    last, every, evaluation, publish_checkpoint = step == run.rollout_steps, context.config.evaluation.every, {}, None
     if every and step % every == 0 and not last:
         # A stop request ends it without an evaluation: saving this step comes first, and the next wait stops again.
         with timer.measure("evaluation"), suppress(StopRequested):
             evaluation = await context.evaluate(f"step{step}")
     if last or (run.checkpoint_every and step % run.checkpoint_every == 0):
-        async with context.services.handover.trainer(timer):
-            with timer.measure("checkpoint"):
-                checkpoint = await context.checkpoints.begin(progress, wait=last)
+        with timer.measure("handover"):
+            await context.handover.to_trainer()
+        with timer.measure("checkpoint"):
+            publish_checkpoint = await context.checkpoints.begin(progress, wait=last)
     seconds = timer.seconds()
     metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
     write_records(context, metrics, batch.admission)
-    if checkpoint:  # last: after a kill before this line the step is done again, with its records
-        await context.checkpoints.publish(checkpoint)
+    if publish_checkpoint:  # last: after a kill before this line the step is done again, with its records
+        await publish_checkpoint()
     return progress, metrics
 
 
@@ -104,7 +107,7 @@ async def update_actor(
     context: RunContext, batch: FilledBatch, step: int, timer: StepTimer
 ) -> tuple[list[UpdateMetrics], Correction | None]:
     """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with."""
-    config, trainer, reference = context.config, context.services.trainer, None
+    config, trainer, reference = context.config, context.trainer, None
     if config.algorithm.kl.coefficient > 0:
         with timer.measure("logprob"):
             reference = await trainer.log_probs(batch.arrays.responses, reference=True)
@@ -112,4 +115,4 @@ async def update_actor(
     with timer.measure("update"):
         hidden = context.inputs.model.hidden_size
         batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden)
-        return await trainer.update(batches, context.objective), correction
+        return await trainer.update(batches, objective_of(config.algorithm)), correction

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_dapo.coordinator.run_context import RunContext, Services
-from rollout.config import RolloutConfig
+from megatron_dapo.cluster.engines import key_file
+from megatron_dapo.coordinator.run_context import RunContext
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
@@ -27,21 +27,18 @@ class WeightSync:
 async def publish_weights(context: RunContext, version: int) -> WeightSync:
     """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor."""
     started = time.monotonic()
-    config, services = context.config, context.services
-    fleet, handover = services.fleet, services.handover
-    in_time = partial(
-        services.waits.wait_for, f"weight version {version}", "rollout servers", config.run.step_deadline_s
-    )
+    config, fleet, handover = context.config, context.fleet, context.handover
+    deadline = config.run.step_deadline_s
+    in_time = partial(context.waits.wait_for, f"weight version {version}", "rollout servers", deadline)
     folder = context.run_dir.path / "weights" / f"v{version}"
     context.run_dir.check_there()
+    await handover.to_trainer()
     if config.rollout.weight_sync == "disk":
-        async with handover.trainer():
-            checksums = await services.trainer.write_weights(folder, fleet.kinds)
-        async with handover.servers():
-            report = await in_time(fleet.publish(folder, version, checksums))
+        checksums = await context.trainer.write_weights(folder, fleet.kinds)
+        await handover.to_servers()
+        report = await in_time(fleet.publish(folder, version, checksums))
     else:
-        async with handover.trainer():
-            report = await in_time(fleet.publish_stream(TrainerWeights(services, config.rollout, folder), version))
+        report = await in_time(fleet.publish_stream(TrainerWeights(context, folder), version))
     for url, reason in report.by_disk.items():
         context.console.note(f"weight version {version}: {url} read it from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
@@ -56,23 +53,23 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
 class TrainerWeights:
     """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
-    def __init__(self, services: Services, config: RolloutConfig, folder: Path) -> None:
+    def __init__(self, context: RunContext, folder: Path) -> None:
         """`folder`: where they are written if a server has to read them."""
-        self._services, self._trainer, self._fleet = services, services.trainer, services.fleet
-        self._config, self._folder = config, folder
-        self._changes = services.trainer.weight_changes
+        self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder
+        self._changes = context.trainer.weight_changes
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
-        transport = self._config.weight_sync
+        config = self._context.config
+        transport = config.rollout.weight_sync
         assert transport != "disk"
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(
             transport=transport,
             targets=tuple(targets),
             label=label,
-            deadline_s=self._config.sync_deadline_s,
-            backend="nccl" if on_gpu and not self._services.shared_gpu else "gloo",
-            api_key_file=self._services.key_file,
+            deadline_s=config.rollout.sync_deadline_s,
+            backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
+            api_key_file=key_file(config, self._context.run_dir.path),
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 

@@ -58,36 +58,28 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
                 f"evaluation.path: the held-out problems are not those that the run in {run_dir.path} was begun with; "
                 "accuracy before and after could not be compared"
             )
-        _check_records(run_dir)
-
-
-def _check_records(run_dir: RunDir) -> None:
-    """Whether what the run goes on writing, or reads at its end, can be read. Raises the readers' own errors."""
-    run_dir.read_json(BEFORE, "before", "baseline")
-    read_metrics(run_dir.path)
-    if run_dir.ledger.exists():
-        read_ledger(run_dir.ledger)
+        # What the run goes on writing, or reads at its end, must be readable.
+        run_dir.read_json(BEFORE, "before", "baseline")
+        read_metrics(run_dir.path)
+        if run_dir.ledger.exists():
+            read_ledger(run_dir.ledger)
 
 
 def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[str, Any]:
     """Content of `manifest.json`; `trainer` is rank 0's description of itself."""
     names = ("megatron-dapo", "megatron-core", "sglang", "ray", "torch", "transformers", "transformer-engine")
+    training = config.data.path or [source.path for source in config.data.mixture]
+    read = {"train": (training, inputs.prompts), "heldout": (config.evaluation.path, inputs.heldout)}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
         "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
         "command": sys.argv,
         "trainer": trainer,
-        "model": {
-            "path": config.model.path,
-            "config": json.loads((Path(config.model.path) / "config.json").read_text()),
-        },
+        "model": {"path": config.model.path, "config": json.loads(Path(config.model.path, "config.json").read_text())},
         "data": {
             name: {"path": path, "sha256": problems.content_hash, "rows": problems.summary()}
-            for name, path, problems in (
-                ("train", config.data.path or [source.path for source in config.data.mixture], inputs.prompts),
-                ("heldout", config.evaluation.path, inputs.heldout),
-            )
+            for name, (path, problems) in read.items()
         },
         "stop_token_ids": list(inputs.text.stop_token_ids),
     }
@@ -98,8 +90,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def one_line(described: dict[str, Any]) -> str:
-    """The trainer's description for the console."""
-    return "trainer: " + ", ".join(f"{key} {value}" for key, value in described.items() if isinstance(value, str | int))

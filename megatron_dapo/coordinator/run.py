@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
-from megatron_dapo.coordinator.run_context import RunContext, RunStart
+from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import read_metrics
@@ -98,13 +98,14 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
-        starting = RunStart(config, inputs, run_dir, console, stack, waits).context()
+        base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
-        deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
-        context = await waits.wait_for("start", "trainer and servers", deadline, starting, stoppable=True)
+        deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
+        context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
+        seconds = {"start": time.monotonic() - clock}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
-        summary = await _measure_and_train(context, began)
+        summary = await _measure_and_train(context, seconds, began)
         run_dir.write_json("summary.json", summary)
         from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
 
@@ -130,8 +131,8 @@ def tune_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-async def _measure_and_train(context: RunContext, began: float) -> dict[str, Any]:
-    config, console, seconds = context.config, context.console, {"start": context.start_seconds}
+async def _measure_and_train(context: RunContext, seconds: dict[str, float], began: float) -> dict[str, Any]:
+    config, console = context.config, context.console
 
     @contextmanager
     def measured(name: str) -> Iterator[None]:
@@ -175,8 +176,8 @@ async def export_model(context: RunContext) -> None:
     """Write the trained model. On disk when this returns: the summary that follows says that the run is finished, and a
     resume then writes nothing again."""
     folder = context.run_dir.path / "model"
-    async with context.services.handover.trainer():
-        await context.services.trainer.export_hf(folder)
+    await context.handover.to_trainer()
+    await context.trainer.export_hf(folder)
     sync_tree(folder)
 
 
@@ -225,24 +226,16 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
 
 def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
-    rows = zip(
-        inputs.heldout.prompts[:EXAMPLES],
-        zip(before["texts"], before["correct"], strict=True),
-        zip(after["texts"], after["correct"], strict=True),
-        strict=False,
-    )
-    names = ("before", "before_correct", "after", "after_correct")
+    count = min(EXAMPLES, len(before["texts"]))
     return [
-        {"prompt": prompt.text, "answer": prompt.answer} | dict(zip(names, (*was, *now), strict=True))
-        for prompt, was, now in rows
+        {"prompt": prompt.text, "answer": prompt.answer}
+        | {"before": before["texts"][at], "before_correct": before["correct"][at]}
+        | {"after": after["texts"][at], "after_correct": after["correct"][at]}
+        for at, prompt in enumerate(inputs.heldout.prompts[:count])
     ]
 
 
 def ask_command(model: Path, prompt: str) -> str:
     """A command that a person can paste."""
-    return shlex.join([_short(Path(sys.executable).with_name("megatron-dapo")), "ask", _short(model), prompt])
-
-
-def _short(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    program, here = Path(sys.executable).with_name("megatron-dapo"), f"{Path.cwd()}/"
+    return shlex.join([str(program).removeprefix(here), "ask", str(model).removeprefix(here), prompt])

@@ -1,22 +1,17 @@
 """Everything a run is made of, started in the right order and closed in the opposite one."""
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.engines import (
     api_key,
     gpus_for_servers,
-    key_file,
-    on_gpu_of_rank_0,
     own_engines,
     placed_engines,
     visible_gpus,
@@ -28,10 +23,9 @@ from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
-from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs
-from megatron_dapo.coordinator.resume import check_resume, manifest, one_line
+from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
@@ -54,221 +48,197 @@ starts a Ray of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """What answers the coordinator, and the book of its waits."""
-
-    trainer: Trainer
-    fleet: RolloutFleet
-    waits: Waits
-    handover: GpuHandover
-    key_file: Path | None
-    """With the API key of the servers."""
-    shared_gpu: bool
-    """Whether a server shares a GPU with a trainer rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """Everything a run is made of; used only by the loop and the functions it calls."""
+class RunBase:
+    """What a run begins with."""
 
     config: Config
     inputs: Inputs
     run_dir: RunDir
     console: Console
-    services: Services
+    waits: Waits
+    stack: AsyncExitStack
+    """Closes what is started, in the opposite order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext(RunBase):
+    """Everything a run is made of; used only by the loop and the functions it calls."""
+
+    trainer: Trainer
+    fleet: RolloutFleet
+    handover: GpuHandover
+    shared_gpu: bool
+    """Whether a server of this machine shares a GPU with a trainer rank."""
     writer: MetricsWriter
     health: HealthMonitor
     generator: GroupGenerator
     sampler: DynamicSampler
     evaluator: Evaluator
     timeline: Timeline
-    objective: Objective
     checkpoints: Checkpoints
     progress: Progress
     """Where the run stood when it started: at the beginning, or at the checkpoint it goes on from."""
-    start_seconds: float
 
     async def evaluate(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
-        async with self.services.handover.servers():
-            deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
-            return await self.services.waits.wait_for(
-                "held-out answers", "rollout servers", deadline, answering, stoppable=True
-            )
+        await self.handover.to_servers()
+        deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
+        return await self.waits.wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True)
 
 
-class RunStart:
-    """Starts everything that a run is made of; `stack` closes it in the opposite order."""
+async def start_run(run: RunBase) -> RunContext:
+    """The started run. Raises what failed to start, with its own explanation."""
+    config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
+    if config.run.resume:
+        check_resume(config, inputs, run_dir)
+    progress = await first_progress(config, run_dir)
+    ledger = Ledger(run_dir.ledger)
+    stack.callback(ledger.close)
+    if config.run.resume:
+        run.console.note(f"resuming after rollout step {progress.rollout_step}")
+        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        ledger.commit()
+    mirror = None
+    if config.monitor.wandb.mode != "off":
+        settings = flatten(asdict(config))
+        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
+    pool = RewardPool(config.reward)
+    stack.callback(pool.close)
+    trainer, fleet, timeline, shared_gpu = await _services(run, progress)
+    handover = GpuHandover(config.run, fleet, trainer.device_memory, run.waits, report=run.console.note)
+    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
+    await stack.enter_async_context(checkpoints)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
+    stack.callback(writer.close)
+    # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
+    done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
+    bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
+    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=inputs.text.stop_token_ids,
+    )
+    generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+    stack.push_async_callback(sampler.close)
+    folder = run_dir.path / EVALUATIONS
+    return RunContext(
+        **vars(run),
+        trainer=trainer,
+        fleet=fleet,
+        handover=handover,
+        shared_gpu=shared_gpu,
+        writer=writer,
+        health=HealthMonitor(done, **bounds),
+        generator=generator,
+        sampler=sampler,
+        evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),
+        timeline=timeline,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
 
-    def __init__(
-        self, config: Config, inputs: Inputs, run_dir: RunDir, console: Console, stack: AsyncExitStack, waits: Waits
-    ) -> None:
-        self._config, self._inputs, self._run_dir = config, inputs, run_dir
-        self._console, self._stack, self._waits = console, stack, waits
 
-    async def context(self) -> RunContext:
-        """The started run. Raises what failed to start, with its own explanation."""
-        began = time.monotonic()
-        config, inputs, run_dir, console, stack = self._config, self._inputs, self._run_dir, self._console, self._stack
-        if config.run.resume:
-            check_resume(config, inputs, run_dir)
-        progress = await first_progress(config, run_dir)
-        ledger = Ledger(run_dir.ledger)
-        stack.callback(ledger.close)
-        if config.run.resume:
-            console.note(f"resuming after rollout step {progress.rollout_step}")
-            ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
-            ledger.commit()
-        mirror = None
-        if config.monitor.wandb.mode != "off":
-            settings = flatten(asdict(config))
-            mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
-        pool = RewardPool(config.reward)
-        stack.callback(pool.close)
-        services, timeline = await self._services(progress)
-        checkpoints = Checkpoints(
-            config.run, run_dir, services.trainer, services.handover, ledger, self._waits, console
-        )
-        await stack.enter_async_context(checkpoints)
-        writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
-        stack.callback(writer.close)
-        # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
-        done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-        bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
-        responder = Responder(fleet=services.fleet, pool=pool, decoder=inputs.text.decoder)
-        generator = self._generator(responder)
-        sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
-        stack.push_async_callback(sampler.close)
-        return RunContext(
-            config=config,
-            inputs=inputs,
-            run_dir=run_dir,
-            console=console,
-            services=services,
-            writer=writer,
-            health=HealthMonitor(done, **bounds),
-            generator=generator,
-            sampler=sampler,
-            timeline=timeline,
-            evaluator=Evaluator(
-                config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
-            ),
-            objective=objective_of(config.algorithm),
-            checkpoints=checkpoints,
-            progress=progress,
-            start_seconds=time.monotonic() - began,
-        )
+async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutFleet, Timeline, bool]:
+    """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
+    a GPU of this machine."""
+    config, run_dir, note = run.config, run.run_dir, run.console.note
+    placement: Placement | None = None
+    if joins_cluster():
+        use_gpu, servers = _cluster(run).use_gpu, 0 if config.rollout.urls else config.rollout.servers
+        placement = await place(config, run.waits, use_gpu=use_gpu, servers=servers)
+    else:
+        use_gpu = gpu_here(config.actor.device)
+    trainer = Trainer(config, run.inputs.model, run_dir.path, run.waits, use_gpu=use_gpu)
+    timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
+    run.stack.callback(timeline.close)
+    if placement is not None and placement.servers:
+        engines, shared_gpu = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
+    else:
+        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu else ()
+        theirs = gpus_for_servers(config, gpus)
+        engines, shared_gpu = own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
+    fleet = RolloutFleet(
+        config.rollout,
+        engines,
+        vocab_size=run.inputs.text.vocab_size,
+        report=note,
+        api_key=api_key(config, run_dir.path),
+        observe=timeline.served,
+    )
+    run.stack.push_async_callback(fleet.close)
+    described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
+    run_dir.write_text("config.yaml", dump_config(config))
+    run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
+    plain = [f"{key} {value}" for key, value in described.items() if isinstance(value, str | int)]
+    note(f"trainer: {', '.join(plain)}")
+    for kernel, choice in described["kernels"].items():
+        note(f"  {kernel}: {choice}")
+    return trainer, fleet, timeline, shared_gpu
 
-    def _generator(self, responder: Responder) -> GroupGenerator:
-        config, inputs = self._config, self._inputs
-        sampling = SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            stop_token_ids=inputs.text.stop_token_ids,
-        )
-        return GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
 
-    async def _services(self, progress: Progress) -> tuple[Services, Timeline]:
-        """Ray, trainer and servers, side by side where they can be; and the record of what they do when."""
-        config, run_dir, stack, waits, logs = self._config, self._run_dir, self._stack, self._waits, self._run_dir.logs
-        by_ray = joins_cluster() and not config.rollout.urls
-        placement: Placement | None = None
-        use_gpu = self._cluster().use_gpu if joins_cluster() else gpu_here(config.actor.device)
-        if joins_cluster():
-            servers = config.rollout.servers if by_ray else 0
-            placement = await place(config, waits, use_gpu=use_gpu, servers=servers)
-        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu and not by_ray else ()
-        trainer = Trainer(config, self._inputs.model, run_dir.path, waits, use_gpu=use_gpu)
-        timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
-        stack.callback(timeline.close)
-        if placement is not None and by_ray:
-            engines = placed_engines(config, logs, placement, trainer, on_gpu=use_gpu)
-        else:
-            engines = own_engines(config, logs, gpus=gpus_for_servers(config, gpus))
-        fleet = RolloutFleet(
-            config.rollout,
-            engines,
-            vocab_size=self._inputs.text.vocab_size,
-            report=self._console.note,
-            api_key=api_key(config, run_dir.path),
-            observe=timeline.served,
-        )
-        stack.push_async_callback(fleet.close)
-        described = await self._start_both(self._start_trainer(trainer, fleet, placement, progress), fleet)
-        run_dir.write_text("config.yaml", dump_config(config))
-        run_dir.write_json("manifest.json", manifest(config, self._inputs, described))
-        self._console.note(one_line(described))
-        for kernel, choice in described["kernels"].items():
-            self._console.note(f"  {kernel}: {choice}")
-        services = Services(
-            trainer=trainer,
-            fleet=fleet,
-            waits=waits,
-            handover=GpuHandover(config.run, fleet, trainer.device_memory, waits, report=self._console.note),
-            key_file=key_file(config, run_dir.path),
-            shared_gpu=on_gpu_of_rank_0(engines, gpus),
-        )
-        return services, timeline
+def _cluster(run: RunBase) -> Cluster:
+    """Ray, whose loss ends every wait: the run then starts again with a new one."""
+    config, waits = run.config, run.waits
 
-    def _cluster(self) -> Cluster:
-        """Ray, whose loss ends every wait: the run then starts again with a new one."""
-        config, waits = self._config, self._waits
+    def end() -> None:
+        with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
+            cluster.close()
 
-        def end() -> None:
-            with waits.blocking("Ray stop", "Ray", RAY_STOP_DEADLINE_S):
-                cluster.close()
+    async def until_lost() -> None:
+        while not cluster.lost():
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
+        waits.lose(TrainerLost(f"{lost}; logs: {run.run_dir.logs}"))
 
-        async def until_lost() -> None:
-            while not cluster.lost():
-                await asyncio.sleep(WATCH_INTERVAL_S)
-            lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
-            waits.lose(TrainerLost(f"{lost}; logs: {self._run_dir.logs}"))
+    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
+        cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
+    run.stack.callback(end)
+    watching = asyncio.create_task(until_lost())
+    run.stack.callback(watching.cancel)
+    return cluster
 
-        with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
-            cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
-        self._stack.callback(end)
-        watching = asyncio.create_task(until_lost())
-        self._stack.callback(watching.cancel)
-        return cluster
 
-    async def _start_trainer(
-        self, trainer: Trainer, fleet: RolloutFleet, placement: Placement | None, progress: Progress
-    ) -> dict[str, Any]:
-        """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
+async def _start_trainer(
+    run: RunBase, trainer: Trainer, fleet: RolloutFleet, placement: Placement | None, progress: Progress
+) -> dict[str, Any]:
+    """All ranks built, with the weights that the run goes on from. Returns rank 0's description.
 
-        `placement`: None starts a Ray of this machine's own first.
-        """
-        if placement is None:
-            await asyncio.sleep(SERVERS_FIRST_S)
-            self._cluster()
-            self._stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
-            placement = await place(self._config, self._waits, use_gpu=trainer.on_gpu, servers=0)
-        self._stack.push_async_callback(trainer.close)
-        described = await trainer.start(placement)
-        latest = self._run_dir.latest_checkpoint() if progress.rollout_step else None
-        if latest is None:
-            return described
-        try:
-            await trainer.load_checkpoint(latest.folder / "actor")
-        except TrainerLost:
-            raise
-        except CheckpointUnreadable as error:
-            raise await damaged_checkpoint(self._run_dir, latest, str(error)) from None
-        except TrainerError as error:
-            raise RunDirError(str(error)) from None
+    `placement`: None starts a Ray of this machine's own first.
+    """
+    if placement is None:
+        await asyncio.sleep(SERVERS_FIRST_S)
+        _cluster(run)
+        run.stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
+        placement = await place(run.config, run.waits, use_gpu=trainer.on_gpu, servers=0)
+    run.stack.push_async_callback(trainer.close)
+    described = await trainer.start(placement)
+    latest = run.run_dir.latest_checkpoint() if progress.rollout_step else None
+    if latest is None:
         return described
+    try:
+        await trainer.load_checkpoint(latest.folder / "actor")
+    except TrainerLost:
+        raise
+    except CheckpointUnreadable as error:
+        raise await damaged_checkpoint(run.run_dir, latest, str(error)) from None
+    except TrainerError as error:
+        raise RunDirError(str(error)) from None
+    return described
 
-    async def _start_both(self, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
-        """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
-        deadline, building = self._config.run.start_deadline_s, asyncio.ensure_future(trainer)
-        if self._config.run.mode == "colocated":
-            # First, and out of the memory again: a server takes its share of what is free when it starts.
-            await building
-        # The fleet has the same deadline and the better explanation: it gets the first word.
-        starting = self._waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
-        await gather_or_cancel([building, starting])
-        return building.result()
+
+async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
+    """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
+    deadline, building = run.config.run.start_deadline_s, asyncio.ensure_future(trainer)
+    if run.config.run.mode == "colocated":
+        # First, and out of the memory again: a server takes its share of what is free when it starts.
+        await building
+    # The fleet has the same deadline and the better explanation: it gets the first word.
+    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
+    await gather_or_cancel([building, starting])
+    return building.result()
 
 
 async def first_progress(config: Config, run_dir: RunDir) -> Progress:

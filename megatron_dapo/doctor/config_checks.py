@@ -55,7 +55,7 @@ def check_inputs(facts: Facts) -> Iterator[Finding]:
     a response ends, prompts and held-out problems can be read, and each verifier can use its ground truths.
 
     Raises:
-        TokenizerError, DataError, ConfigError: what is wrong.
+        TokenizerError, DataError, VerifierError, ConfigError: what is wrong.
     """
     from megatron_dapo.coordinator.inputs import read_inputs
 

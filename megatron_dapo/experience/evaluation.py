@@ -150,11 +150,8 @@ class Evaluator:
 
         answers: dict[str, ProblemAnswers] = {}
         for mode in self.modes:  # in turn: SGLang draws from a batch that mixes modes in another way, even with seeds
-            given = iter(
-                await gather_or_cancel(
-                    one(mode, at, sample) for at in range(len(self.prompts)) for sample in range(mode.samples)
-                )
-            )
+            asked = (one(mode, at, sample) for at in range(len(self.prompts)) for sample in range(mode.samples))
+            given = iter(await gather_or_cancel(asked))
             answers[mode.name] = [[next(given) for _ in range(mode.samples)] for _ in self.prompts]
         return answers
 

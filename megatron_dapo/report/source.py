@@ -11,7 +11,7 @@ import yaml
 
 from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate, by_way
 from megatron_dapo.monitor.writer import FILE, read_metrics
-from megatron_dapo.storage.file_shapes import misshapen
+from megatron_dapo.storage.run_dir import misshapen
 
 RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json", "status.json")
 """A folder that holds none of these is no run."""

@@ -104,13 +104,10 @@ def drop_torn_line(file: Path) -> None:
     if not file.exists():
         return
     with file.open("rb+") as stream:
-        if stream.seek(0, os.SEEK_END) == 0:
-            return
-        stream.seek(-1, os.SEEK_END)
-        if stream.read() == b"\n":
-            return
-        stream.seek(0)
-        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 1))
+        if stream.read() not in (b"", b"\n"):
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
 class FolderHeld(RuntimeError):

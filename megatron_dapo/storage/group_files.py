@@ -9,7 +9,7 @@ import json
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,12 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         extra: the caller's own values, which JSON can hold.
     """
     generations = [response.generation for group in groups for response in group.responses]
-    arrays = {
-        "prompt_ids": [np.zeros(0, np.int32), *(group.prompt_ids for group in groups)],
-        "token_ids": [np.zeros(0, np.int32), *(generation.token_ids for generation in generations)],
-        "log_probs": [np.zeros(0, np.float32), *(generation.log_probs for generation in generations)],
-        "weight_versions": [np.zeros(0, np.int32), *(generation.weight_versions for generation in generations)],
+    arrays: dict[str, Any] = {
+        key: np.concatenate([np.zeros(0, kind), *(getattr(generation, key) for generation in generations)])
+        for key, kind in ARRAYS.items()
     }
-    whole: dict[str, Any] = {key: np.concatenate(values) for key, values in arrays.items()}
-    np.savez(folder / f"{name}.npz", **whole)
+    prompts = np.concatenate([np.zeros(0, np.int32), *(group.prompt_ids for group in groups)])
+    np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
     content = {
         "extra": dict(extra),
         "groups": [_group_json(group) for group in groups],
@@ -80,41 +78,38 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-KEPT = ("text", "reward_raw", "reward_shaped", "other_accuracy")
-"""Fields of a response that stand in the JSON file as they are."""
+GROUP = ("position", "prompt_index", "weight_version")
+RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy")
+"""Fields of a group and of a response that stand in the JSON file as they are."""
+
+ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
+"""Fields of a generation that stand in the file of arrays, one response behind the other."""
 
 
 def _group_json(group: ScoredGroup) -> dict[str, object]:
-    return {
-        "position": group.position,
-        "prompt_index": group.prompt_index,
-        "weight_version": group.weight_version,
-        "prompt_tokens": len(group.prompt_ids),
-        "responses": [
-            {
-                "request_id": response.generation.request_id,
-                "tokens": len(response.generation.token_ids),
-                "finish_reason": response.generation.finish_reason,
-                "verdict": asdict(response.verdict),
-            }
-            | {key: getattr(response, key) for key in KEPT}
-            for response in group.responses
-        ],
-    }
+    responses = [
+        {
+            "request_id": response.generation.request_id,
+            "tokens": len(response.generation.token_ids),
+            "finish_reason": response.generation.finish_reason,
+            "verdict": asdict(response.verdict),
+        }
+        | {key: getattr(response, key) for key in RESPONSE}
+        for response in group.responses
+    ]
+    about = {key: getattr(group, key) for key in GROUP}
+    return about | {"prompt_tokens": len(group.prompt_ids), "responses": responses}
 
 
 def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray]) -> tuple[ScoredGroup, ...]:
     lengths = [response["tokens"] for entry in entries for response in entry["responses"]]
     prompts = _split(arrays["prompt_ids"], [entry["prompt_tokens"] for entry in entries])
-    parts = [_split(arrays[key], lengths) for key in ("token_ids", "log_probs", "weight_versions")]
-    generated = zip(*parts, strict=True)
+    generated = zip(*(_split(arrays[key], lengths) for key in ARRAYS), strict=True)
     return tuple(
         ScoredGroup(
-            position=entry["position"],
-            prompt_index=entry["prompt_index"],
+            **{key: entry[key] for key in GROUP},
             prompt_ids=prompt_ids,
-            weight_version=entry["weight_version"],
-            responses=tuple(_response(response, *next(generated)) for response in entry["responses"]),
+            responses=tuple(_response(response, next(generated)) for response in entry["responses"]),
         )
         for entry, prompt_ids in zip(entries, prompts, strict=True)
     )
@@ -124,17 +119,13 @@ def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(lengths, dtype=int))[:-1]
 
 
-def _response(entry: dict[str, Any], ids: np.ndarray, log_probs: np.ndarray, versions: np.ndarray) -> ScoredResponse:
-    generation = Generation(
-        request_id=entry["request_id"],
-        token_ids=ids,
-        log_probs=log_probs,
-        weight_versions=versions,
-        finish_reason=FinishReason(entry["finish_reason"]),
-    )
+def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray]) -> ScoredResponse:
+    """`arrays`: its part of each of ARRAYS."""
+    reason, generated = FinishReason(entry["finish_reason"]), dict(zip(ARRAYS, arrays, strict=True))
+    generation = Generation(request_id=entry["request_id"], finish_reason=reason, **generated)
     verdict = Verdict(**entry["verdict"])
     earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
-    kept = {key: (earlier | entry)[key] for key in KEPT}
+    kept = {key: (earlier | entry)[key] for key in RESPONSE}
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
 
 

@@ -52,15 +52,9 @@ class Ledger:
         self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any
     ) -> None:
         """Append one event. `prompt` is the position in the shuffled order; none for events of the whole run."""
-        line = {
-            "event": event,
-            "prompt": prompt,
-            "rollout_step": rollout_step,
-            "weight_version": weight_version,
-            **details,
-        }
+        about = {"rollout_step": rollout_step, "weight_version": weight_version}
         with naming(self._path):
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps({"event": event, "prompt": prompt} | about | details) + "\n")
 
     def commit(self) -> None:
         """Returns when everything recorded is on disk."""
@@ -83,14 +77,12 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
         try:
             event = json.loads(line)
         except ValueError as error:
-            if number == len(lines):
-                break
-            raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+            if line and number < len(lines):
+                raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
+            continue
         if not isinstance(event, dict) or "event" not in event:
             raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
         events.append(event)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,6 +10,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.storage.durable import (
     LOCK_NAME,
     FolderHeld,
@@ -19,13 +21,55 @@ from megatron_dapo.storage.durable import (
     replace_file,
     replace_folder,
 )
-from megatron_dapo.storage.file_shapes import misshapen
 
 OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
-LEDGER, HOLDER = "ledger.jsonl", ".holder"
+LEDGER = "ledger.jsonl"
 WRITABLE = "choose a directory that can be written"
+
+
+class _Answers(BaseModel, strict=True):
+    """One way of answering the held-out problems."""
+
+    figures: Accuracy
+    texts: list[str] = []
+    correct: list[bool] = []
+
+
+class _Before(BaseModel, strict=True):
+    before: dict[str, _Answers] = {}
+    baseline: dict[str, _Answers] | None = None
+
+
+class _Summary(BaseModel, strict=True):
+    rollout_steps: int = 0
+    heldout: dict[str, dict[str, Accuracy] | None] | None = None
+    examples: list[Any] | None = None
+
+
+class _PromptFile(BaseModel, strict=True):
+    sha256: str
+
+
+class _Trainer(BaseModel, strict=True):
+    layout: dict[str, int | bool | None] | None = None
+    parameters: int | None = None
+
+
+class _Manifest(BaseModel, strict=True):
+    versions: dict[str, Any] | None = None
+    trainer: _Trainer | None = None
+    data: dict[str, _PromptFile] | None = None
+    command: list[Any] | None = None
+
+
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": _Before,
+    "summary.json": _Summary,
+    "manifest.json": _Manifest,
+}
+"""Shapes of the run's small JSON files: another program, or another version, may have written them."""
 
 
 class RunDirError(RuntimeError):
@@ -67,6 +111,10 @@ def _usable(path: str | Path, other: str = "choose a directory of your own") -> 
     """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
     try:
         yield
+    except FolderHeld:
+        raise RunDirError(
+            f"run.dir = {path}: a live run holds it (`megatron-dapo status` names it); wait for it or choose another"
+        ) from None
     except OSError as error:
         raise RunDirError(f"run.dir = {path}: {error.strerror}; {other}") from None
 
@@ -96,34 +144,18 @@ class RunDir:
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
+        self.ledger, self.logs = self.path / LEDGER, self.path / "logs"
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with _usable(path):
-                self._lock = lock_folder(self.path)
-        except FolderHeld:
-            file = self.path / HOLDER
-            holder = file.read_text().strip() if file.exists() else "another process"
-            raise RunDirError(
-                f"run.dir = {self.path}: a live run holds it ({holder}); wait for it or choose another"
-            ) from None
-        try:
-            with _usable(path):
-                (self.path / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
-            self._identity = _identity(self.path)
-            if not resume:
+        with _usable(path):
+            self._lock = lock_folder(self.path)
+        self._identity = _identity(self.path)
+        if not resume:
+            try:
                 refuse_what_is_there(self.path)
-        except RunDirError:
-            self.close()
-            raise
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / LEDGER
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+            except RunDirError:
+                self.close()
+                raise
 
     def check_there(self) -> None:
         """Call it before writing what a resume needs: the path of a lost mount may still be a directory, and what is
@@ -154,6 +186,7 @@ class RunDir:
         """An object that `write_json` wrote.
 
         Args:
+            name: one of SHAPES.
             keys: what it must hold.
 
         Raises:
@@ -162,11 +195,11 @@ class RunDir:
         file = self.path / name
         try:
             text = file.read_text(encoding="utf-8")
-            content = json.loads(text)
-            if missing := [key for key in keys if not isinstance(content, dict) or key not in content]:
-                raise ValueError(f"without {', '.join(missing)}")
+            content: dict[str, Any] = json.loads(text)
             if wrong := misshapen(name, text):
                 raise ValueError(wrong)
+            if missing := [key for key in keys if key not in content]:
+                raise ValueError(f"without {', '.join(missing)}")
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else f"damaged ({error})"
             raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None
@@ -187,13 +220,13 @@ class RunDir:
         self.check_there()
         folder = self.path / "checkpoints" / f"step_{step}"
         replace_folder(aside, folder, durable=True)
-        self._point_latest_at(folder.name)
+        self._point_latest_at(step)
         for old in self.checkpoints()[:-keep]:
             remove_folder(old.folder)
         return Checkpoint(step=step, folder=folder)
 
-    def _point_latest_at(self, name: str) -> None:
-        replace_file(self.path / "checkpoints" / "latest", name + "\n")
+    def _point_latest_at(self, step: int) -> None:
+        replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -217,15 +250,26 @@ class RunDir:
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
-        self._point_latest_at(f"step_{step}")  # first: it must not name what is not there any more
+        self._point_latest_at(step)  # first: it must not name what is not there any more
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
 
     def close(self) -> None:
-        with suppress(OSError):  # a disk that has become read-only must not hide why the run ends
-            (self.path / HOLDER).unlink()
         self._lock.release()
+
+
+def misshapen(name: str, text: str) -> str | None:
+    """What is wrong with the JSON of the file `name`, and where in it; None where nothing is, or no shape is known.
+    More keys than are known are nothing wrong."""
+    if name not in SHAPES:
+        return None
+    try:
+        SHAPES[name].model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].lower()}"
+    return None
 
 
 def newest_step(path: Path) -> int:

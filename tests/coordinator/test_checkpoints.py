@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +45,7 @@ class Ranks:
             self.written.set()
         return self.room
 
-    async def finish_checkpoint(self, *, wait: bool) -> bool:
-        assert not wait, "a question that waits would keep the ranks from their work"
+    async def checkpoint_finished(self) -> bool:
         if self.failure:
             raise self.failure
         if self.under_way is None:
@@ -77,7 +75,7 @@ def run(tmp_path, monkeypatch):
             around.waits = Waits()
             ranks = Ranks()
             console = SimpleNamespace(note=notes.append)
-            handover = SimpleNamespace(trainer=nullcontext)
+            handover = SimpleNamespace(to_trainer=lambda: asyncio.sleep(0))
             async with Checkpoints(config, run_dir, ranks, handover, ledger, around.waits, console) as checkpoints:
                 await test(checkpoints, ranks, around)
 
@@ -101,7 +99,7 @@ async def some_polls() -> None:
 
 def test_a_checkpoint_counts_once_it_is_written_and_its_event_stands_before(run):
     async def test(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await (await checkpoints.begin(progress(1), wait=False))()
         await some_polls()
         assert steps(around) == []
         assert [event["event"] for event in read_ledger(around.run_dir.ledger)] == [Event.CHECKPOINT]
@@ -118,16 +116,16 @@ def test_a_checkpoint_counts_once_it_is_written_and_its_event_stands_before(run)
 def test_the_next_one_waits_for_the_one_under_way_and_the_oldest_goes_only_then(run):
     async def test(checkpoints, ranks, around):
         ranks.room = False
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await (await checkpoints.begin(progress(1), wait=False))()
         assert steps(around) == [1], "no room to copy: written before the run goes on"
         ranks.room = True
-        await checkpoints.publish(await checkpoints.begin(progress(2), wait=False))
+        await (await checkpoints.begin(progress(2), wait=False))()
         second = asyncio.create_task(checkpoints.begin(progress(3), wait=False))
         await some_polls()
         assert not second.done()
         assert steps(around) == [1], "the only whole one stays until the next is whole"
         ranks.written.set()
-        await checkpoints.publish(await second)
+        await (await second)()
         assert steps(around) == [2]
         ranks.written.set()
         await checkpoints.finish()
@@ -138,11 +136,11 @@ def test_the_next_one_waits_for_the_one_under_way_and_the_oldest_goes_only_then(
 
 def test_the_config_and_the_last_step_wait_for_it(run):
     async def test(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(4), wait=True))
+        await (await checkpoints.begin(progress(4), wait=True))()
         assert steps(around) == [4]
 
     async def by_config(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(5), wait=False))
+        await (await checkpoints.begin(progress(5), wait=False))()
         assert steps(around) == [4, 5]
 
     run(test)
@@ -153,7 +151,7 @@ def test_what_stands_between_two_steps_is_kept_once(run):
     async def test(checkpoints, ranks, around):
         await checkpoints.keep(progress(0))
         assert steps(around) == []
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await (await checkpoints.begin(progress(1), wait=False))()
         ranks.written.set()
         await checkpoints.keep(progress(1))
         assert steps(around) == [1]
@@ -212,8 +210,8 @@ def test_a_writer_that_fails_ends_whatever_the_run_waits_for_and_earlier_ones_st
     """As over a full disk: the error says how much room there is, and is said once."""
 
     async def test(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=True))
-        await checkpoints.publish(await checkpoints.begin(progress(2), wait=False))
+        await (await checkpoints.begin(progress(1), wait=True))()
+        await (await checkpoints.begin(progress(2), wait=False))()
         ranks.failure = FULL
         await around.waits.wait_for("batch of groups", "rollout servers", 60, asyncio.Event().wait())
 
@@ -247,7 +245,7 @@ def test_one_that_cannot_be_begun_says_how_much_room_there_is(run):
 )
 def test_an_error_ends_the_run_after_the_checkpoint_under_way_unless_it_cannot_end(run, error, kept):
     async def test(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await (await checkpoints.begin(progress(1), wait=False))()
         asyncio.get_running_loop().call_later(0.05, ranks.written.set)
         raise error
 
@@ -260,7 +258,7 @@ def test_an_error_ends_the_run_after_the_checkpoint_under_way_unless_it_cannot_e
 
 def test_a_writer_that_never_ends_is_named(run, monkeypatch):
     async def test(checkpoints, ranks, around):
-        await checkpoints.publish(await checkpoints.begin(progress(1), wait=False))
+        await (await checkpoints.begin(progress(1), wait=False))()
         await around.waits.wait_for("batch of groups", "rollout servers", 60, asyncio.Event().wait())
 
     with pytest.raises(Stalled, match=r"checkpoint of step 1: the trainer ranks' writers gave no answer within 0\.1 s"):
@@ -272,7 +270,7 @@ def test_what_a_kill_left_half_written_goes_with_the_next_save(run):
         folder = around.run_dir.path / "checkpoints"
         for name in (".step_7.tmp", ".step_3.removed"):
             (folder / name / "actor.partial").mkdir(parents=True)
-        await checkpoints.publish(await checkpoints.begin(progress(8), wait=True))
+        await (await checkpoints.begin(progress(8), wait=True))()
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_8"]
         assert json.loads((folder / "step_8" / "progress.json").read_text().splitlines()[0])["extra"]["cursor"] == 64
 

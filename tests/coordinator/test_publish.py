@@ -41,11 +41,14 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    services = SimpleNamespace(
-        trainer=trainer, fleet=SimpleNamespace(kinds=(CPU,)), key_file=Path("key"), shared_gpu=shared_gpu
+    context = SimpleNamespace(
+        config=SimpleNamespace(rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0)),
+        run_dir=SimpleNamespace(path=Path("/run")),
+        trainer=trainer,
+        fleet=SimpleNamespace(kinds=(CPU,)),
+        shared_gpu=shared_gpu,
     )
-    config = RolloutConfig(weight_sync=transport, sync_deadline_s=7.0)
-    return TrainerWeights(services, config, Path("weights/v3"))
+    return TrainerWeights(context, Path("weights/v3"))
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
@@ -77,7 +80,7 @@ def test_the_request_names_what_the_group_is_made_of(
         await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, restarts=2)], "3")
         (request,) = trainer.requests
         assert (request.transport, request.backend, request.label) == ("distributed", backend, "3")
-        assert (request.deadline_s, request.api_key_file) == (7.0, Path("key"))
+        assert (request.deadline_s, request.api_key_file) == (7.0, Path("/run/.server-key"))
         assert request.targets[0].restarts == 2
 
     asyncio.run(test())
@@ -112,8 +115,8 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
     module = ModuleType("megatron_dapo.actor.actor")
     module.MegatronActor = actor  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(TrainerRank, "_log_to_file", lambda _: None)
     rank = TrainerRank.__new__(TrainerRank)
-    rank._rank = 0
     layout = SimpleNamespace(world_size=1)
     config = SimpleNamespace(
         rollout=RolloutConfig(weight_sync=sync),
@@ -123,5 +126,5 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
         run=SimpleNamespace(seed=1, step_deadline_s=1.0),
     )
     with pytest.raises(Built):
-        rank.build(config, "file:///nowhere")  # type: ignore[arg-type]
+        rank.build(config, 0, "file:///nowhere")  # type: ignore[arg-type]
     assert found == [wanted]

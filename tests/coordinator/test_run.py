@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import psutil
@@ -59,9 +58,15 @@ def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_
             (folder / name).write_text("x")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    services = SimpleNamespace(
-        handover=SimpleNamespace(trainer=nullcontext), trainer=SimpleNamespace(export_hf=export_hf)
+
+    async def to_trainer():
+        pass
+
+    context = SimpleNamespace(
+        handover=SimpleNamespace(to_trainer=to_trainer),
+        trainer=SimpleNamespace(export_hf=export_hf),
+        run_dir=SimpleNamespace(path=tmp_path),
     )
-    asyncio.run(export_model(SimpleNamespace(services=services, run_dir=SimpleNamespace(path=tmp_path))))
+    asyncio.run(export_model(context))
     names = ("", "model", "model/below", "model/model.safetensors", "model/below/tokenizer.json")
     assert synced == {str(tmp_path / name) for name in names}
