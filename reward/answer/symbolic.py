@@ -12,6 +12,7 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from reward.answer.tables import WORDS, Rewriting
 from reward.answer.text import closing
 
 if TYPE_CHECKING:
@@ -26,22 +27,9 @@ _DIGITS_LIMIT = 6000
 _BINOMIAL_LIMIT = 3000  # largest numeral beside a binomial coefficient; years are asked for
 
 _COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
-_ARITHMETIC_NAMES = """
-    frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp pm infty circ
-    lfloor rfloor lceil rceil
-"""
-_ALGEBRA_NAMES = """
-    alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
-    in cup cap setminus emptyset varnothing mathbb begin end to quad vert
-"""
-_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
-_ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
-_WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
-_ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
-_LOG_BASE = re.compile(r"\\log\s*_\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d+))")
-_CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
-_BINOMIAL_OF_DIGITS = re.compile(r"\\binom\s*(\d)\s*(\d)")
-_FACTOR_OF_GROUP = re.compile(r"(?<![_^\d.{])(\d+)\s*(?=\()")
+_ARITHMETIC = frozenset(WORDS["macros"]["arithmetic"].split())
+_ALGEBRA = _ARITHMETIC | frozenset(WORDS["macros"]["algebra"].split())
+_names_as_macros, _explicit_factors = Rewriting("names"), Rewriting("factors")
 _DECIMALS = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 _DEGREES = re.compile(r"(\d+)\s*°")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -62,13 +50,10 @@ _NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 
 def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
-    text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
-    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
-    text = _LOG_BASE.sub(r"\\log_{\1\2}{\3\4}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
+    text = _names_as_macros(" ".join(text.split()))
     if "°" in text:
         text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
-    text = _FACTOR_OF_GROUP.sub(r"\1\\cdot ", text)  # the library reads `3(1)` as the mixed number 3+1
-    return _DECIMALS.sub(_as_fraction, _BINOMIAL_OF_DIGITS.sub(r"\\binom{\1}{\2}", text))
+    return _DECIMALS.sub(_as_fraction, _explicit_factors(text))
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
