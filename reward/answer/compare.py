@@ -1,6 +1,5 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
-import re
 from collections.abc import Hashable
 from dataclasses import replace
 
@@ -10,10 +9,6 @@ from reward.answer.text import clean, compact
 from reward.verdict import Rule
 
 _PATTERNS = patterns("comparison")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_INDEX = re.compile(r"_\{?\d\}?$")
-_NAME = re.compile(r"[A-Za-z]|\\[A-Za-z]{2,8}")
-_BOUND = re.compile(r"[^<>=,;]{1,80}")
 _INEQUALITY_LIMIT = 200  # characters: a longer text is no plain inequality
 
 
@@ -52,7 +47,7 @@ def _is_equation(truth: Answer) -> bool:
     """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
     if not truth.name or _PATTERNS["call"].fullmatch(truth.name):
         return False
-    return _PATTERNS["unknowns"].fullmatch(_COMMAND.sub("", truth.name)) is not None
+    return _PATTERNS["unknowns"].fullmatch(_PATTERNS["command"].sub("", truth.name)) is not None
 
 
 def _as_interval(answer: Answer, other: Answer) -> Answer:
@@ -74,9 +69,11 @@ def inequality_as_interval(text: str) -> str | None:
     if downwards.pop():
         parts.reverse()
     if len(parts) == 3:
-        parts = ["-\\infty", "<", *parts] if _NAME.fullmatch(parts[0]) else [*parts, "<", "\\infty"]
+        parts = ["-\\infty", "<", *parts] if _PATTERNS["name"].fullmatch(parts[0]) else [*parts, "<", "\\infty"]
     low, first, name, second, high = parts
-    if not (_NAME.fullmatch(name) and _BOUND.fullmatch(low) and _BOUND.fullmatch(high)):
+    if not (
+        _PATTERNS["name"].fullmatch(name) and _PATTERNS["bound"].fullmatch(low) and _PATTERNS["bound"].fullmatch(high)
+    ):
         return None
     closed = ["e" in sign or "=" in sign for sign in (first, second)]
     return f"{'[' if closed[0] else '('}{low},{high}{']' if closed[1] else ')'}"
@@ -139,7 +136,7 @@ def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     names = [item.name for item in items]
     if len(set(names)) == len(names) and all(len(name) == 1 and name.isalpha() for name in names):
         return tuple(sorted(items, key=lambda item: item.name))
-    roots = {_INDEX.sub("", name) for name in names}
+    roots = {_PATTERNS["index"].sub("", name) for name in names}
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
     return items

@@ -21,13 +21,8 @@ _AFTERWARDS = 2000  # characters behind the last statement that are searched for
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
-_BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
 _BRACES = re.compile(r"(?<!\\)[{}]")
-_CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
-_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
-_DELIMITERS = re.compile(r"\\[()\[\]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
             and following.is_line
             and not _AROUND["line_end"].search(response, found.start, following.start)
         )
-        bare = not _CONTENT.search(gap[:200])
+        bare = not _AROUND["content"].search(gap[:200])
         joined = len(gap) <= 60 and _PROSE["connective"].fullmatch(gap)
         boxes = not found.is_line and not following.is_line
         if one_line or joined or (bare and boxes):
@@ -146,7 +141,7 @@ def _under_heading(response: str) -> _Found | None:
 def _box_statement(response: str, at: int, end: int) -> _Found | None:
     """The content of the box at `at`; with its line if it is an operand, or denied by the sentence around it."""
     opened = open_box(response, at, end)
-    if opened is None or not _CONTENT.search(opened[0]):
+    if opened is None or not _AROUND["content"].search(opened[0]):
         return None
     content, after = opened
     before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
@@ -160,7 +155,7 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
 
 def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
     """The content of the box that begins at `at` and the place behind it; None if it is not closed (a truncation)."""
-    head = _BOX.match(text, at, end)
+    head = _AROUND["box"].match(text, at, end)
     if head is None:
         return None
     if head["bare"] is not None:
@@ -178,7 +173,7 @@ def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found 
     start = skipped.end() if skipped else begin
     stop = _line_end(response, _block_end(response, start, end), end)
     line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
-    return _Found(marker, stop, _open_boxes(line), True) if _CONTENT.search(line) else None
+    return _Found(marker, stop, _open_boxes(line), True) if _AROUND["content"].search(line) else None
 
 
 def _block_end(response: str, start: int, end: int) -> int:
@@ -188,7 +183,7 @@ def _block_end(response: str, start: int, end: int) -> int:
         if response.startswith(opener, start):
             close = response.find(closer, start + len(opener), limit)
             return max(close, start)
-    environment = _ENVIRONMENT.match(response, start, limit)
+    environment = _AROUND["environment"].match(response, start, limit)
     if environment:
         return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
@@ -207,7 +202,7 @@ def _open_boxes(line: str) -> str:
     pieces: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
-        box = _BOX_NAME.search(line, at)
+        box = _AROUND["box_name"].search(line, at)
         opened = open_box(line, box.start(), len(line)) if box else None
         if box is None or opened is None:
             break
@@ -223,7 +218,7 @@ def _commits(before: str, after: str) -> bool:
     """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
     if "boxed" in after or "fbox" in after or _PROSE["doubt"].search(before) or _PROSE["doubt"].search(after):
         return False
-    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
+    before, after = (_AROUND["delimiters"].sub(" ", text) for text in (before[-100:], after[:100]))
     return not _AROUND["formula_before"].search(before) and not _AROUND["formula_after"].match(after)
 
 

@@ -1,11 +1,9 @@
 """Options of a multiple choice: `(B)`, `B. 42`, `Option B`."""
 
-import re
 
 from reward.answer.tables import patterns
 
 OPTION = patterns("option")
-_TEXT_OF_OPTION = re.compile(r"\s*[.):,\u2014-]")
 
 
 def option(text: str) -> str | None:
@@ -17,7 +15,7 @@ def option(text: str) -> str | None:
     rest = found["rest"]
     if OPTION["another"].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
         return None
-    if rest.strip() and not bracketed and not _TEXT_OF_OPTION.match(rest):
+    if rest.strip() and not bracketed and not OPTION["text_of_option"].match(rest):
         return None
     return (bracketed or found[3]).upper()
 

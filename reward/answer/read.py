@@ -104,9 +104,6 @@ def _read_plus_minus(text: str, inner: str) -> Answer:
     return Answer(text=text, body=text, items=items)
 
 
-_TUPLE_OF_NAMES = re.compile(r"(?<=[(,])[A-Za-z](?=[,)])")
-
-
 def _read_equation(text: str) -> Answer:
     """`name = ... = body`; without `=`, the text itself."""
     sides = [strip_edges(side) for side in _PATTERNS["equals"].split(text)]
@@ -117,7 +114,7 @@ def _read_equation(text: str) -> Answer:
     stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
     contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
     name = compact(sides[0]) if len(sides) == 2 else ""
-    names = _TUPLE_OF_NAMES.findall(name) if name.startswith("(") and name.endswith(")") else []
+    names = _PATTERNS["tuple_of_names"].findall(name) if name.startswith("(") and name.endswith(")") else []
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
         last = replace(
             last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))

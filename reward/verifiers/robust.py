@@ -28,7 +28,6 @@ _NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _OPTION = re.compile(r"\(?([A-J])\)?")
 _PROMPT_LIMIT = 20_000
 _one_spelling = Rewriting("spelling")
-_OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
 
 
 def judge(request: VerificationRequest) -> Judgement | Deferred:
@@ -150,7 +149,7 @@ def _is_echo(answer: Answer, prompt: str) -> bool:
     if not prompt or (answer.number is not None and not answer.number.unreduced):
         return False
     body = _spelling(answer.body)
-    if not _OPERATORS.search(body):
+    if not _PATTERNS["operators"].search(body):
         return False
     return body in _spelling(prompt) or (bool(_PATTERNS["arithmetic"].fullmatch(body)) and _in_order(body, prompt))
 
