@@ -1,6 +1,5 @@
 """Options of a multiple choice: `(B)`, `B. 42`, `Option B`."""
 
-
 from reward.answer.tables import patterns
 
 OPTION = patterns("option")

@@ -8,9 +8,8 @@ import json
 import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter
-from typing import Any
 
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
@@ -25,46 +24,38 @@ READY = None
 """The reply without results: the worker serves, or has imported what an order needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a worker judges. The reply has one result for each job."""
-
-    jobs: Sequence[Job]
-    alone: bool
-    """One job for a slow verifier or for algebra. A first reply, READY, comes once everything is imported, so that the
-    time limit does not pay for imports. Otherwise: requests for fast verifiers."""
-
-
 # Requests and verdicts travel as plain tuples: pickling dataclasses takes several times longer.
-_request_values = attrgetter("response", "ground_truth", "prompt", "verifier")
-_verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error")
+_REQUEST = ("response", "ground_truth", "prompt", "verifier")
+_VERDICT = ("accuracy", "extracted", "rule", "seconds", "error")
+_request_values, _verdict_values = attrgetter(*_REQUEST), attrgetter(*_VERDICT)
 
 
-def encode_order(order: Order) -> bytes:
-    """The content of an order's frame."""
-    jobs = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in order.jobs]
-    return pickle.dumps((jobs, order.alone), protocol=5)
+def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
+    """The content of an order's frame: what a worker judges. The reply has one result for each job.
+
+    Args:
+        alone: it is one job for a slow verifier or for algebra. A first reply, READY, comes once everything is
+            imported, so that the time limit does not pay for imports. Otherwise: requests for fast verifiers.
+    """
+    values = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in jobs]
+    return pickle.dumps((values, alone), protocol=5)
 
 
-def decode_order(content: bytes) -> Order:
-    """The order that `encode_order` wrote."""
-    jobs, alone = pickle.loads(content)
-    return Order([_request(*job) if isinstance(job, tuple) else job for job in jobs], alone)
-
-
-def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> VerificationRequest:
-    return VerificationRequest(response=response, ground_truth=ground_truth, prompt=prompt, verifier=verifier)
+def decode_order(content: bytes) -> tuple[list[Job], bool]:
+    """The jobs that `encode_order` wrote, and whether it is one alone."""
+    values, alone = pickle.loads(content)
+    return [
+        VerificationRequest(**dict(zip(_REQUEST, each, strict=True))) if isinstance(each, tuple) else each
+        for each in values
+    ], alone
 
 
 def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
-    content = None if reply is READY else [_result_values(result) for result in reply]
-    frame = json.dumps(content).encode("ascii")
+    if reply is not READY:
+        reply = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
+    frame = json.dumps(reply).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
-
-
-def _result_values(result: Result) -> Any:
-    return asdict(result) if isinstance(result, Deferred) else _verdict_values(result)
 
 
 def decode_reply(content: bytes) -> Reply:
@@ -73,10 +64,9 @@ def decode_reply(content: bytes) -> Reply:
         results = json.loads(content)
         if results is None:
             return READY
-        return [Deferred(**each) if isinstance(each, dict) else _verdict(*each) for each in results]
+        return [
+            Deferred(**each) if isinstance(each, dict) else Verdict(**dict(zip(_VERDICT, each, strict=True)))
+            for each in results
+        ]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a reply that is no result: {error}") from None
-
-
-def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
-    return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import jsonschema
@@ -114,20 +115,11 @@ def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
 
     Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
     """
-    done: set[int] = set()
-    for start in _objects(schema):
-        path: list[int] = []
-        todo: list[tuple[Any, bool]] = [(start, False)]
-        while todo:
-            subschema, leaving = todo.pop()
-            if leaving:
-                done.add(path.pop())
-            elif id(subschema) in path:
-                raise VerifierError("the schema leads back to itself on the same value: its checking never ends")
-            elif isinstance(subschema, dict) and id(subschema) not in done:
-                path.append(id(subschema))
-                todo.append((subschema, True))
-                todo.extend((each, False) for each in _in_place(subschema, lookup))
+    parts = {id(each): [id(part) for part in _in_place(each, lookup)] for each in _objects(schema)}
+    try:
+        TopologicalSorter(parts).prepare()
+    except CycleError:
+        raise VerifierError("the schema leads back to itself on the same value: its checking never ends") from None
 
 
 def _in_place(schema: dict[str, Any], lookup: Callable[[str], Any]) -> Iterator[Any]:
