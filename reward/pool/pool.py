@@ -193,9 +193,7 @@ class RewardPool:
 
     async def _start(self, niceness: int) -> WorkerProcess:
         """A worker that is ready. Raises PoolError: none comes up."""
-        attempts = 0
-        while True:
-            attempts += 1
+        for attempt in range(1, _START_ATTEMPTS + 1):
             process = WorkerProcess(self._config.memory_mb, niceness)
             self._processes.add(process)
             try:
@@ -203,8 +201,8 @@ class RewardPool:
                 return process
             except WorkerStartError as error:
                 await self._end(process)
-                if attempts == _START_ATTEMPTS:
-                    raise PoolError(f"reward pool: {error} ({attempts} attempts)") from None
+                failure = PoolError(f"reward pool: {error} ({attempt} attempts)")
+        raise failure
 
     async def _end(self, process: WorkerProcess) -> None:
         self._processes.discard(process)

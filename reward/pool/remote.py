@@ -54,11 +54,8 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
             async with free:
                 return await _judge(config, session, batch)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(judge(batch)) for batch in batches]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(judge(batch)) for batch in batches]
     return [verdict for task in tasks for verdict in task.result()]
 
 
@@ -130,8 +127,7 @@ def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _Refused(f'the answer is no JSON object with "verdicts": {content[:100]!r}') from None
     if not isinstance(verdicts, list) or len(verdicts) != count:
-        found = len(verdicts) if isinstance(verdicts, list) else type(verdicts).__name__
-        raise _Refused(f'"verdicts" has {found} entries for {count} requests')
+        raise _Refused(f'"verdicts" is no list of {count} entries, one for each request: {content[:100]!r}')
     return [_verdict(verdict) for verdict in verdicts]
 
 
