@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from reward.answer.tables import patterns
 from reward.answer.text import ascii_lower, closing
@@ -69,25 +70,19 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
     rivals: list[str] = []
     run: list[str] = []
     following = last
-    for found in earlier:
+    for found in islice(earlier, _RIVALS):
         gap = response[found.end : following.start]
-        one_line = (
-            found.is_line
-            and following.is_line
-            and not _AROUND["line_end"].search(response, found.start, following.start)
-        )
+        lines, boxes = found.is_line and following.is_line, not (found.is_line or following.is_line)
+        one_line = lines and not _AROUND["line_end"].search(response, found.start, following.start)
         bare = not _AROUND["content"].search(gap[:200])
         joined = len(gap) <= 60 and _PROSE["connective"].fullmatch(gap)
-        boxes = not found.is_line and not following.is_line
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
-        elif bare and found.is_line and following.is_line:
+        elif bare and lines:
             run.append(found.text)
         else:
             break
         following = found
-        if len(rivals) + len(run) >= _RIVALS:
-            break
     if len({text.strip() for text in run} | {last.text.strip()}) > 2:
         rivals += run
     return tuple(rivals)

@@ -69,7 +69,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if len(statement.text) > LINE_LIMIT:
         extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
-    stated = _read_short(statement.text) if len(statement.text) <= EXTRACTED_LIMIT else _read(statement.text)
+    stated = _read(statement.text)
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
@@ -93,12 +93,10 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     return Deferred(answer=form[0], truth=form[1], extracted=extracted)
 
 
+@lru_cache(maxsize=1024)
 def _read(text: str) -> Answer:
+    """Cached: a group's responses often state the same answer in the same words."""
     return read(clean(text), sentences=True)
-
-
-_read_short = lru_cache(maxsize=4096)(_read)
-"""A group's responses often state the same answer in the same words."""
 
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
