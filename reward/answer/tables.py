@@ -35,11 +35,14 @@ class Rewriting:
     """Rules of one list, applied one after the other. Rewriting("factors")("3(1)") == "3\\\\cdot (1)"."""
 
     def __init__(self, section: str) -> None:
-        self._rules = [(_compiled(rule["find"]), rule["put"], rule.get("times", 1)) for rule in _PATTERNS[section]]
+        self._rules = [
+            (rule.get("needs", ""), _compiled(rule["find"]), rule["put"], rule.get("times", 1))
+            for rule in _PATTERNS[section]
+        ]
 
     def __call__(self, text: str) -> str:
-        for find, put, times in self._rules:
-            for _ in range(times):
+        for needs, find, put, times in self._rules:
+            for _ in range(times if needs in text else 0):
                 text, count = find.subn(put, text)
                 if not count:
                     break

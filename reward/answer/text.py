@@ -15,7 +15,7 @@ def ascii_lower(text: str) -> str:
 
     Lone surrogates become question marks.
     """
-    return text.encode(errors="replace").lower().decode()
+    return text.lower() if text.isascii() else text.encode(errors="replace").lower().decode()
 
 
 def _plain_character(character: str) -> str | None:

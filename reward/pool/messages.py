@@ -25,9 +25,8 @@ READY = None
 
 
 # Requests and verdicts travel as plain tuples: pickling dataclasses takes several times longer.
-_REQUEST = ("response", "ground_truth", "prompt", "verifier")
-_VERDICT = ("accuracy", "extracted", "rule", "seconds", "error")
-_request_values, _verdict_values = attrgetter(*_REQUEST), attrgetter(*_VERDICT)
+_request_values = attrgetter("response", "ground_truth", "prompt", "verifier")
+_verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error")
 
 
 def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
@@ -44,10 +43,11 @@ def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
 def decode_order(content: bytes) -> tuple[list[Job], bool]:
     """The jobs that `encode_order` wrote, and whether it is one alone."""
     values, alone = pickle.loads(content)
-    return [
-        VerificationRequest(**dict(zip(_REQUEST, each, strict=True))) if isinstance(each, tuple) else each
-        for each in values
-    ], alone
+    return [_request(*each) if isinstance(each, tuple) else each for each in values], alone
+
+
+def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> VerificationRequest:
+    return VerificationRequest(response=response, ground_truth=ground_truth, prompt=prompt, verifier=verifier)
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -64,9 +64,10 @@ def decode_reply(content: bytes) -> Reply:
         results = json.loads(content)
         if results is None:
             return READY
-        return [
-            Deferred(**each) if isinstance(each, dict) else Verdict(**dict(zip(_VERDICT, each, strict=True)))
-            for each in results
-        ]
+        return [Deferred(**each) if isinstance(each, dict) else _verdict(*each) for each in results]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a reply that is no result: {error}") from None
+
+
+def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
+    return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)

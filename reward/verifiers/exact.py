@@ -24,7 +24,7 @@ UNSTATED = "[INVALID]"
 _STATED = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 _TABLE = tomllib.loads(Path(__file__).with_name("minerva.toml").read_text("ascii"))
-_REPLACED = [*_TABLE["replaced"], *((removed, "") for removed in [*_TABLE["words"].split(), *_TABLE["texts"]])]
+_REMOVED = [*_TABLE["words"].split(), *_TABLE["texts"]]
 _UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
 _BOX = re.compile(r"\\boxed\{(.*)\}")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
@@ -55,8 +55,10 @@ def _truth(ground_truth: str) -> str:
 def normalise(text: str) -> str:
     r"""The Minerva normalisation. Example: normalise("x = \\frac12 units") == "\\frac{1}{2}"."""
     text = text.rpartition("=")[2]
-    for before, after in _REPLACED:
+    for before, after in _TABLE["replaced"]:
         text = text.replace(before, after)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
     if "$" in text:
         text = "\n".join(_between_dollars(line) for line in text.split("\n"))
     for wrapper in _UNWRAPPED:
