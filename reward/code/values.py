@@ -59,8 +59,8 @@ _CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], 
     ("di", type({}.items()), lambda items: dict(items).items()),
     ("dv", type({}.values()), lambda items: dict(enumerate(items)).values()),
 )
-_READ = {"n": lambda digits: int(digits, 16)} | {tag: read for tag, _, _, read in _SCALARS}
-_BUILD = {"i": iter} | {tag: build for tag, _, build in _CONTAINERS}
+_READ = {tag: read for tag, _, _, read in _SCALARS} | {"n": lambda digits: int(digits, 16)}
+_BUILD = {tag: build for tag, _, build in _CONTAINERS} | {"i": iter}
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:

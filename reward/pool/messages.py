@@ -52,9 +52,8 @@ def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> Ve
 
 def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
-    if reply is not READY:
-        reply = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
-    frame = json.dumps(reply).encode("ascii")
+    content = reply and [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
+    frame = json.dumps(content).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
 
 
