@@ -191,18 +191,18 @@ class RewardPool:
                     await self._end(process)
                     process = await self._start(0) if fast else None
 
-    async def _start(self, niceness: int) -> WorkerProcess:
+    async def _start(self, niceness: int, attempt: int = 1) -> WorkerProcess:
         """A worker that is ready. Raises PoolError: none comes up."""
-        for attempt in range(1, _START_ATTEMPTS + 1):
-            process = WorkerProcess(self._config.memory_mb, niceness)
-            self._processes.add(process)
-            try:
-                await process.wait_ready()
-                return process
-            except WorkerStartError as error:
-                await self._end(process)
-                failure = PoolError(f"reward pool: {error} ({attempt} attempts)")
-        raise failure
+        process = WorkerProcess(self._config.memory_mb, niceness)
+        self._processes.add(process)
+        try:
+            await process.wait_ready()
+            return process
+        except WorkerStartError as error:
+            await self._end(process)
+            if attempt == _START_ATTEMPTS:
+                raise PoolError(f"reward pool: {error} ({attempt} attempts)") from None
+        return await self._start(niceness, attempt + 1)
 
     async def _end(self, process: WorkerProcess) -> None:
         self._processes.discard(process)
