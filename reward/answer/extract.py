@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from reward.answer.tables import patterns
+from reward.answer.rule_tables import patterns
 from reward.answer.text import ascii_lower, closing
 
 LINE_LIMIT = 5000

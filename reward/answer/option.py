@@ -1,6 +1,6 @@
 """Options of a multiple choice: `(B)`, `B. 42`, `Option B`."""
 
-from reward.answer.tables import patterns
+from reward.answer.rule_tables import patterns
 
 OPTION = patterns("option")
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from reward.answer.number import Number, read_number
-from reward.answer.tables import patterns
+from reward.answer.rule_tables import patterns
 from reward.answer.text import clean, compact, enclosed, strip_edges
 
 _PATTERNS = patterns("reading")

@@ -12,7 +12,7 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from reward.answer.tables import WORDS, Rewriting, patterns
+from reward.answer.rule_tables import WORDS, Rewriting, patterns
 from reward.answer.text import closing
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-from reward.answer.tables import WORDS, Rewriting, patterns
+from reward.answer.rule_tables import WORDS, Rewriting, patterns
 
 _CHARACTERS = {character: plain for plain, characters in WORDS["characters"].items() for character in characters}
 _RAISED_OR_LOWERED = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)|[\u2080-\u2089]+")

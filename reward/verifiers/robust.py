@@ -9,7 +9,7 @@ from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
 from reward.answer.option import OPTION, labelled, option
 from reward.answer.read import Answer, read, read_truth
-from reward.answer.tables import WORDS, Rewriting, patterns
+from reward.answer.rule_tables import WORDS, Rewriting, patterns
 from reward.answer.text import clean, compact, plain_characters
 from reward.verdict import (
     EXTRACTED_LIMIT,
