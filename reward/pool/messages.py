@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
+from typing import Any
 
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
@@ -52,7 +53,9 @@ def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> Ve
 
 def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
-    content = reply and [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
+    content: Any = None
+    if reply is not READY:
+        content = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
     frame = json.dumps(content).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
 

@@ -113,7 +113,8 @@ class RewardPool:
         try:
             for work in works:
                 try:
-                    results += await self._wait(work.results)
+                    judged = await self._wait(work.results)
+                    results += judged
                 except WorkerLost:  # each request gets another attempt by itself
                     results += work.jobs
             verdicts = [result for result in results if isinstance(result, Verdict)]

@@ -118,9 +118,10 @@ def _truth(ground_truth: str) -> tuple[int, Suite | list[dict[str, str]]]:
     if type(cpu_s) is not int or not 0 < cpu_s <= 3600:
         raise VerifierError(f"verifier code: cpu_s = {cpu_s!r} must be a whole number of seconds from 1 to 3600")
     match truth:
-        case {"tests": str(tests), **more} if not more or (more.keys() == {"entry"} and isinstance(more["entry"], str)):
+        case {"tests": str(tests), **more} if more.keys() <= {"entry"} and isinstance(more.get("entry", ""), str):
+            entry = more.get("entry")
             try:
-                return cpu_s, make_suite(tests, more.get("entry"))
+                return cpu_s, make_suite(tests, entry if isinstance(entry, str) else None)
             except ValueError as error:
                 raise VerifierError(f"verifier code: {error}") from None
         case {"cases": [_, *_] as cases, **more} if not more and all(map(_is_case, cases)):
