@@ -54,8 +54,11 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
             async with free:
                 return await _judge(config, session, batch)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(judge(batch)) for batch in batches]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(judge(batch)) for batch in batches]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     return [verdict for task in tasks for verdict in task.result()]
 
 
