@@ -30,9 +30,15 @@ class _Numeral(str):
     __slots__ = ()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `grade`."""
+def main() -> int:
+    """Grades the file that the arguments name.
+
+    Returns:
+        The exit code: 0 even if lines are broken, 2 for arguments and files, 1 if no worker runs.
+    """
+    parser = argparse.ArgumentParser(prog="python -m reward", description=__doc__)
     defaults = RewardConfig()
+    parser.add_argument("command", choices=["grade"], help="judge the responses of a JSON lines file")
     parser.add_argument(
         "file", help='JSON lines with "response", "ground_truth" and optionally "verifier" and "prompt"; - for stdin'
     )
@@ -46,23 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for symbolic equality"
     )
-    parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="seconds a verdict may take")
+    parser.add_argument(
+        "--timeout", dest="timeout_s", type=float, default=defaults.timeout_s, help="seconds a verdict may take"
+    )
     parser.add_argument("--remote-url", help="service that judges the lines of verifier remote")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Grades the file. Exit code: 0 even if lines are broken, 2 for arguments and files, 1 if no worker runs."""
+    arguments = parser.parse_args()
+    options = {key: value for key, value in vars(arguments).items() if key in RewardConfig.__annotations__}
     try:
         find(arguments.verifier)
-        config = RewardConfig(
-            verifier=arguments.verifier,
-            workers=arguments.workers,
-            algebra_workers=arguments.algebra_workers,
-            timeout_s=arguments.timeout,
-            memory_mb=arguments.memory_mb,
-            remote=RemoteConfig(url=arguments.remote_url),
-        )
+        config = RewardConfig(remote=RemoteConfig(url=arguments.remote_url), **options)
         check_verifiers({arguments.verifier: "--verifier"}, config)
         return _grade_file(arguments.file, arguments.output, config)
     except BrokenPipeError:

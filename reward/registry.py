@@ -61,7 +61,8 @@ def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
     entry = find(name)
     if name not in VERIFIERS and name not in allowed:
         raise VerifierError(
-            f"verifier {name[:80]!r} is code that only this line names; a file of samples may not choose code to run"
+            f"verifier {name[:80]!r} is code that only the file names; a data file may not choose code to run: "
+            "name it in the command or in the config too"
         )
     return entry
 

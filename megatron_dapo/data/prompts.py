@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +12,10 @@ import numpy as np
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
 from megatron_dapo.data.order import Span
-from megatron_dapo.data.records import DataError, PromptFile, Row, parse_row, raw_rows
+from megatron_dapo.data.records import DataError, PromptFile, Row, nearest, parse_row, raw_rows
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
-from reward.registry import VERIFIERS, find
+from reward.registry import find_named_by_data
 from reward.verdict import VerifierError
 
 
@@ -90,15 +89,10 @@ class VerifierChoice:
         self._sources.add(row.source)
         name = row.verifier or file.verifier or self._reward.by_source.get(row.source, self._reward.verifier)
         try:
-            verifier = find(name)
+            verifier = find_named_by_data(name, self._named)
         except VerifierError as error:
             raise ConfigError(f"{place} ({file.columns.verifier_key}): {error}") from None
-        if row.verifier and name not in VERIFIERS and name not in self._named:
-            raise ConfigError(
-                f"{place}: names verifier {name!r}, which is code that the config does not name; a data file may not "
-                "choose code to run: give it in reward.by_source, reward.verifier or the file's data.mixture entry"
-            )
-        if row.structured and name in VERIFIERS and verifier.fast:
+        if row.structured and verifier.fast:
             raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text")
         try:
             check_ground_truth(name, row.answer)
@@ -110,9 +104,7 @@ class VerifierChoice:
         """What is wrong with `reward.by_source`: a source that no row has; None if nothing is."""
         for source in self._reward.by_source:
             if source not in self._sources:
-                near = get_close_matches(source, self._sources, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(self._sources))}"
-                return f"reward.by_source.{source}: no prompt has this source; {hint}"
+                return f"reward.by_source.{source}: no prompt has this source; {nearest(source, self._sources)}"
         return None
 
 
@@ -143,11 +135,9 @@ def read_prompts(
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
+    content_hash = digest.hexdigest()
     return PromptSet(
-        prompts=tuple(reading.prompts),
-        spans=tuple(spans),
-        counts=reading.counts,
-        content_hash=digest.hexdigest(),
+        prompts=tuple(reading.prompts), spans=tuple(spans), counts=reading.counts, content_hash=content_hash
     )
 
 
@@ -178,7 +168,13 @@ class _Reading:
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
             if self._is_copy(json.dumps(row.prompt), row.answer, self._by_raw):
                 continue
-            text, ids = self._rendered(row, place)
+            try:
+                text, ids = render(row.prompt, self._config.template, self._tokenizer)
+            except Exception as error:  # a chat template is a program of the model's author and may raise anything
+                raise DataError(
+                    f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
+                    "set data.template to plain or to a text that holds {prompt}"
+                ) from error
             if self._is_copy(text, row.answer, self._by_text) or self._too_long(ids, place):
                 continue
             if len(ids) == 0 or int(ids.max()) >= self._vocab_size:
@@ -201,22 +197,15 @@ class _Reading:
 
     def _too_long(self, ids: np.ndarray, place: str) -> bool:
         longest = self._config.max_prompt_tokens
-        if len(ids) > longest and self._config.too_long == "stop":
+        if len(ids) <= longest:
+            return False
+        if self._config.too_long == "stop":
             raise DataError(
                 f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}; raise it "
                 "(with model.context_length) or set data.too_long=drop"
             )
-        self.counts["too_long"] += len(ids) > longest
-        return len(ids) > longest
-
-    def _rendered(self, row: Row, place: str) -> tuple[str, np.ndarray]:
-        try:
-            return render(row.prompt, self._config.template, self._tokenizer)
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise DataError(
-                f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
-                "set data.template to plain or to a text that holds {prompt}"
-            ) from error
+        self.counts["too_long"] += 1
+        return True
 
 
 def render(raw: str | list[dict[str, str]], template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:

@@ -4,14 +4,14 @@ each."""
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, EvaluationConfig, Schema
+from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, EvaluationConfig, Schema, SourceConfig
 
 Chat = list[dict[str, str]]
 
@@ -73,26 +73,29 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
     """The file of `data.path`, or those of `data.mixture` in their order."""
     columns = resolve(data, SCHEMAS[data.schema])
     if data.path is not None:
-        path = Path(data.path)
-        return (PromptFile(path=path, setting="data.path", columns=columns, name=path.stem),)
+        return (_file(data.path, "data.path", columns),)
     return tuple(
-        PromptFile(
-            path=Path(source.path),
-            setting=f"data.mixture.{number}",
-            columns=resolve(source, SCHEMAS[source.schema] if source.schema else columns),
-            name=source.name or Path(source.path).stem,
-            weight=source.weight,
-            verifier=source.verifier,
+        replace(
+            _file(each.path, f"data.mixture.{number}", _columns(each, columns), each.name),
+            weight=each.weight,
+            verifier=each.verifier,
         )
-        for number, source in enumerate(data.mixture)
+        for number, each in enumerate(data.mixture)
     )
 
 
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
     """The file of `evaluation.path`, alone."""
-    below = SCHEMAS[evaluation.schema] if evaluation.schema else resolve(data, SCHEMAS[data.schema])
-    path = Path(evaluation.path)
-    return (PromptFile(path=path, setting="evaluation.path", columns=resolve(evaluation, below), name=path.stem),)
+    columns = _columns(evaluation, resolve(data, SCHEMAS[data.schema]))
+    return (_file(evaluation.path, "evaluation.path", columns),)
+
+
+def _columns(config: SourceConfig | EvaluationConfig, below: Columns) -> Columns:
+    return resolve(config, SCHEMAS[config.schema] if config.schema else below)
+
+
+def _file(path: str, setting: str, columns: Columns, name: str | None = None) -> PromptFile:
+    return PromptFile(path=Path(path), setting=setting, columns=columns, name=name or Path(path).stem)
 
 
 def resolve(config: ColumnsConfig, below: Columns) -> Columns:
@@ -157,9 +160,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)
-    source = file.name
-    if columns.source_key is not None:
-        source = _text(record, columns.source_key, "source_key", place)
+    source = file.name if columns.source_key is None else _text(record, columns.source_key, "source_key", place)
     verifier = None
     if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
         verifier = _text(record, columns.verifier_key, "verifier_key", place)
@@ -176,13 +177,13 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
 def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
     prompt = _column(record, columns.prompt_key, "prompt_key", place)
     if isinstance(prompt, list):
-        if not prompt or not all(
-            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-            for turn in prompt
-        ):
-            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts")
-        if not all(turn["role"].strip() for turn in prompt) or not any(turn["content"].strip() for turn in prompt):
-            raise DataError(f"{place}: {columns.prompt_key} has a turn without a role, or no turn says anything")
+        said = [(turn.get("role"), turn.get("content")) for turn in prompt if isinstance(turn, dict)]
+        texts = [(r.strip(), c.strip()) for r, c in said if isinstance(r, str) and isinstance(c, str)]
+        if len(texts) < len(prompt) or not all(role for role, _ in texts) or not any(content for _, content in texts):
+            raise DataError(
+                f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts, or a turn is without "
+                "a role, or no turn says anything"
+            )
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
     return prompt
@@ -229,9 +230,14 @@ def _column(record: Any, key: str, setting: str, place: str) -> Any:
     at = record
     for part in key.split("."):
         if not isinstance(at, dict) or part not in at:
-            known = sorted(at) if isinstance(at, dict) else []
-            near = get_close_matches(part, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'no columns'}"
-            raise DataError(f"{place}: no column {key!r} ({setting}); {hint}")
+            raise DataError(
+                f"{place}: no column {key!r} ({setting}); {nearest(part, at if isinstance(at, dict) else ())}"
+            )
         at = at[part]
     return at
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """What the user may have meant by a word that is not known."""
+    near = get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"

@@ -1,24 +1,14 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
-import re
 from collections.abc import Hashable
 from dataclasses import replace
 
 from reward.answer.read import Answer, read
+from reward.answer.rule_tables import patterns
 from reward.answer.text import clean, compact
 from reward.verdict import Rule
 
-# Arithmetic of whole numbers, which a decimal may equal: `2^{-3}`.
-_RATIONAL = re.compile(r"(?:[-+*/^(){}.\s\d]|\\(?:cdot|times|div|frac))+", re.ASCII)
-_UNKNOWNS = re.compile(r".*(?:[-+*/^].*[a-z]|[a-z].*[-+*/^]|\d[a-z]|[a-z]{2}).*")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_CALL = re.compile(r"\\?[A-Za-z]+[^()+*-]{0,6}\([^()]*\)")
-_INDEX = re.compile(r"_\{?\d\}?$")
-_ARTICLE = re.compile(r"(?:an?|the)\s+(?=[A-Za-z]{3,}$)", re.IGNORECASE)
-_RELATION = re.compile(r"((?:<|>|\\(?:lt|gt|[lg]eq?)(?![A-Za-z]))=?)")
-_NAME = re.compile(r"[A-Za-z]|\\[A-Za-z]{2,8}")
-_BOUND = re.compile(r"[^<>=,;]{1,80}")
-_SEVERAL = re.compile(r"\b(?:or|and|if|not)\b|\\(?:lor|land|vee|wedge|cup|cap|ne|neq)(?![A-Za-z])")
+_PATTERNS = patterns("comparison")
 _INEQUALITY_LIMIT = 200  # characters: a longer text is no plain inequality
 
 
@@ -48,16 +38,16 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         if not answer.brackets and all(verdict is not None and verdict[0] for verdict in verdicts):
             return True, Rule.LIST
         return False, Rule.HEDGE
-    if answer.number is not None and "." in answer.body and not _RATIONAL.fullmatch(truth.body):
+    if answer.number is not None and "." in answer.body and not _PATTERNS["rational"].fullmatch(truth.body):
         return False, Rule.NUMBER  # a decimal is not an exact form: 1.414 is not \\sqrt{2}
     return None
 
 
 def _is_equation(truth: Answer) -> bool:
     """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
-    if not truth.name or _CALL.fullmatch(truth.name):
+    if not truth.name or _PATTERNS["call"].fullmatch(truth.name):
         return False
-    return _UNKNOWNS.fullmatch(_COMMAND.sub("", truth.name)) is not None
+    return _PATTERNS["unknowns"].fullmatch(_PATTERNS["command"].sub("", truth.name)) is not None
 
 
 def _as_interval(answer: Answer, other: Answer) -> Answer:
@@ -70,18 +60,20 @@ def _as_interval(answer: Answer, other: Answer) -> Answer:
 
 def inequality_as_interval(text: str) -> str | None:
     r"""`0 \le x < 1` as `[0,1)`, `x > 3` as `(3,\infty)`; None if the cleaned text is no inequality in one variable."""
-    if len(text) > _INEQUALITY_LIMIT or _SEVERAL.search(text):
+    if len(text) > _INEQUALITY_LIMIT or _PATTERNS["several"].search(text):
         return None
-    parts = [part.strip() for part in _RELATION.split(text)]
+    parts = [part.strip() for part in _PATTERNS["relation"].split(text)]
     downwards = {sign[0] == ">" or sign[:2] == "\\g" for sign in parts[1::2]}
     if len(downwards) != 1 or len(parts) > 5:
         return None
     if downwards.pop():
         parts.reverse()
     if len(parts) == 3:
-        parts = ["-\\infty", "<", *parts] if _NAME.fullmatch(parts[0]) else [*parts, "<", "\\infty"]
+        parts = ["-\\infty", "<", *parts] if _PATTERNS["name"].fullmatch(parts[0]) else [*parts, "<", "\\infty"]
     low, first, name, second, high = parts
-    if not (_NAME.fullmatch(name) and _BOUND.fullmatch(low) and _BOUND.fullmatch(high)):
+    if not (
+        _PATTERNS["name"].fullmatch(name) and _PATTERNS["bound"].fullmatch(low) and _PATTERNS["bound"].fullmatch(high)
+    ):
         return None
     closed = ["e" in sign or "=" in sign for sign in (first, second)]
     return f"{'[' if closed[0] else '('}{low},{high}{']' if closed[1] else ')'}"
@@ -90,7 +82,10 @@ def inequality_as_interval(text: str) -> str | None:
 def _same_text(answer: Answer, truth: Answer) -> bool:
     if not _names_agree(answer, truth):
         return False
-    given, wanted = compact(_ARTICLE.sub("", answer.text)), compact(_ARTICLE.sub("", truth.text))
+    given, wanted = (
+        compact(_PATTERNS["article"].sub("", answer.text)),
+        compact(_PATTERNS["article"].sub("", truth.text)),
+    )
     if given and (given == wanted or _bare(given) == _bare(wanted)):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
@@ -141,7 +136,7 @@ def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     names = [item.name for item in items]
     if len(set(names)) == len(names) and all(len(name) == 1 and name.isalpha() for name in names):
         return tuple(sorted(items, key=lambda item: item.name))
-    roots = {_INDEX.sub("", name) for name in names}
+    roots = {_PATTERNS["index"].sub("", name) for name in names}
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
     return items

@@ -7,52 +7,23 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from reward.answer.prose import CONDITION, CONNECTIVE, DENIED_AFTER, DENIED_BEFORE, DENIED_MARKER, DOUBT, RETRACTION
+from reward.answer.rule_tables import patterns
 from reward.answer.text import ascii_lower, closing
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""
 
+_PROSE, _AROUND = patterns("prose"), patterns("surroundings")
 _NEAR = 300  # characters before a statement in which a comment or a stroke may open: both end with their line
 _AFTERWARDS = 2000  # characters behind the last statement that are searched for its retraction
 
-_BLOCK = re.compile(r"^[ \t]*(```|~~~)[`~]*[^`~\n]*$.*?(?:^[ \t]*\1[`~]*[^\S\n]*$|\Z)", re.MULTILINE | re.DOTALL)
-# A line before a statement: `% ...` from its beginning, or a percent sign right in front of the statement.
-_COMMENT = re.compile(r"\s*%|.*\s%+\s*(?:the )?(?:final )?(?:answer\s*(?:is|:)?)?[\s$*]*$", re.IGNORECASE)
-# `50 %`, `$50$ %`, `n % 5`: no comment.
-_PERCENTAGE = re.compile(r"(?:\d|[)}\]]|(?<![A-Za-z\\])[A-Za-z])[\s$*_]*(?:\\[)\]])?\s*%[^%]*$")
-_STROKE = re.compile(r"(?<![\w~])~~(?=[^\s~])|(?<=[^\s~])~~(?![\w~])")
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
-_MARKER_TAIL = re.compile(r"[\s*_`}\"]{0,20}[:\uff1a]")
-_HEADING = re.compile(
-    r"^(?:#{1,6}[ \t]{1,20}(?:\*\*)?|\*\*)(?:final )?answer(?:\*\*)?[ \t]{0,20}\r?(?=\n)", re.I | re.M | re.A
-)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?:\{|(?P<bare>[^\s{}\\$]{1,20}))")
-_BOX_NAME = re.compile(r"\\(?:boxed|fbox)")
 _BRACES = re.compile(r"(?<!\\)[{}]")
-_SKIPPED = re.compile(
-    rf"(?:{_MARKER_TAIL.pattern})?[\s*_`}}]*(?:(?<=```)(?:latex|tex|text|txt|plaintext|markdown|math)\n\s*)?"
-)
-_LINE_END = re.compile(r"[\n\r\v\f\u0085\u2028\u2029]|<br ?/?>")
-_CONTENT = re.compile(r"[^\W_]|[\u221e\u2205]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
-_ENVIRONMENT = re.compile(r"[^\n]{0,200}?\\begin\{([A-Za-z*]{1,20})\}")
-_DELIMITERS = re.compile(r"\\[()\[\]]")
-_FORMULA_BEFORE = re.compile(r"(?:[^\s:=.,A-Za-z*_`$]|\\[A-Za-z]+|\d[.,])[\s*_`${]*$")
-_FORMULA_AFTER = re.compile(r"[\s$*}.,;]*(?:[-+/^!|%=)\]\d]|\\[A-Za-z%])")
-# Around a box that is a part of a formula, as in `x = -\\boxed{42}`. Not the dash of a list.
-_PART_BEFORE = re.compile(
-    r"(?:(?:[=(<>^/*+\[{\d)}]\s*|\\[a-z]+\s*|[$\n]|^)-|[+/^]|\d"
-    r"|\\(?:cdot|times|div|pm|mp|neg|sqrt(?:\[\d\])?|[dt]?frac|log|ln|sin|cos|tan))[{(]*$"
-    r"|[=(^]\s*-\s+$|(?:[+/^]|\\(?:cdot|times|div|pm|mp))\s+$"
-)
-_PART_AFTER = re.compile(
-    r"[\s}]*(?:\\?%|\^(?!\s*\{?\s*\\circ)|!(?![=!])|/\s*[\d\\(]|\\(?:cdot|times|div|sqrt|pm|pi)"
-    r"|[*+]\s*[\d\\(a-zA-Z]|\d|-\s*\d)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +70,19 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
     rivals: list[str] = []
     run: list[str] = []
     following = last
-    for found in earlier:
+    for found in islice(earlier, _RIVALS):
         gap = response[found.end : following.start]
-        one_line = found.is_line and following.is_line and not _LINE_END.search(response, found.start, following.start)
-        bare = not _CONTENT.search(gap[:200])
-        joined = len(gap) <= 60 and CONNECTIVE.fullmatch(gap)
-        boxes = not found.is_line and not following.is_line
+        lines, boxes = found.is_line and following.is_line, not (found.is_line or following.is_line)
+        one_line = lines and not _AROUND["line_end"].search(response, found.start, following.start)
+        bare = not _AROUND["content"].search(gap[:200])
+        joined = len(gap) <= 60 and _PROSE["connective"].fullmatch(gap)
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
-        elif bare and found.is_line and following.is_line:
+        elif bare and lines:
             run.append(found.text)
         else:
             break
         following = found
-        if len(rivals) + len(run) >= _RIVALS:
-            break
     if len({text.strip() for text in run} | {last.text.strip()}) > 2:
         rivals += run
     return tuple(rivals)
@@ -132,7 +101,11 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
         box = max(boxed, fbox)
         if marker < 0 and box < 0:
             return
-        in_line = marker >= 0 and box - marker < LINE_LIMIT and not _LINE_END.search(response, marker, max(box, marker))
+        in_line = (
+            marker >= 0
+            and box - marker < LINE_LIMIT
+            and not _AROUND["line_end"].search(response, marker, max(box, marker))
+        )
         found = _line_statement(response, marker, marker + 6, end) if in_line else _box_statement(response, box, end)
         start = found.start if found is not None else max(marker, box)
         if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
@@ -144,7 +117,9 @@ def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
     while at >= 0:
-        if _MARKER_TAIL.match(lower, at + 6, end) and not DENIED_MARKER.search(lower[max(at - 24, 0) : at]):
+        if _AROUND["marker_tail"].match(lower, at + 6, end) and not _PROSE["denied_marker"].search(
+            lower[max(at - 24, 0) : at]
+        ):
             return at
         at = lower.rfind("answer", 0, at)
     return at
@@ -152,7 +127,7 @@ def _last_marker(lower: str, end: int) -> int:
 
 def _under_heading(response: str) -> _Found | None:
     """The line or display below the last heading that says nothing but `Answer`."""
-    headings = list(_HEADING.finditer(response)) if "#" in response or "**" in response else []
+    headings = list(_AROUND["heading"].finditer(response)) if "#" in response or "**" in response else []
     if not headings or is_hidden(response, headings[-1].start(), code_blocks(response)):
         return None
     return _line_statement(response, headings[-1].start(), headings[-1].end(), len(response.rstrip()))
@@ -161,12 +136,12 @@ def _under_heading(response: str) -> _Found | None:
 def _box_statement(response: str, at: int, end: int) -> _Found | None:
     """The content of the box at `at`; with its line if it is an operand, or denied by the sentence around it."""
     opened = open_box(response, at, end)
-    if opened is None or not _CONTENT.search(opened[0]):
+    if opened is None or not _AROUND["content"].search(opened[0]):
         return None
     content, after = opened
     before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
-    operand = _PART_AFTER.match(behind) or _PART_BEFORE.search(before)
-    if not operand and not DENIED_AFTER.match(behind) and not DENIED_BEFORE.search(before):
+    operand = _AROUND["part_after"].match(behind) or _AROUND["part_before"].search(before)
+    if not operand and not _PROSE["denied_after"].match(behind) and not _PROSE["denied_before"].search(before):
         return _Found(at, after, content, False)
     begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
     stop = _line_end(response, after, end)
@@ -175,7 +150,7 @@ def _box_statement(response: str, at: int, end: int) -> _Found | None:
 
 def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
     """The content of the box that begins at `at` and the place behind it; None if it is not closed (a truncation)."""
-    head = _BOX.match(text, at, end)
+    head = _AROUND["box"].match(text, at, end)
     if head is None:
         return None
     if head["bare"] is not None:
@@ -189,11 +164,11 @@ def _line_statement(response: str, marker: int, begin: int, end: int) -> _Found 
 
     `begin` may also be where the word `answer` of the marker ends.
     """
-    skipped = _SKIPPED.match(response, begin, end)
+    skipped = _AROUND["skipped"].match(response, begin, end)
     start = skipped.end() if skipped else begin
     stop = _line_end(response, _block_end(response, start, end), end)
     line = response[start:stop].rstrip()[: LINE_LIMIT + 1]
-    return _Found(marker, stop, _open_boxes(line), True) if _CONTENT.search(line) else None
+    return _Found(marker, stop, _open_boxes(line), True) if _AROUND["content"].search(line) else None
 
 
 def _block_end(response: str, start: int, end: int) -> int:
@@ -203,7 +178,7 @@ def _block_end(response: str, start: int, end: int) -> int:
         if response.startswith(opener, start):
             close = response.find(closer, start + len(opener), limit)
             return max(close, start)
-    environment = _ENVIRONMENT.match(response, start, limit)
+    environment = _AROUND["environment"].match(response, start, limit)
     if environment:
         return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
@@ -211,7 +186,7 @@ def _block_end(response: str, start: int, end: int) -> int:
 
 def _line_end(response: str, start: int, end: int) -> int:
     near = min(end, start + LINE_LIMIT + 1)
-    if newline := _LINE_END.search(response, start, near):
+    if newline := _AROUND["line_end"].search(response, start, near):
         return newline.start()
     far = response.find("\n", near, end)  # nobody reads a line so long: where it ends need not be exact, only fast
     return far if far >= 0 else end
@@ -222,7 +197,7 @@ def _open_boxes(line: str) -> str:
     pieces: list[str] = []
     at = 0
     for _ in range(_RIVALS + 1):
-        box = _BOX_NAME.search(line, at)
+        box = _AROUND["box_name"].search(line, at)
         opened = open_box(line, box.start(), len(line)) if box else None
         if box is None or opened is None:
             break
@@ -236,10 +211,10 @@ def _open_boxes(line: str) -> str:
 
 def _commits(before: str, after: str) -> bool:
     """Whether a box between these texts is the answer by itself: no part of a formula, no other candidate beside it."""
-    if "boxed" in after or "fbox" in after or DOUBT.search(before) or DOUBT.search(after):
+    if "boxed" in after or "fbox" in after or _PROSE["doubt"].search(before) or _PROSE["doubt"].search(after):
         return False
-    before, after = (_DELIMITERS.sub(" ", text) for text in (before[-100:], after[:100]))
-    return not _FORMULA_BEFORE.search(before) and not _FORMULA_AFTER.match(after)
+    before, after = (_AROUND["delimiters"].sub(" ", text) for text in (before[-100:], after[:100]))
+    return not _AROUND["formula_before"].search(before) and not _AROUND["formula_after"].match(after)
 
 
 def _copied(response: str, at: int, prompt: str) -> bool:
@@ -255,7 +230,7 @@ def code_blocks(text: str) -> list[tuple[int, int]]:
     """Beginning and end of each block between fences, in order; one that is never closed goes on to the end."""
     if "`" not in text and "~" not in text:  # single characters are found ten times faster than fences
         return []
-    return [block.span() for block in _BLOCK.finditer(text)]
+    return [block.span() for block in _AROUND["block"].finditer(text)]
 
 
 def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
@@ -264,9 +239,9 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
         return True
     begin = max(text.rfind("\n", max(at - _NEAR, 0), at) + 1, at - _NEAR, 0)
     line = text[begin:at]
-    if "%" in line and _COMMENT.match(line) and not _PERCENTAGE.search(line):
+    if "%" in line and _AROUND["comment"].match(line) and not _AROUND["percentage"].search(line):
         return True
-    if "~~" in line and len(_STROKE.findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
+    if "~~" in line and len(_AROUND["stroke"].findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
         return True
     if any(line.lower().rfind(f"<{tag}>") > line.lower().rfind(f"</{tag}>") for tag in ("del", "strike")):
         return True
@@ -278,4 +253,4 @@ def is_retracted(text: str, after: int) -> bool:
     tail = text[after : after + _AFTERWARDS]
     if not tail or tail.isspace():
         return False
-    return any(not CONDITION.search(tail, 0, found.start()) for found in RETRACTION.finditer(tail))
+    return any(not _PROSE["condition"].search(tail, 0, found.start()) for found in _PROSE["retraction"].finditer(tail))

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from reward.answer.number import HEDGE_WORDS, Number, read_number
+from reward.answer.number import Number, read_number
+from reward.answer.rule_tables import patterns
 from reward.answer.text import clean, compact, enclosed, strip_edges
 
+_PATTERNS = patterns("reading")
 _PARSED_LIMIT = 600  # characters: longer answers are compared as texts only
 
 
@@ -52,18 +54,18 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if len(text) > _PARSED_LIMIT:
         return Answer(text=text, body=text)
     if sentences:
-        text = _TAIL.sub("", _LEAD_IN.sub("", text))
+        text = _PATTERNS["tail"].sub("", _PATTERNS["lead_in"].sub("", text))
     number = read_number(text)
     if number is not None:
         return Answer(text=text, body=text, number=number)
-    if (approximation := _APPROXIMATION.fullmatch(text)) and (rounded := read_number(approximation[2])):
+    if (approximation := _PATTERNS["approximation"].fullmatch(text)) and (rounded := read_number(approximation[2])):
         return _read_approximation(
             read(strip_edges(approximation[1])), Answer(approximation[2], approximation[2], number=rounded)
         )
     if sentences and (committed := _read_sentence(text)) is not None:
         return Answer(text=text, body=committed, number=read_number(committed))
     equation = _read_equation(text)
-    if equation.number is not None and all(len(_split(side)) == 1 for side in _EQUALS.split(text)[:-1]):
+    if equation.number is not None and all(len(_split(side)) == 1 for side in _PATTERNS["equals"].split(text)[:-1]):
         return equation  # before the split at commas: `x = 1,000`
     inner, brackets = _unwrap(text)
     items = _split(inner)
@@ -102,13 +104,9 @@ def _read_plus_minus(text: str, inner: str) -> Answer:
     return Answer(text=text, body=text, items=items)
 
 
-_EQUALS = re.compile(r"(?<![<>!:\\])=+(?![<>])|\\(?:approx|equiv|in)(?![A-Za-z])")
-_TUPLE_OF_NAMES = re.compile(r"(?<=[(,])[A-Za-z](?=[,)])")
-
-
 def _read_equation(text: str) -> Answer:
     """`name = ... = body`; without `=`, the text itself."""
-    sides = [strip_edges(side) for side in _EQUALS.split(text)]
+    sides = [strip_edges(side) for side in _PATTERNS["equals"].split(text)]
     if len(sides) == 1 or not sides[-1] or text.startswith("\\approx"):
         return Answer(text=text, body=text)
     last = read(sides[-1])
@@ -116,7 +114,7 @@ def _read_equation(text: str) -> Answer:
     stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
     contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
     name = compact(sides[0]) if len(sides) == 2 else ""
-    names = _TUPLE_OF_NAMES.findall(name) if name.startswith("(") and name.endswith(")") else []
+    names = _PATTERNS["tuple_of_names"].findall(name) if name.startswith("(") and name.endswith(")") else []
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
         last = replace(
             last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
@@ -124,27 +122,11 @@ def _read_equation(text: str) -> Answer:
     return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
 
 
-_LIST_TOKENS = re.compile(r"\\?[()\[\]{}]|[,;]|\\(?:lor|vee|cup)(?![A-Za-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
-_LEAD_IN = re.compile(
-    r"(?:^|(?<=[,;.:] ))"
-    r"(?:(?:\\(?:[Rr]ightarrow|Longrightarrow|implies|to|therefore)(?![A-Za-z])|->|[\u2192\u21d2\u2234])\s*)?"
-    r"(?:(?:so|thus|hence|therefore|then|we (?:get|have|obtain)|i get)\b[,:]?\s+)*"
-    r"(?:(?:the|our|my) (?:final |correct )?(?:answer|result|value)\s*(?:is|equals|:)\s*:?\s+)?"
-    r"(?:(?:exactly|only|just)\s+)?",
-    re.IGNORECASE,
-)
-_TAIL = re.compile(r"\s+is (?:the|our|my) (?:final |correct )?answer$", re.IGNORECASE)
-_APPROXIMATION = re.compile(
-    r"([^,;]*?[^,;\s])\s*(?:\\approx\s*|\((?:approximately|approx\.?|about|roughly|\\approx)\s*)([-+]?[\d.,]*\d)\s*\)?"
-)
-_LIST_HEADS = re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
-
-
 def _split(text: str) -> list[str]:
     """The parts between commas, semicolons, "or" and "and" that stand outside brackets; empty parts are dropped."""
     parts: list[str] = []
     depth = at = 0
-    for token in _LIST_TOKENS.finditer(text):
+    for token in _PATTERNS["list_tokens"].finditer(text):
         sign = token[0][-1]
         if sign in "([{":
             depth += 1
@@ -154,7 +136,7 @@ def _split(text: str) -> list[str]:
             parts.append(text[at : token.start()])
             at = token.end()
     parts.append(text[at:])
-    parts[0] = _LIST_HEADS.sub("", parts[0])
+    parts[0] = _PATTERNS["list_heads"].sub("", parts[0])
     return [part for part in parts if part.strip()]
 
 
@@ -167,22 +149,15 @@ def _unwrap(text: str) -> tuple[str, str]:
     return text[len(opener) : len(text) - len(closer)], opener[-1] + closer[-1]
 
 
-_COPULA = re.compile(r"\b(?:is|are|equals|makes|be)(?![A-Za-z])(?:\s+equal\s+to\b|\s+exactly\b)?\s*:?")
 _NUMERAL = re.compile(r"\s*[+-]?[\d.,]*\d")
-_SENTENCE_END = re.compile(
-    r"\.\s+(?=[A-Z(])|:\s+(?=[A-Za-z])|\s+-+\s+(?=[A-Za-z])|,?\s+(?:because|since|as|which)\b|\s+\("
-)
-_UNCOMMITTED = re.compile(
-    rf"\b(?:{'|'.join(HEDGE_WORDS.split())}|cannot|(?:is|are|was|do|does|ca)n't)\b", re.IGNORECASE
-)
 
 
 def _read_sentence(text: str) -> str | None:
     """The numeral of `The total is 42`, `There are 42 ways` or `42, because ...`; None if the words hedge or deny."""
     text = text.replace("\u2014", " - ")
-    if len(text) > 300 or not text.isascii() or _UNCOMMITTED.search(text):
+    if len(text) > 300 or not text.isascii() or _PATTERNS["uncommitted"].search(text):
         return None
-    cut = _SENTENCE_END.search(text)
+    cut = _PATTERNS["sentence_end"].search(text)
     head, tail = (text[: cut.start()], text[cut.end() :]) if cut else (text, "")
     head = strip_edges(head)
     reason = strip_edges(tail.removesuffix(")"))
@@ -193,7 +168,7 @@ def _read_sentence(text: str) -> str | None:
         return None
     if tail and number is not None:
         return head
-    copulas = [copula.end() for copula in _COPULA.finditer(head)]
+    copulas = [copula.end() for copula in _PATTERNS["copula"].finditer(head)]
     if not copulas or len({stated[0] for at in copulas if (stated := _NUMERAL.match(head, at))}) > 1:
         return None  # `x is 3, y is 4`
     committed = strip_edges(head[copulas[-1] :])

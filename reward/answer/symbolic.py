@@ -12,6 +12,7 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from reward.answer.rule_tables import WORDS, Rewriting, patterns
 from reward.answer.text import closing
 
 if TYPE_CHECKING:
@@ -25,50 +26,23 @@ _EXPONENT_LIMIT = 10_000
 _DIGITS_LIMIT = 6000
 _BINOMIAL_LIMIT = 3000  # largest numeral beside a binomial coefficient; years are asked for
 
-_COMMANDS = re.compile(r"\\([A-Za-z]+)|\\(.)")
-_ARITHMETIC_NAMES = """
-    frac sqrt cdot times div pi binom sin cos tan cot sec csc arcsin arccos arctan ln log exp pm infty circ
-    lfloor rfloor lceil rceil
-"""
-_ALGEBRA_NAMES = """
-    alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi psi omega le leq ge geq ne neq lt gt
-    in cup cap setminus emptyset varnothing mathbb begin end to quad vert
-"""
-_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
-_ALGEBRA = _ARITHMETIC | frozenset(_ALGEBRA_NAMES.split())
-_WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|ln|log|exp|infty)(?![A-Za-z])")
-_ROOT_CALL = re.compile(r"\\sqrt\s*(\[\d\])?\s*\(([^()]*)\)")
-_LOG_BASE = re.compile(r"\\log\s*_\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d+))")
-_CHOOSE = re.compile(r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?")
-_BINOMIAL_OF_DIGITS = re.compile(r"\\binom\s*(\d)\s*(\d)")
-_FACTOR_OF_GROUP = re.compile(r"(?<![_^\d.{])(\d+)\s*(?=\()")
-_DECIMALS = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+_PATTERNS = patterns("algebra")
+_ARITHMETIC = frozenset(WORDS["macros"]["arithmetic"].split())
+_ALGEBRA = _ARITHMETIC | frozenset(WORDS["macros"]["algebra"].split())
+_names_as_macros, _explicit_factors = Rewriting("names"), Rewriting("factors")
 _DEGREES = re.compile(r"(\d+)\s*°")
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
-_NAMES = re.compile(r"(?<![A-Za-z\\])[A-Z]{2,}")
-_ENVIRONMENTS = re.compile(r"\\(?:begin|end)\{[pbvB]?matrix\}|\\mathbb\{?[A-Z]\}?")
-_BARE_EXPONENT = re.compile(r"[+-]?\s*(?:\\?[A-Za-z]+|\d+)(?:\s*\^)?")
 _CARET = re.compile(r"\^\s*")
 _ANOTHER_CARET = re.compile(r"\s*\^")
 _BRACES = re.compile(r"[{}]")
-_POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
-_GROWS = re.compile(r"!|\\(?:binom|exp|tan|cot|sec|csc)")
 _NUMERALS = re.compile(r"\d+")
-_FACTORIALS = re.compile(r"(\d*)\s*!")
-_FORBIDDEN = re.compile(r"[^\x20-\x7e]|[\"'`~#@$?]|!\s*[)}]?\s*[!^]|\d{61}|\d\s+\d|\d\s*_|[-+*/^_]$")
-_NOT_ARITHMETIC = re.compile(r"[<>=:&;]|\\\\|(?<!sqrt)\[|(?<!log)_")
 
 
 def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
-    text = _WORDS.sub(lambda word: "\\" + word[0], " ".join(text.split()))
-    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
-    text = _LOG_BASE.sub(r"\\log_{\1\2}{\3\4}", _ROOT_CALL.sub(r"\\sqrt\1{\2}", text))
+    text = _names_as_macros(" ".join(text.split()))
     if "°" in text:
-        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _TRIGONOMETRIC.search(text) else r"\1", text)
-    text = _FACTOR_OF_GROUP.sub(r"\1\\cdot ", text)  # the library reads `3(1)` as the mixed number 3+1
-    return _DECIMALS.sub(_as_fraction, _BINOMIAL_OF_DIGITS.sub(r"\\binom{\1}{\2}", text))
+        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _PATTERNS["trigonometric"].search(text) else r"\1", text)
+    return _PATTERNS["decimals"].sub(_as_fraction, _explicit_factors(text))
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
@@ -83,31 +57,31 @@ def fits(text: str, truth: str) -> bool:
     letters are no factors (`AB` is a point, a matrix or a word before it is a product), or a size that can only be an
     attack or nonsense: towers of powers, huge exponents and factorials, deep nesting.
     """
-    if not text or len(text) > LENGTH_LIMIT or _FORBIDDEN.search(text) or not _balanced(text):
+    if not text or len(text) > LENGTH_LIMIT or _PATTERNS["forbidden"].search(text) or not _balanced(text):
         return False
-    letters = set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", truth))))
-    allowed = _ALGEBRA if letters or _COMMANDS.search(truth) else _ARITHMETIC
-    commands = _COMMANDS.findall(text)
-    if allowed is _ARITHMETIC and _NOT_ARITHMETIC.search(text):
+    letters = set("".join(_PATTERNS["letters"].findall(_PATTERNS["environments"].sub("", truth))))
+    allowed = _ALGEBRA if letters or _PATTERNS["commands"].search(truth) else _ARITHMETIC
+    commands = _PATTERNS["commands"].findall(text)
+    if allowed is _ARITHMETIC and _PATTERNS["not_arithmetic"].search(text):
         return False
     if any(name not in allowed if name else sign not in "{}\\" for name, sign in commands):
         return False
-    if set("".join(_LETTERS.findall(_ENVIRONMENTS.sub("", text)))) - letters - {"e", "i"}:
+    if set("".join(_PATTERNS["letters"].findall(_PATTERNS["environments"].sub("", text)))) - letters - {"e", "i"}:
         return False
     return _names(text) == _names(truth) and not _is_word(truth) and _small(text)
 
 
 def without_capitals(text: str, truth: str) -> str:
     """`text` with letters of its own for `r` where the truth has `R` too, as the library reads both as one letter."""
-    letters = set("".join(_LETTERS.findall(truth)))
+    letters = set("".join(_PATTERNS["letters"].findall(truth)))
     spare = iter(sorted(set("abcdfghjklmnpqrstuvwxyz") - {letter.lower() for letter in letters}))
     doubled = sorted(letter for letter in letters if letter.islower() and letter.upper() in letters)
     table = str.maketrans({letter: next(spare, letter) for letter in doubled})
-    return _LETTERS.sub(lambda found: found[0].translate(table), text) if table else text
+    return _PATTERNS["letters"].sub(lambda found: found[0].translate(table), text) if table else text
 
 
 def _names(text: str) -> set[str]:
-    return set(_NAMES.findall(text.replace(" ", "")))
+    return set(_PATTERNS["names"].findall(text.replace(" ", "")))
 
 
 def _is_word(text: str) -> bool:
@@ -126,7 +100,7 @@ def _exponents(text: str) -> list[str]:
     for caret in _CARET.finditer(text):
         begin = caret.end()
         if not text.startswith("{", begin):
-            bare = _BARE_EXPONENT.match(text, begin)
+            bare = _PATTERNS["bare_exponent"].match(text, begin)
             exponents.append(bare[0] if bare else "^^")
         elif (after := closing(text, begin, len(text), _BRACES)) >= 0:
             exponents.append(text[begin + 1 : after - 1])
@@ -141,9 +115,9 @@ def _small(text: str) -> bool:
         return False
     for exponent in exponents:
         tower = "^" in exponent and any(int(each) > 3 for each in _NUMERALS.findall(exponent))
-        if tower or exponent.count("^") > 1 or _GROWS.search(exponent):
+        if tower or exponent.count("^") > 1 or _PATTERNS["grows"].search(exponent):
             return False
-    if any(not numeral or int(numeral) > 500 for numeral in _FACTORIALS.findall(text)):
+    if any(not numeral or int(numeral) > 500 for numeral in _PATTERNS["factorials"].findall(text)):
         return False
     if "\\binom" in text and (
         "^" in text or "!" in text or max(map(int, _NUMERALS.findall(text)), default=0) > _BINOMIAL_LIMIT
@@ -155,12 +129,12 @@ def _small(text: str) -> bool:
 def _largest_power(text: str, exponents: list[str]) -> int:
     """The largest product of the numerals in an exponent; in all of them where powers are raised to powers."""
     products = [math.prod(max(int(numeral), 1) for numeral in _NUMERALS.findall(each)) for each in exponents]
-    return math.prod(products) if _POWER_OF_GROUP.search(text) else max(products, default=1)
+    return math.prod(products) if _PATTERNS["power_of_group"].search(text) else max(products, default=1)
 
 
 def _decimal_places(text: str) -> int:
     """Decimal places that show apart two different numbers written with so many digits and such exponents."""
-    if "\\exp" in text or any("e" in _LETTERS.findall(exponent) for exponent in _exponents(text)):
+    if "\\exp" in text or any("e" in _PATTERNS["letters"].findall(exponent) for exponent in _exponents(text)):
         return _DIGITS_LIMIT + 1
     digits = sum(character.isdigit() for character in text)
     return 100 + 2 * digits * _largest_power(text, _exponents(text))

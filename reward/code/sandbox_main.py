@@ -101,7 +101,8 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
     arguments, keywords = decode(request["arguments"], resolve)
     result = target(*arguments, **keywords)
     if result is None:
-        return {"value": None, "left": [_left(argument) for argument in (*arguments, *keywords.values())]}
+        passed = (*arguments, *keywords.values())  # what it made of those that it may have changed in place
+        return {"value": None, "left": [_plain(each) if isinstance(each, CHANGEABLE) else None for each in passed]}
     reply = _plain(result)
     if reply is None:
         objects.append(result)
@@ -119,11 +120,6 @@ def _plain(value: Any) -> Any:
 
 def _described(value: Any) -> Any:
     return _plain(value) or {"callable": True}
-
-
-def _left(argument: Any) -> Any:
-    """What a call made of an argument that it may have changed in place; None if it cannot have, or cannot be told."""
-    return _plain(argument) if isinstance(argument, CHANGEABLE) else None
 
 
 def _kind(error: BaseException) -> str:

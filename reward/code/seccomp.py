@@ -6,6 +6,7 @@ privilege, name space or container.
 """
 
 import ctypes
+import json
 import os
 import platform
 import resource
@@ -13,24 +14,11 @@ import signal
 import struct
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
-ALLOWED = {
-    "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
-    "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sched_yield": 24, "mremap": 25, "madvise": 28,
-    "nanosleep": 35, "getpid": 39, "exit": 60, "gettimeofday": 96, "getrusage": 98, "times": 100, "sigaltstack": 131,
-    "gettid": 186, "time": 201, "futex": 202, "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229,
-    "clock_nanosleep": 230, "exit_group": 231, "getrandom": 318,
-}  # fmt: skip
-"""System calls by their numbers on x86-64."""
-READING = {
-    "stat": 4, "lstat": 6, "poll": 7, "pread64": 17, "access": 21, "uname": 63, "getcwd": 79, "readlink": 89,
-    "sysinfo": 99, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108, "sched_getaffinity": 204,
-    "getdents64": 217, "openat": 257, "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "statx": 332,
-    "faccessat2": 439,
-}  # fmt: skip
-"""What it takes beyond those to import modules; `openat` for reading alone."""
-LOCKING = {"prctl": 157}
-"""What it takes beyond those to install one more filter: of several, the strictest decides."""
+ALLOWED, READING, LOCKING = json.loads(Path(__file__).with_name("system_calls.json").read_text("ascii")).values()
+"""System calls by their numbers on x86-64: what is always allowed, what else it takes to import modules (`openat` for
+reading alone), and to install one more filter (of several, the strictest decides)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER = 2

@@ -44,12 +44,7 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ..
     ("c", complex, str, complex),
     ("b", bytes, lambda value: bytes(value).hex(), bytes.fromhex),
     ("B", bytearray, lambda value: bytes(value).hex(), bytearray.fromhex),
-    (
-        "q",
-        Fraction,
-        lambda q: f"{q.numerator:x}/{q.denominator:x}",
-        lambda q: Fraction(*(int(n, 16) for n in str.split(q, "/"))),
-    ),
+    ("q", Fraction, lambda q: [f"{n:x}" for n in q.as_integer_ratio()], lambda q: Fraction(*(int(n, 16) for n in q))),
     ("D", Decimal, str, _decimal),
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
 )
@@ -64,7 +59,7 @@ _CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], 
     ("di", type({}.items()), lambda items: dict(items).items()),
     ("dv", type({}.values()), lambda items: dict(enumerate(items)).values()),
 )
-_READ_SCALAR = {tag: read for tag, _, _, read in _SCALARS}
+_READ = {tag: read for tag, _, _, read in _SCALARS} | {"n": lambda digits: int(digits, 16)}
 _BUILD = {tag: build for tag, _, build in _CONTAINERS} | {"i": iter}
 
 
@@ -101,13 +96,9 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 def become(value: Any, other: Any) -> None:
     """Makes one of CHANGEABLE equal to another one of its kind, in place; of another kind: nothing is done."""
-    if not any(isinstance(value, kind) and isinstance(other, kind) for kind in CHANGEABLE):
-        return
-    value.clear()
-    if isinstance(value, dict | set):
-        value.update(other)
-    else:
-        value.extend(other)
+    if any(isinstance(value, kind) and isinstance(other, kind) for kind in CHANGEABLE):
+        value.clear()
+        (value.update if isinstance(value, dict | set) else value.extend)(other)
 
 
 def _some(items: Any) -> Iterator[Any]:
@@ -127,14 +118,12 @@ def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     if not isinstance(content, dict) or len(content) != 1:
         raise ValueError("not the JSON of a value")
     ((tag, inner),) = content.items()
-    if tag == "n":
-        return int(inner, 16)
     if tag == "d":
         return {decode(key, resolve): decode(item, resolve) for key, item in inner}
     if tag == "o" and resolve is not None:
         return resolve(inner)
-    if tag in _READ_SCALAR:
-        return _READ_SCALAR[tag](inner)
+    if tag in _READ:
+        return _READ[tag](inner)
     if tag not in _BUILD:
         raise ValueError(f"unknown tag {tag!r}")
     return _BUILD[tag]([decode(item, resolve) for item in inner])

@@ -8,7 +8,7 @@ import json
 import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -25,31 +25,26 @@ READY = None
 """The reply without results: the worker serves, or has imported what an order needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a worker judges. The reply has one result for each job."""
-
-    jobs: Sequence[Job]
-    alone: bool
-    """One job for a slow verifier or for algebra. A first reply, READY, comes once everything is imported, so that the
-    time limit does not pay for imports. Otherwise: requests for fast verifiers."""
-
-
 # Requests and verdicts travel as plain tuples: pickling dataclasses takes several times longer.
 _request_values = attrgetter("response", "ground_truth", "prompt", "verifier")
 _verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error")
 
 
-def encode_order(order: Order) -> bytes:
-    """The content of an order's frame."""
-    jobs = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in order.jobs]
-    return pickle.dumps((jobs, order.alone), protocol=5)
+def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
+    """The content of an order's frame: what a worker judges. The reply has one result for each job.
+
+    Args:
+        alone: it is one job for a slow verifier or for algebra. A first reply, READY, comes once everything is
+            imported, so that the time limit does not pay for imports. Otherwise: requests for fast verifiers.
+    """
+    values = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in jobs]
+    return pickle.dumps((values, alone), protocol=5)
 
 
-def decode_order(content: bytes) -> Order:
-    """The order that `encode_order` wrote."""
-    jobs, alone = pickle.loads(content)
-    return Order([_request(*job) if isinstance(job, tuple) else job for job in jobs], alone)
+def decode_order(content: bytes) -> tuple[list[Job], bool]:
+    """The jobs that `encode_order` wrote, and whether it is one alone."""
+    values, alone = pickle.loads(content)
+    return [_request(*each) if isinstance(each, tuple) else each for each in values], alone
 
 
 def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> VerificationRequest:
@@ -58,13 +53,11 @@ def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> Ve
 
 def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
-    content = None if reply is READY else [_result_values(result) for result in reply]
+    content: Any = None
+    if reply is not READY:
+        content = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
     frame = json.dumps(content).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
-
-
-def _result_values(result: Result) -> Any:
-    return asdict(result) if isinstance(result, Deferred) else _verdict_values(result)
 
 
 def decode_reply(content: bytes) -> Reply:

@@ -12,7 +12,7 @@ response makes sympy do, fast verdicts keep flowing. A worker past the limit is 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from reward.config import RewardConfig
 from reward.pool import remote
-from reward.pool.messages import Job, Order, Result
+from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find
 from reward.verdict import PoolError, Verdict, VerificationRequest
@@ -108,7 +108,7 @@ class RewardPool:
             raise self._failure
         works = [_Work(batch) for batch in _batches(fast)]
         self._loop.call_soon_threadsafe(self._enqueue, works)
-        alone = asyncio.run_coroutine_threadsafe(self._judge_each(slow), self._loop) if slow else None
+        alone = self._each(self._judge_alone, slow) if slow else None
         results: list[Result | VerificationRequest] = []
         try:
             for work in works:
@@ -119,7 +119,7 @@ class RewardPool:
                     results += work.jobs
             verdicts = [result for result in results if isinstance(result, Verdict)]
             if len(verdicts) < len(results):
-                verdicts = await self._wait(asyncio.run_coroutine_threadsafe(self._settle_each(results), self._loop))
+                verdicts = await self._wait(self._each(self._settle, results))
             return verdicts, await self._wait(alone) if alone else []
         finally:
             for work in works:
@@ -192,20 +192,18 @@ class RewardPool:
                     await self._end(process)
                     process = await self._start(0) if fast else None
 
-    async def _start(self, niceness: int) -> WorkerProcess:
+    async def _start(self, niceness: int, attempt: int = 1) -> WorkerProcess:
         """A worker that is ready. Raises PoolError: none comes up."""
-        attempts = 0
-        while True:
-            attempts += 1
-            process = WorkerProcess(self._config.memory_mb, niceness)
-            self._processes.add(process)
-            try:
-                await process.wait_ready()
-                return process
-            except WorkerStartError as error:
-                await self._end(process)
-                if attempts == _START_ATTEMPTS:
-                    raise PoolError(f"reward pool: {error} ({attempts} attempts)") from None
+        process = WorkerProcess(self._config.memory_mb, niceness)
+        self._processes.add(process)
+        try:
+            await process.wait_ready()
+            return process
+        except WorkerStartError as error:
+            await self._end(process)
+            if attempt == _START_ATTEMPTS:
+                raise PoolError(f"reward pool: {error} ({attempt} attempts)") from None
+        return await self._start(niceness, attempt + 1)
 
     async def _end(self, process: WorkerProcess) -> None:
         self._processes.discard(process)
@@ -228,9 +226,9 @@ class RewardPool:
 
     async def _do(self, process: WorkerProcess, works: list[_Work], *, alone: bool) -> bool:
         """Has the process do the work and passes the results on; False if the process must be replaced."""
-        order = Order([job for work in works for job in work.jobs], alone)
+        jobs = [job for work in works for job in work.jobs]
         try:
-            results = await process.judge(order, self._config.timeout_s)
+            results = await process.judge(jobs, alone=alone, limit_s=self._config.timeout_s)
         except WorkerLost as lost:
             for work in works:
                 with suppress(InvalidStateError):  # its caller has just given up
@@ -251,11 +249,11 @@ class RewardPool:
             self._unfinished.add(work.results)
             work.results.add_done_callback(self._unfinished.discard)
 
-    async def _judge_each(self, requests: list[VerificationRequest]) -> list[Verdict]:
-        return await asyncio.gather(*map(self._judge_alone, requests))
+    def _each(self, judge: Callable[[T], Awaitable[Verdict]], jobs: Iterable[T]) -> Future[list[Verdict]]:
+        async def judge_each() -> list[Verdict]:
+            return await asyncio.gather(*map(judge, jobs))
 
-    async def _settle_each(self, results: Sequence[Result | VerificationRequest]) -> list[Verdict]:
-        return await asyncio.gather(*map(self._settle, results))
+        return asyncio.run_coroutine_threadsafe(judge_each(), self._loop)
 
     async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:
         """The verdict of a worker that has nothing else to do meanwhile.

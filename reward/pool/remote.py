@@ -130,8 +130,7 @@ def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _Refused(f'the answer is no JSON object with "verdicts": {content[:100]!r}') from None
     if not isinstance(verdicts, list) or len(verdicts) != count:
-        found = len(verdicts) if isinstance(verdicts, list) else type(verdicts).__name__
-        raise _Refused(f'"verdicts" has {found} entries for {count} requests')
+        raise _Refused(f'"verdicts" is no list of {count} entries, one for each request: {content[:100]!r}')
     return [_verdict(verdict) for verdict in verdicts]
 
 

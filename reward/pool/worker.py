@@ -5,7 +5,6 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -37,12 +36,12 @@ def main() -> None:
         send(READY)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent keeps what was written to explain a failed start
         while header := connection.read(LENGTH.size):
-            order = decode_order(connection.read(*LENGTH.unpack(header)))
-            if order.alone:
-                if _imports(order.jobs[0], verifiers):
+            jobs, alone = decode_order(connection.read(*LENGTH.unpack(header)))
+            if alone:
+                if _imports(jobs[0], verifiers):
                     _limit_memory(memory_mb)
                 send(READY)
-            send([_judge(job, verifiers) for job in order.jobs])
+            send([_judge(job, verifiers) for job in jobs])
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -66,21 +65,19 @@ def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
 
 
 def _judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
-    if isinstance(job, Deferred):
-        return _timed(lambda: robust.finish(job), "robust")
-    return _timed(lambda: (verifiers.get(job.verifier) or load(job.verifier))(job), job.verifier)
-
-
-def _timed(judge: Callable[[], Judgement | Deferred | bool], name: str) -> Result:
+    judged: Judgement | Deferred | bool
     start = time.perf_counter()
     try:
-        judged = judge()
+        if isinstance(job, Deferred):
+            name, judged = "robust", robust.finish(job)
+        else:
+            name, judged = job.verifier, (verifiers.get(job.verifier) or load(job.verifier))(job)
     except MemoryError:
-        return _failure("memory", time.perf_counter() - start)
+        return _failure("memory", start)
     except VerifierError as error:
-        return _failure(str(error), time.perf_counter() - start, Rule.UNJUDGED)
+        return _failure(str(error), start, Rule.UNJUDGED)
     except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
-        return _failure(f"{type(error).__name__}: {error}", time.perf_counter() - start)
+        return _failure(f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
     if isinstance(judged, Judgement):
         return Verdict(accuracy=judged.accuracy, extracted=judged.extracted, rule=judged.rule, seconds=seconds)
@@ -88,10 +85,11 @@ def _timed(judge: Callable[[], Judgement | Deferred | bool], name: str) -> Resul
         return replace(judged, seconds=seconds)
     if isinstance(judged, bool):
         return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", seconds)
+    return _failure(f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
 
 
-def _failure(reason: str, seconds: float, rule: str = "") -> Verdict:
+def _failure(reason: str, start: float, rule: str = "") -> Verdict:
+    seconds = time.perf_counter() - start
     return Verdict(accuracy=False, extracted=None, rule=rule, seconds=seconds, error=reason[:_ERROR_LIMIT])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Order, Reply, Result, decode_reply, encode_order
+from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Job, Reply, Result, decode_reply, encode_order
 from reward.verdict import Verdict
 
 START_LIMIT_S = 120.0
@@ -84,39 +84,39 @@ class WorkerProcess:
         finally:
             self._log.close()  # a worker that is ready writes to /dev/null
 
-    async def judge(self, order: Order, limit_s: float) -> Sequence[Result]:
-        """The results of an order, in at most `limit_s` of wall-clock time, imports not counted. Raises WorkerLost."""
+    async def judge(self, jobs: Sequence[Job], *, alone: bool, limit_s: float) -> Sequence[Result]:
+        """Their results, in at most `limit_s` of wall-clock time, imports not counted; `alone` as in `encode_order`.
+
+        Raises:
+            WorkerLost: there are none, or one that took all memory.
+        """
         again, self._used, start = self._used, True, time.monotonic()
         try:
-            return await self._results(order, limit_s)
-        except TimeoutError:
-            reason, again = "timeout", False
+            async with asyncio.timeout(START_LIMIT_S if alone else limit_s) as limit:
+                await self._send(encode_order(jobs, alone))
+                if alone:
+                    if await self._receive() is not READY:
+                        raise ValueError("an unexpected reply: the next one would belong to another request")
+                    limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+                results = await self._receive()
+            if results is READY or len(results) != len(jobs):
+                raise ValueError("a reply that is no result")
+            if alone and isinstance(results[0], Verdict) and results[0].error == "memory":
+                raise MemoryError
+            return results
         except MemoryError:
             reason = "memory"
+        except TimeoutError:
+            reason, again = "timeout", False
         except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
         except (EOFError, OSError):
             reason = await self._death()
         raise WorkerLost(reason, time.monotonic() - start, again)
 
-    async def _results(self, order: Order, limit_s: float) -> Sequence[Result]:
-        if order.alone:
-            async with asyncio.timeout(START_LIMIT_S):
-                if await self._ask(order) is not READY:
-                    raise ValueError("an unexpected reply: the next one would belong to another request")
-        async with asyncio.timeout(limit_s):
-            results = await (self._receive() if order.alone else self._ask(order))
-        if results is READY or len(results) != len(order.jobs):
-            raise ValueError("a reply that is no result")
-        if order.alone and isinstance(results[0], Verdict) and results[0].error == "memory":
-            raise MemoryError
-        return results
-
-    async def _ask(self, order: Order) -> Reply:
-        content = encode_order(order)
+    async def _send(self, content: bytes) -> None:
         for part in (LENGTH.pack(len(content)), content):  # joined they would be copied
             await asyncio.get_running_loop().sock_sendall(self._socket, part)
-        return await self._receive()
 
     async def _receive(self) -> Reply:
         """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""

@@ -110,29 +110,27 @@ def _lines(text: str) -> list[str]:
 
 def _truth(ground_truth: str) -> tuple[int, Suite | list[dict[str, str]]]:
     """(seconds of CPU, tests or cases)."""
-    form = 'a JSON object with "tests" (Python, and "entry" for check(candidate)) or "cases" ({"input", "output"})'
     try:
         truth = json.loads(ground_truth)
     except (ValueError, RecursionError):
         truth = None
-    if not isinstance(truth, dict) or ("tests" in truth) == ("cases" in truth):
-        raise VerifierError(f"verifier code: the ground truth must be {form}")
-    if unknown := truth.keys() - {"tests", "entry", "cases", "cpu_s"}:
-        raise VerifierError(f"verifier code: the ground truth holds {sorted(unknown)}; it must be {form}")
-    cpu_s = truth.get("cpu_s", CPU_S)
+    cpu_s = truth.pop("cpu_s", CPU_S) if isinstance(truth, dict) else CPU_S
     if type(cpu_s) is not int or not 0 < cpu_s <= 3600:
         raise VerifierError(f"verifier code: cpu_s = {cpu_s!r} must be a whole number of seconds from 1 to 3600")
-    if "tests" in truth:
-        if not isinstance(truth["tests"], str) or not isinstance(truth.get("entry", ""), str):
-            raise VerifierError('verifier code: "tests" and "entry" must be texts')
-        try:
-            return cpu_s, make_suite(truth["tests"], truth.get("entry"))
-        except ValueError as error:
-            raise VerifierError(f"verifier code: {error}") from None
-    cases = truth["cases"]
-    if not isinstance(cases, list) or not cases or not all(map(_is_case, cases)) or "entry" in truth:
-        raise VerifierError('verifier code: "cases" must be a list of {"input": text, "output": text}, not empty')
-    return cpu_s, cases
+    match truth:
+        case {"tests": str(tests), **more} if more.keys() <= {"entry"} and isinstance(more.get("entry", ""), str):
+            entry = more.get("entry")
+            try:
+                return cpu_s, make_suite(tests, entry if isinstance(entry, str) else None)
+            except ValueError as error:
+                raise VerifierError(f"verifier code: {error}") from None
+        case {"cases": [_, *_] as cases, **more} if not more and all(map(_is_case, cases)):
+            return cpu_s, cases
+    raise VerifierError(
+        f"verifier code: the ground truth {ground_truth[:80]!r} must be a JSON object with "
+        '"tests" (Python, and "entry" for check(candidate)) or "cases" (a list of {"input": text, "output": text}, not '
+        'empty), and perhaps "cpu_s"'
+    )
 
 
 def _is_case(case: Any) -> bool:

@@ -6,7 +6,9 @@ Minerva normalisation (arXiv 2206.14858, appendix D); right if the texts are equ
 """
 
 import re
+import tomllib
 from functools import lru_cache
+from pathlib import Path
 
 from reward.verdict import EXTRACTED_LIMIT, Judgement, VerificationRequest, check_length
 
@@ -21,29 +23,8 @@ UNSTATED = "[INVALID]"
 
 _STATED = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
-# The normalisation is a sequence of replacements whose order decides the outcome: `square` goes before `units`,
-# articles go before all spaces do, so "a" is also cut from the end of words.
-_FIRST = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
-_WORDS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
-    "pounds meters meals edges students childrentickets multiples"
-)
-_REMOVED = (
-    *_WORDS.split(),
-    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
-    *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
-)
+_TABLE = tomllib.loads(Path(__file__).with_name("minerva.toml").read_text("ascii"))
+_REMOVED = [*_TABLE["words"].split(), *_TABLE["texts"]]
 _UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
 _BOX = re.compile(r"\\boxed\{(.*)\}")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
@@ -74,7 +55,7 @@ def _truth(ground_truth: str) -> str:
 def normalise(text: str) -> str:
     r"""The Minerva normalisation. Example: normalise("x = \\frac12 units") == "\\frac{1}{2}"."""
     text = text.rpartition("=")[2]
-    for before, after in _FIRST:
+    for before, after in _TABLE["replaced"]:
         text = text.replace(before, after)
     for removed in _REMOVED:
         text = text.replace(removed, "")

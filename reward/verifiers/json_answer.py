@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import jsonschema
@@ -31,30 +32,20 @@ def judge(request: VerificationRequest) -> Judgement:
     Raises:
         VerifierError: the ground truth has another form, or its schema is none.
     """
-    wanted = _wanted(request.ground_truth)
-    try:
-        schema = Schema(wanted["schema"]) if "schema" in wanted else None
-        value, text = last(request.response)
-        if value is ABSENT:
-            return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
-        extracted = text[:EXTRACTED_LIMIT]
-        if schema is not None and not schema.holds(value):
-            return Judgement(accuracy=False, extracted=extracted, rule=RULE_SCHEMA)
-    except VerifierError as error:
-        raise VerifierError(f"verifier json: {error}") from error
-    if "equals" in wanted:
-        return Judgement(accuracy=same(value, wanted["equals"]), extracted=extracted, rule=RULE_EQUALS)
-    return Judgement(accuracy=True, extracted=extracted, rule=RULE_SCHEMA)
-
-
-def _wanted(ground_truth: str) -> dict[str, Any]:
-    wanted = load(ground_truth)
+    wanted = load(request.ground_truth)
     if not isinstance(wanted, dict) or not wanted or wanted.keys() - {"equals", "schema"}:
         raise VerifierError(
             'verifier json: the ground truth must be a JSON object with "equals", "schema", or both, with each key '
             "once and numbers that a double can hold"
         )
-    return wanted
+    schema = Schema(wanted["schema"]) if "schema" in wanted else None
+    value, text = last(request.response)
+    if value is ABSENT:
+        return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
+    valid = schema is None or schema.holds(value)
+    equal = valid and ("equals" not in wanted or same(value, wanted["equals"]))
+    rule = RULE_EQUALS if valid and "equals" in wanted else RULE_SCHEMA
+    return Judgement(accuracy=equal, extracted=text[:EXTRACTED_LIMIT], rule=rule)
 
 
 def same(given: Any, wanted: Any) -> bool:
@@ -88,11 +79,13 @@ class Schema:
             resolver = Registry().with_resource("", root).resolver()
             _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
-            raise VerifierError(f"the schema is not valid: {str(error)[:120]}") from error
+            raise VerifierError(f"verifier json: the schema is not valid: {str(error)[:120]}") from error
         except Unresolvable as error:
-            raise VerifierError(f"the schema refers to what it does not hold: {str(error)[:120]}") from error
+            raise VerifierError(
+                f"verifier json: the schema refers to what it does not hold: {str(error)[:120]}"
+            ) from error
         except RecursionError:
-            raise VerifierError("the schema is nested too deep") from None
+            raise VerifierError("verifier json: the schema is nested too deep") from None
         self._validator = kind(schema, registry=Registry())
 
     def holds(self, value: Any) -> bool:
@@ -105,7 +98,9 @@ class Schema:
             return bool(self._validator.is_valid(value))
         except RecursionError:
             if _depth(value) <= _SHALLOW:
-                raise VerifierError("the schema leads back to itself and its checking never ends") from None
+                raise VerifierError(
+                    "verifier json: the schema leads back to itself and its checking never ends"
+                ) from None
             return False
 
 
@@ -114,20 +109,13 @@ def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
 
     Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
     """
-    done: set[int] = set()
-    for start in _objects(schema):
-        path: list[int] = []
-        todo: list[tuple[Any, bool]] = [(start, False)]
-        while todo:
-            subschema, leaving = todo.pop()
-            if leaving:
-                done.add(path.pop())
-            elif id(subschema) in path:
-                raise VerifierError("the schema leads back to itself on the same value: its checking never ends")
-            elif isinstance(subschema, dict) and id(subschema) not in done:
-                path.append(id(subschema))
-                todo.append((subschema, True))
-                todo.extend((each, False) for each in _in_place(subschema, lookup))
+    parts = {id(each): [id(part) for part in _in_place(each, lookup)] for each in _objects(schema)}
+    try:
+        TopologicalSorter(parts).prepare()
+    except CycleError:
+        raise VerifierError(
+            "verifier json: the schema leads back to itself on the same value: its checking never ends"
+        ) from None
 
 
 def _in_place(schema: dict[str, Any], lookup: Callable[[str], Any]) -> Iterator[Any]:

@@ -7,8 +7,9 @@ from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
-from reward.answer.option import labelled, option
+from reward.answer.option import OPTION, labelled, option
 from reward.answer.read import Answer, read, read_truth
+from reward.answer.rule_tables import WORDS, Rewriting, patterns
 from reward.answer.text import clean, compact, plain_characters
 from reward.verdict import (
     EXTRACTED_LIMIT,
@@ -20,22 +21,13 @@ from reward.verdict import (
     check_length,
 )
 
-_PLAIN_INTEGER = re.compile(r"(?:[\s$*`]|\\[(\[])*([+-]?\d{1,18})(?:[\s$*`.]|\\[)\]])*", re.ASCII)
-_PLACEHOLDER_WORDS = r"""
-    answer finalanswer youranswer theanswer answerhere <answer> [answer] (answer) n x ? ... \boxed{} final_answer
-    [youranswer] <youranswer> youranswerhere
-"""
-_PLACEHOLDERS = frozenset(_PLACEHOLDER_WORDS.split())
-# `2x`, `-x`, `|x|`, `x^2`, `x+1`, `x/2`; not `m+n`, `f(2)` or `a_5`, which a question may well ask for.
-_IN_ONE_UNKNOWN = re.compile(
-    r"-?\d+\*?[a-z]|-[a-z]|\|[a-z]\||[a-z]\^\{?\d+\}?|-?\d*[a-z][-+*/]\d+|\d+[-+*/][a-z]|\\frac\{[a-z]\}\{\d+\}"
-)
-_ARITHMETIC = re.compile(r"(?:[-+*/().{}\d]|\\(?:cdot|times|div|[dt]?frac))+", re.ASCII)
+_PATTERNS = patterns("comparison")
+_PLAIN_INTEGER = _PATTERNS["plain_integer"]
+_PLACEHOLDERS = frozenset(WORDS["placeholders"]["texts"].split())
 _NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _OPTION = re.compile(r"\(?([A-J])\)?")
-_OPTION_IN_WORDS = re.compile(r"[a-z ]*\b(?:answer|option|choice)(?: is)?\s*:?\s*\(?[A-J]\)?", re.IGNORECASE)
 _PROMPT_LIMIT = 20_000
-_OPERATORS = re.compile(r"[-+*/^!]|\\[A-Za-z]")
+_one_spelling = Rewriting("spelling")
 
 
 def judge(request: VerificationRequest) -> Judgement | Deferred:
@@ -77,7 +69,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if len(statement.text) > LINE_LIMIT:
         extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
-    stated = _read_short(statement.text) if len(statement.text) <= EXTRACTED_LIMIT else _read(statement.text)
+    stated = _read(statement.text)
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
@@ -101,12 +93,10 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     return Deferred(answer=form[0], truth=form[1], extracted=extracted)
 
 
+@lru_cache(maxsize=1024)
 def _read(text: str) -> Answer:
+    """Cached: a group's responses often state the same answer in the same words."""
     return read(clean(text), sentences=True)
-
-
-_read_short = lru_cache(maxsize=4096)(_read)
-"""A group's responses often state the same answer in the same words."""
 
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
@@ -130,7 +120,7 @@ def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
         return answer
     label = labelled(answer.text)
     if asked := _OPTION.fullmatch(truth.text):
-        in_words = option(answer.text) if _OPTION_IN_WORDS.fullmatch(answer.text) else None
+        in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
     return read(label[1]) if label and labelled(truth.text) is None else answer
 
@@ -146,7 +136,7 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
 
 def _is_unsolved(answer: Answer, prompt: str) -> bool:
     """Whether the right side is stated of an expression in one unknown, for which the question does not ask."""
-    return bool(_IN_ONE_UNKNOWN.fullmatch(answer.name)) and _spelling(answer.name) not in _spelling(prompt)
+    return bool(_PATTERNS["in_one_unknown"].fullmatch(answer.name)) and _spelling(answer.name) not in _spelling(prompt)
 
 
 def _is_echo(answer: Answer, prompt: str) -> bool:
@@ -157,9 +147,9 @@ def _is_echo(answer: Answer, prompt: str) -> bool:
     if not prompt or (answer.number is not None and not answer.number.unreduced):
         return False
     body = _spelling(answer.body)
-    if not _OPERATORS.search(body):
+    if not _PATTERNS["operators"].search(body):
         return False
-    return body in _spelling(prompt) or (bool(_ARITHMETIC.fullmatch(body)) and _in_order(body, prompt))
+    return body in _spelling(prompt) or (bool(_PATTERNS["arithmetic"].fullmatch(body)) and _in_order(body, prompt))
 
 
 def _in_order(body: str, prompt: str) -> bool:
@@ -177,8 +167,7 @@ def _numerals(text: str) -> list[str]:
 @lru_cache(maxsize=256)
 def _spelling(text: str) -> str:
     """Without spaces, dollars and layout, so that one expression has one spelling in a question and in an answer."""
-    text = plain_characters(text).replace("\\left", "").replace("\\right", "").replace("\\dfrac", "\\frac")
-    return compact(text.replace("$", "").replace("\\,", "").replace("{,}", ","))
+    return compact(_one_spelling(plain_characters(text)))
 
 
 def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
