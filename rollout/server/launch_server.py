@@ -62,7 +62,8 @@ _ENTRY_POINT = "rollout.cpu.plugin:register"
 
 def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
-    if "cpu" not in _values(arguments, "--device"):
+    # SGLang's list of arguments is to be had on any machine, also where no GPU package is.
+    if "cpu" not in _values(arguments, "--device") and "--help" not in arguments:
         return OFFLINE | SERVER | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
     deterministic = "--enable-deterministic-inference" in arguments
     mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST

@@ -91,18 +91,17 @@ class Stored:
             start = chunk.rank * chunk.shape[0]
             return in_dtype(source.read(chunk.half, 0, start, start + chunk.shape[0]), dtype)
         shard = torch.empty(chunk.shape, dtype=dtype)
-        first, *others = self.shards.blocks(shard, chunk.rank, ranks)
-        if not others and first.part.numel() == shard.numel():  # what is read need not be copied once more
-            return in_dtype(source.read(first.name, first.dim, first.start, first.stop), dtype)
+        (part, name, start, stop), *others = self.shards.blocks(shard, chunk.rank, ranks)
+        if not others and part.numel() == shard.numel():  # what is read need not be copied once more
+            return in_dtype(source.read(name, self.shards.dim or 0, start, stop), dtype)
         self.shards.load(shard, source.read, chunk.rank, ranks)
         return shard
 
     def full(self, whole: Tensor) -> dict[str, Tensor]:
         """The Hugging Face tensors of the parameter as the checkpoint has it, padding included; views where they can
         be."""
-        return {
-            block.name: block.part.reshape(self.shards.shapes[block.name]) for block in self.shards.blocks(whole, 0, 1)
-        }
+        shapes = self.shards.shapes
+        return {name: part.reshape(shapes[name]) for part, name, _, _ in self.shards.blocks(whole, 0, 1)}
 
 
 def checkpoint_name(name: str) -> tuple[str, int | None]:
