@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -21,8 +22,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
-
-from rollout.server import end_with
 
 STACK_LINES = 12
 """Innermost lines of a hanging rank's stack that an error shows."""
@@ -102,8 +101,7 @@ class RankPool(contextlib.ExitStack):
     def _start(self, rank: int) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, self._device, rank, self._folder, os.getpid())
-        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -142,7 +140,7 @@ class RankPool(contextlib.ExitStack):
         return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
 
 
-def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: str, parent: int) -> None:
+def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: str) -> None:
     """The worker's life: one function after the other until the parent is gone."""
     # Before torch is imported, which reads them.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -153,8 +151,7 @@ def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: 
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     # An interrupt from the keyboard goes to the whole group: the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A killed parent cannot end its workers, and one that waits in a collective would not see the closed pipe.
-    end_with(parent)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     from megatron_dapo.actor.device import prepare
@@ -173,6 +170,14 @@ def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: 
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
         _take_down()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and one that waits in a collective would not see the closed pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _take_down() -> None:

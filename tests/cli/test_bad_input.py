@@ -138,4 +138,4 @@ def test_a_model_config_that_is_no_json(run, tmp_path):
 
 def test_a_ray_cluster_that_is_not_there(run, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    expect(run(), ExitCode.TRAINER, "RAY_ADDRESS = 127.0.0.1:1", "nothing answers")
+    expect(run(), ExitCode.TRAINER, "RAY_ADDRESS = 127.0.0.1:1", "no Ray answers there")

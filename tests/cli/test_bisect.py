@@ -13,6 +13,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
 from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
+from megatron_dapo.diagnostics.response_log import EvaluationError
 from tests.processes import ROOT
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -29,7 +30,7 @@ def test_what_cannot_be_bisected_is_said(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"no config\.yaml there"):
         bisect(tmp_path)
     shutil.copy(CONFIG, tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="no weights in Hugging Face format"):
+    with pytest.raises(EvaluationError, match="no weights in Hugging Face format"):
         bisect(tmp_path)
     with pytest.raises(ConfigError, match="'Megatron TP=1'"):
         bisect(CONFIG, skip=["Megatron"])
