@@ -203,5 +203,7 @@ def test_an_objective_of_ones_own_is_certified(monkeypatch, capsys):
 
 
 def test_a_config_that_cannot_be_certified_here_says_why():
-    with pytest.raises(ConfigError, match="actor.layout.tensor = 3: must divide the model's num_key_value_heads = 2"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.layout\.tensor = 3: must divide the model's num_key_value_heads = 2"
+    ):
         exit_code("actor.layout.tensor=3")
