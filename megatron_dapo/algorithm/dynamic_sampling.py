@@ -82,6 +82,16 @@ class PassRate:
         kept = self.prior_kept + self.kept
         return kept / (kept + self.prior_filtered + self.filtered)
 
+    def upper(self, caution: float) -> float:
+        """An upper bound of the share: the mean plus `caution` standard deviations of the posterior, at most 1.
+
+        To send as many prompts as this bound asks for leaves no large surplus, however little was measured so far: the
+        rest is sent as the groups are judged. Example: PassRate.start(0.5).upper(5) is 1, so N prompts are sent for the
+        first N groups; after 300 kept of 600 it is 0.60.
+        """
+        mean, groups = self.mean, self.prior_kept + self.prior_filtered + self.kept + self.filtered
+        return min(1.0, mean + caution * math.sqrt(mean * (1 - mean) / (groups + 1)))
+
     def update(self, *, kept: int, filtered: int) -> "PassRate":
         """The estimate after `kept` + `filtered` more groups, which count alike: their order does not matter."""
         fade = (1 - 1 / self.memory) ** (kept + filtered)

@@ -51,6 +51,7 @@ def save_progress(progress: Progress, folder: Path) -> None:
         "weight_version": progress.weight_version,
         "cursor": progress.sampler.cursor,
         "pass_rate": asdict(progress.sampler.pass_rate),
+        "sent_with": progress.sampler.sent_with,
     }
     save_groups(folder, "progress", progress.sampler.carried, extra)
 
@@ -67,7 +68,12 @@ def load_progress(folder: Path) -> Progress:
             rollout_step=extra["rollout_step"],
             optimizer_step=extra["optimizer_step"],
             weight_version=extra["weight_version"],
-            sampler=SamplerState(cursor=extra["cursor"], pass_rate=PassRate(**extra["pass_rate"]), carried=carried),
+            sampler=SamplerState(
+                cursor=extra["cursor"],
+                pass_rate=PassRate(**extra["pass_rate"]),
+                carried=carried,
+                sent_with=tuple(extra.get("sent_with", ())),
+            ),
         )
     except (KeyError, TypeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None

@@ -58,6 +58,9 @@ class SamplerState:
     carried: tuple[ScoredGroup, ...]
     """Finished groups of positions from cursor on, in order. Positions missing in between were in flight: a resumed run
     sends them again."""
+    sent_with: tuple[int, ...] = ()
+    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
+    token's counts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +83,10 @@ class DynamicSampler:
     def __init__(self, config: AlgorithmConfig, generate: GenerateGroup, ledger: Ledger, state: SamplerState) -> None:
         self._config, self._generate, self._ledger = config, generate, ledger
         self._cursor, self._pass_rate = state.cursor, state.pass_rate
-        self._restored = {group.position: group for group in state.carried}
+        versions = state.sent_with or [group.weight_version for group in state.carried]
+        self._restored = {
+            group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
+        }
         self._flight: deque[_Sent] = deque()
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
@@ -97,10 +103,16 @@ class DynamicSampler:
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
         as carried; those in flight are not in it."""
-        carried = (*self._restored.values(), *(sent.group.result() for sent in self._flight if sent.finished))
-        for group in carried:
+        finished = [(sent.group.result(), sent.version) for sent in self._flight if sent.finished]
+        carried = [*self._restored.values(), *finished]
+        for group, _ in carried:
             self._record(Event.CARRIED, group, rollout_step)
-        return SamplerState(cursor=self._cursor, pass_rate=self._pass_rate, carried=carried)
+        return SamplerState(
+            cursor=self._cursor,
+            pass_rate=self._pass_rate,
+            carried=tuple(group for group, _ in carried),
+            sent_with=tuple(version for _, version in carried),
+        )
 
     async def fill(
         self,
@@ -129,7 +141,7 @@ class DynamicSampler:
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
             end = self._cursor + int(times * (wanted + ahead))
             batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, end)
-            predicted = min(limit, self._needed(wanted, 0, ahead))
+            predicted = min(limit, self._needed(wanted, 0, ahead, caution=0.0))
             while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
                 self._decide(await self._head(self._failure), batch)
@@ -163,24 +175,25 @@ class DynamicSampler:
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
-    def _needed(self, missing: int, in_flight: int, ahead: int) -> int:
+    def _needed(self, missing: int, in_flight: int, ahead: int, caution: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
-        sampling = self._config.dynamic_sampling
+        sampling, rate = self._config.dynamic_sampling, self._pass_rate
         if not sampling.enabled:
             return max(0, missing - in_flight)
-        # The look-ahead is reserve enough; more of it would only be too old when its turn comes.
-        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, 0.0 if ahead else sampling.margin)
+        if ahead:  # reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle
+            return prompts_to_dispatch(missing, in_flight, rate.mean)
+        return prompts_to_dispatch(missing, in_flight, rate.upper(caution), sampling.margin)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
         too old. Returns how many groups that were, and the tokens of the finished ones."""
         tokens = 0
         for position in range(self._cursor, max(self._restored, default=-1) + 1):
-            group = self._restored.pop(position, None)
-            if group is None:
-                self._flight.append(self._send(position, rollout_step, weight_version))
+            if position in self._restored:
+                group, version = self._restored.pop(position)
+                self._flight.append(_Sent(position=position, version=version, group=_already(group)))
             else:
-                self._flight.append(_Sent(position=position, version=group.weight_version, group=_already(group)))
+                self._flight.append(self._send(position, rollout_step, weight_version))
         limit = self._config.dynamic_sampling.max_staleness
         too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
         await _end([self._flight[at].group for at in too_old])
@@ -198,7 +211,8 @@ class DynamicSampler:
     def _dispatch(self, batch: "_Batch") -> None:
         missing = batch.wanted - len(batch.kept) + batch.ahead
         begin = self._cursor + len(self._flight)
-        end = min(begin + self._needed(missing, len(self._flight), batch.ahead), batch.end)
+        caution = self._config.dynamic_sampling.caution
+        end = min(begin + self._needed(missing, len(self._flight), batch.ahead, caution), batch.end)
         for position in range(begin, end):
             self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
 

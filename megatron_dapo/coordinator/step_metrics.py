@@ -171,6 +171,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
     return {
         "sampling/generated": len(admission.generated),
         "sampling/kept": useful,
+        "sampling/batch_share": len(admission.kept) / wanted,
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
         "sampling/all_wrong": sum(group.correct == 0 for group in decided),
         "sampling/carried": admission.carried,

@@ -262,6 +262,12 @@ def no_useful_group(run: HealthMonitor) -> str | None:
     return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < run.limits.pass_rate else None
 
 
+@_rule("A few groups get a full optimizer step (Algorithm 1 goes on sampling).", "algorithm.dynamic_sampling.on_limit")
+def small_batch(run: HealthMonitor) -> str | None:
+    share = run.now("sampling/batch_share")
+    return f"only {share:.0%} of the wanted groups were trained on" if share < 1 else None
+
+
 def _points(change: float) -> str:
     """A difference of shares, in percentage points."""
     return f"{100 * change:+.1f} points"

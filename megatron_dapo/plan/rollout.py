@@ -60,7 +60,7 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
     for _ in range(steps):
         step = RolloutStep(fleet, source, carried if sampling.max_staleness else deque())
         while missing := algorithm.prompts_per_step - len(step.kept):
-            expected = rate.mean if sampling.enabled else 1.0
+            expected = rate.upper(sampling.caution) if sampling.enabled else 1.0
             more = prompts_to_dispatch(missing, len(step.flight), expected, sampling.margin)
             step.dispatch(min(more, limit - step.groups))
             if not step.flight:

@@ -19,6 +19,8 @@ from tests.ledger_check import check_ledger
 from tests.simulation.virtual_time import run_virtually
 
 GROUP = 4
+CARRYING = {"max_staleness": 1, "caution": 0.0, "margin": 2.0}
+"""A surplus, so that there is something to carry."""
 
 
 def fates_of(batch) -> dict[str, int]:
@@ -79,7 +81,7 @@ def make(tmp_path):
             prompts_per_step=prompts,
             group_size=GROUP,
             mini_batch_responses=GROUP,
-            dynamic_sampling=DynamicSamplingConfig(**dynamic),
+            dynamic_sampling=DynamicSamplingConfig(**CARRYING | dynamic),
         )
         ledger = Ledger(tmp_path / name)
         start = state or SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
@@ -267,3 +269,17 @@ def test_a_failure_ends_the_others_and_is_not_lost(make):
         assert len(asyncio.all_tasks()) == 1, "no task is left behind"
 
     asyncio.run(run())
+
+
+def test_by_default_no_group_is_trained_that_other_weights_drew_and_little_is_sent_twice(make):
+    """Eq. 8 draws from the pi_old of its ratio."""
+    paper = DynamicSamplingConfig()
+    defaults = {"max_staleness": paper.max_staleness, "caution": paper.caution, "margin": paper.margin}
+    script = Script(useful=0.7)
+    sampler, _ = make(script, prompts=64, **defaults)
+    batches = steps(sampler, 6)
+    for step, batch in enumerate(batches):
+        assert {each.weight_version for each in batch.kept} == {step}
+        assert batch.carried < 0.15 * 64
+    decided = sum(len(batch.kept) + len(batch.filtered) for batch in batches)
+    assert len(script.made) < 1.1 * decided

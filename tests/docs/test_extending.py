@@ -73,7 +73,8 @@ def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
 
 
 def test_the_objective_is_what_its_text_says(tmp_path) -> None:
-    from megatron_dapo.algorithm.policy_loss import LossColumns, PolicyObjective
+    from megatron_dapo.algorithm.policy_loss import PolicyObjective
+    from megatron_dapo.algorithm.token_loss import LossColumns
 
     objective = imported(written("detached_clip.py", tmp_path)).DetachedClipObjective(high=0.28)
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)

@@ -56,6 +56,7 @@ SICK = {
     "overfitting": {"evaluation__sampled": [None] * 9 + [0.5] + [None] * 9 + [0.4]},
     "all_correct": {"sampling__all_correct": 90, "accuracy__mean": 0.8},
     "no_signal": {"grad_norm": 0.0},
+    "small_batch": {"sampling__batch_share": 1 / 32},
 }
 
 
