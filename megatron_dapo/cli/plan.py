@@ -109,7 +109,7 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
         console.print(_split_table(plan, splits))
     work = case.workload
     sampling = f"dynamic sampling keeps {work.pass_rate:.0%} of the groups"
-    if not case.config.algorithm.dynamic_sampling.enabled:
+    if case.config.algorithm.dynamic_sampling.filter == "off":
         sampling = "every group is trained: dynamic sampling is off"
     elif work.pass_rate < (case.constants.pass_rate or 0):
         sampling += f" (groups of {work.group_size} have both right and wrong answers no more often)"

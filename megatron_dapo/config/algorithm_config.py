@@ -105,8 +105,10 @@ class ImportanceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DynamicSamplingConfig:
-    enabled: bool = True
-    """Keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full."""
+    filter: Literal["refill", "drop", "off"] = "refill"
+    """`refill`: keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full. `drop`:
+    leave the other groups out and train on fewer (ScaleRL). `off`: train on all. Its old name is `enabled`: true or
+    false."""
 
     max_oversampling: float = Field(default=10.0, ge=1.0)
     """At most this many times `prompts_per_step` prompts are decided for one batch."""
@@ -118,10 +120,10 @@ class DynamicSamplingConfig:
     initial_pass_rate: Fraction = 0.5
     """Share of groups expected to be kept before any was measured."""
 
-    caution: NonNegativeFloat = 5.0
+    caution: NonNegativeFloat = 2.0
     """How far above its mean the share of kept groups is assumed when prompts are sent, in standard deviations of what
-    was measured so far. 0: the mean; the first batch may then send several times what it needs. Not used with `ahead`
-    in async mode."""
+    was measured, and further while little was. 2: no batch sends two standard deviations more than it needs. 0: the
+    mean; the first batch may send several times what it needs. Not used with `ahead` in async mode."""
 
     margin: NonNegativeFloat = 0.0
     """Extra prompts sent at the beginning of a batch, in standard deviations of the number of kept groups. With

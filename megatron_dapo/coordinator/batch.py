@@ -186,7 +186,8 @@ def mini_batches(
         )
 
     per_batch = algorithm.mini_batch_responses // group_size
-    return [mini_batch(members[at : at + per_batch].reshape(-1)) for at in range(0, groups, per_batch)]
+    # In equal parts: of 33 groups, with room for 32, no mini-batch is left with one.
+    return [mini_batch(part.reshape(-1)) for part in np.array_split(members, -(-groups // per_batch))]
 
 
 def chunk_size(groups: int) -> int:

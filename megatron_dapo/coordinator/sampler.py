@@ -10,8 +10,9 @@ long one. How many prompts to dispatch follows from the groups decided so far, n
 the same run gives the same batches.
 
 What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
-it is finished by then. With look-ahead so much is dispatched that the next batches are being written while the actor
-trains, and what is unfinished then survives the new weights.
+it is finished by then; or, with `max_staleness` = 0, given up at once, since the next step would send it again. With
+look-ahead so much is dispatched that the next batches are being written while the actor trains, and what is unfinished
+then survives the new weights.
 
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
 and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
@@ -135,7 +136,7 @@ class DynamicSampler:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
-        times = sampling.max_oversampling if sampling.enabled else 1.0
+        times = sampling.max_oversampling if sampling.filter == "refill" else 1.0
         limit = int(times * wanted)
         try:
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
@@ -147,7 +148,12 @@ class DynamicSampler:
                 self._decide(await self._head(self._failure), batch)
             self._check_limit(batch)
             self._dispatch(batch)
-            if ahead == 0:
+            discarded, discarded_tokens = 0, 0
+            if ahead == 0 and sampling.max_staleness == 0:
+                discarded = len(self._flight)
+                discarded_tokens = await self._expire(range(discarded), rollout_step)
+                self._flight.clear()
+            elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
             await self.close()
@@ -162,9 +168,11 @@ class DynamicSampler:
             in_flight=len(self._flight) - len(finished),
             expired=expired,
             expired_tokens=expired_tokens,
+            discarded=discarded,
+            discarded_tokens=discarded_tokens,
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
-            limit_reached=len(batch.kept) < wanted,
+            limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
         )
 
     async def close(self) -> None:
@@ -178,7 +186,7 @@ class DynamicSampler:
     def _needed(self, missing: int, in_flight: int, ahead: int, caution: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
         sampling, rate = self._config.dynamic_sampling, self._pass_rate
-        if not sampling.enabled:
+        if sampling.filter != "refill":
             return max(0, missing - in_flight)
         if ahead:  # reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle
             return prompts_to_dispatch(missing, in_flight, rate.mean)
@@ -187,7 +195,6 @@ class DynamicSampler:
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
         too old. Returns how many groups that were, and the tokens of the finished ones."""
-        tokens = 0
         for position in range(self._cursor, max(self._restored, default=-1) + 1):
             if position in self._restored:
                 group, version = self._restored.pop(position)
@@ -196,22 +203,31 @@ class DynamicSampler:
                 self._flight.append(self._send(position, rollout_step, weight_version))
         limit = self._config.dynamic_sampling.max_staleness
         too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
-        await _end([self._flight[at].group for at in too_old])
+        tokens = await self._expire(too_old, rollout_step)
         for at in too_old:
-            sent = self._flight[at]
-            spent = sent.group.result().tokens if sent.finished else None
-            tokens += spent or 0
-            prompt, version = sent.position, sent.version
-            self._ledger.record(
-                Event.EXPIRED, prompt=prompt, rollout_step=rollout_step, weight_version=version, tokens=spent
-            )
-            self._flight[at] = self._send(prompt, rollout_step, weight_version)
+            self._flight[at] = self._send(self._flight[at].position, rollout_step, weight_version)
         return len(too_old), tokens
 
+    async def _expire(self, places: Sequence[int], rollout_step: int) -> int:
+        """End what is in flight at these places, and write it down. Returns the tokens of what was finished."""
+        groups = [self._flight[at] for at in places]
+        await _end([sent.group for sent in groups])
+        tokens = [sent.group.result().tokens if sent.finished else None for sent in groups]
+        for sent, spent in zip(groups, tokens, strict=True):
+            self._ledger.record(
+                Event.EXPIRED,
+                prompt=sent.position,
+                rollout_step=rollout_step,
+                weight_version=sent.version,
+                tokens=spent,
+            )
+        return sum(spent or 0 for spent in tokens)
+
     def _dispatch(self, batch: "_Batch") -> None:
-        missing = batch.wanted - len(batch.kept) + batch.ahead
+        sampling = self._config.dynamic_sampling
+        filled = len(batch.kept) if sampling.filter == "refill" else batch.decided
+        missing, caution = batch.wanted - filled + batch.ahead, sampling.caution
         begin = self._cursor + len(self._flight)
-        caution = self._config.dynamic_sampling.caution
         end = min(begin + self._needed(missing, len(self._flight), batch.ahead, caution), batch.end)
         for position in range(begin, end):
             self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
@@ -243,7 +259,7 @@ class DynamicSampler:
         self._cursor += 1
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
-        if useful or not self._config.dynamic_sampling.enabled:
+        if useful or self._config.dynamic_sampling.filter == "off":
             batch.kept.append(group)
             batch.on_kept(group)
         else:
@@ -266,7 +282,7 @@ class DynamicSampler:
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )
-        if self._config.dynamic_sampling.on_limit == "stop":
+        if self._config.dynamic_sampling.filter == "refill" and self._config.dynamic_sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 
 

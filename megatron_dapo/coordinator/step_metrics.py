@@ -167,16 +167,19 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
     decided, generated = (*admission.kept, *admission.filtered), admission.generated or admission.kept
+    if admission.discarded:  # whose short groups were finished, and whose long ones were not
+        generated = decided
     useful = sum(keep_group(group.correct, len(group.responses)) for group in decided)
     return {
         "sampling/generated": len(admission.generated),
         "sampling/kept": useful,
-        "sampling/batch_share": len(admission.kept) / wanted,
+        "sampling/batch_share": len(admission.kept) / wanted if admission.limit_reached else 1.0,
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
         "sampling/all_wrong": sum(group.correct == 0 for group in decided),
         "sampling/carried": admission.carried,
         "sampling/in_flight": admission.in_flight,
         "sampling/expired": admission.expired,
+        "sampling/discarded": admission.discarded,
         "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
@@ -185,6 +188,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "tokens/all_wrong": sum(group.tokens for group in admission.filtered if not group.correct),
         "tokens/carried": admission.carried_tokens,
         "tokens/expired": admission.expired_tokens,
+        "tokens/discarded": admission.discarded_tokens,
         "bias/accepted_length": _mean(admission.kept, _length),
         "bias/generated_length": _mean(generated, _length),
         "bias/accepted_accuracy": _mean(admission.kept, _accuracy),

@@ -191,7 +191,7 @@ def length_explosion(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.enabled")
+@_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.filter")
 def length_collapse(run: HealthMonitor) -> str | None:
     """Responses shrink and accuracy falls: the length penalty is optimised instead of the answer."""
     early, recent = run.early("response_length/mean"), run.recent("response_length/mean")
@@ -250,7 +250,7 @@ def all_correct(run: HealthMonitor) -> str | None:
 _NO_SPREAD = "Groups without spread have advantage 0 (eq. 9, section 3.2)."
 
 
-@_rule(_NO_SPREAD, "algorithm.dynamic_sampling.enabled", name="no_signal")
+@_rule(_NO_SPREAD, "algorithm.dynamic_sampling.filter", name="no_signal")
 def no_gradient(run: HealthMonitor) -> str | None:
     norm = run.now("grad_norm")
     return f"the gradient norm is {norm:.2g}" if norm < run.limits.gradient else None

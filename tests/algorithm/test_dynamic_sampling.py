@@ -1,6 +1,7 @@
 """Which groups are kept, and how many more prompts are sent."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -122,7 +123,10 @@ def test_no_batch_sends_more_than_two_standard_deviations_beyond_its_need(rate):
 
 
 def test_the_upper_bound_is_that_of_the_docstring():
-    assert PassRate.start(0.5).upper(5.0) == 1.0
-    later = PassRate.start(0.5, memory=1e9).update(kept=300, filtered=300)
-    assert later.upper(5.0) == pytest.approx(0.5 + 5 * math.sqrt(0.25 / 605))
-    assert later.upper(0.0) == later.mean
+    start = PassRate.start(0.5)
+    assert start.upper(2.0) == 1.0
+    some = replace(start, kept=300.0, filtered=300.0)
+    assert some.upper(2.0) == pytest.approx(0.5 + 2 * (1 + math.sqrt(math.log(2048 / 604) / 2)) * math.sqrt(0.25 / 605))
+    assert some.upper(2.0) == pytest.approx(0.57, abs=0.005)
+    assert replace(start, kept=1024.0, filtered=1024.0).upper(2.0) == pytest.approx(0.52, abs=0.005)
+    assert some.upper(0.0) == some.mean

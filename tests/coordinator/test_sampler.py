@@ -198,15 +198,41 @@ def test_the_margin_spares_most_batches_a_second_round(make):
 
 def test_carried_groups_that_are_too_old_are_generated_again(make):
     script = Script(useful=1.0)
-    sampler, ledger = make(script, initial_pass_rate=0.25, max_staleness=0)
-    first, second = steps(sampler, 2)
+    sampler, ledger = make(script, initial_pass_rate=0.25, max_staleness=1)
+
+    async def run():
+        first = await sampler.fill(1, 0)
+        return first, await sampler.fill(2, 2)  # two updates later
+
+    first, second = ran(run())
     ledger.close()
     assert first.carried > 0
     assert second.expired == first.carried
-    assert all(g.weight_version == 1 for g in second.kept)
+    assert all(g.weight_version == 2 for g in second.kept)
     events = read_ledger(ledger._path)
     check_ledger(events)
     assert sum(event["event"] == "expired" for event in events) == second.expired
+
+
+def test_without_staleness_the_surplus_is_given_up_when_the_batch_is_full_and_nobody_waits_for_it(make):
+    async def slow_after_the_batch(position, version):
+        await asyncio.sleep(1 if position < 8 else 10_000)
+        return group(position, 2, 3, version)
+
+    sampler, ledger = make(slow_after_the_batch, max_staleness=0)
+
+    async def run():
+        first = await sampler.fill(1, 0)
+        return first, asyncio.get_running_loop().time(), sampler.snapshot(1)
+
+    first, seconds, state = ran(run())
+    ledger.close()
+    assert seconds < 100
+    assert first.discarded > 0
+    assert (first.carried, first.in_flight, first.discarded_tokens, state.carried) == (0, 0, 0, ())
+    events = read_ledger(ledger._path)
+    check_ledger(events)
+    assert sum(event["event"] == "expired" for event in events) == first.discarded
 
 
 @pytest.mark.parametrize("max_staleness", [0, 9])
@@ -222,10 +248,11 @@ def test_every_token_has_one_fate(make, max_staleness):
         spent = sum(g.tokens for g in batch.kept) + sum(fates.values())
         assert sum(g.tokens for g in batch.generated) + before == spent
         before = fates["tokens/carried"]
-    assert (sum(batch.expired_tokens for batch in batches) > 0) == (max_staleness == 0)
+    assert (sum(batch.discarded_tokens for batch in batches) > 0) == (max_staleness == 0)
     written = count_outcomes(ledger._path, [])
     for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
-        assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches)
+        given_up = sum(fates_of(batch)["tokens/discarded"] for batch in batches) if name == "expired" else 0
+        assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches) + given_up
 
 
 def test_carried_groups_within_the_bound_are_used_as_they_are(make):
@@ -251,7 +278,7 @@ def test_at_the_limit_the_smaller_batch_is_trained_or_the_run_stops(make):
 
 
 def test_without_dynamic_sampling_every_group_is_kept(make):
-    sampler, _ = make(Script(), enabled=False)
+    sampler, _ = make(Script(), filter="off")
     batches = steps(sampler, 2)
     assert [g.position for b in batches for g in b.kept] == list(range(16))
 
@@ -280,6 +307,23 @@ def test_by_default_no_group_is_trained_that_other_weights_drew_and_little_is_se
     batches = steps(sampler, 6)
     for step, batch in enumerate(batches):
         assert {each.weight_version for each in batch.kept} == {step}
-        assert batch.carried < 0.15 * 64
+        assert batch.discarded < 0.15 * 64
     decided = sum(len(batch.kept) + len(batch.filtered) for batch in batches)
     assert len(script.made) < 1.1 * decided
+
+
+def test_drop_leaves_groups_without_spread_out_and_sends_no_others(make):
+    script = Script()
+    sampler, ledger = make(script, filter="drop", on_limit="stop")
+    batches = steps(sampler, 3)
+    ledger.close()
+    for number, batch in enumerate(batches):
+        positions = range(8 * number, 8 * number + 8)
+        assert [each.position for each in batch.kept] == [at for at in positions if script.draw(at)[1] == 2]
+        assert sorted(each.position for each in (*batch.kept, *batch.filtered)) == list(positions)
+        assert not batch.limit_reached
+        assert 0 < len(batch.kept) < 8
+    assert len(script.made) == 24
+    sampler, _ = make(Script(useful=0.0), name="none.jsonl", filter="drop")
+    with pytest.raises(OversamplingLimit, match="too hard or too easy"):
+        steps(sampler, 1)

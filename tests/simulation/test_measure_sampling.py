@@ -143,9 +143,10 @@ def test_no_token_is_lost_when_groups_are_given_up_and_weights_change():
     )
 
 
-def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path):
+@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1, "caution": 0.0, "margin": 1.0}, {"filter": "drop"}])
+def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, sampling):
     """Two implementations of the same: the product's sampler on modelled servers, and the planner's short account."""
-    config, prompts = algorithm(initial_pass_rate=0.5, margin=1.0), Prompts(replace(WORKLOAD, mean_prompt=50), 3)
+    config, prompts = algorithm(initial_pass_rate=0.5, **sampling), Prompts(replace(WORKLOAD, mean_prompt=50), 3)
 
     async def test():
         fleet = ModelledFleet(prompts, engines=1, slots=16, speed=Speed(fixed_s=0.01, context_s=1e-6, prefill_s=0.0))

@@ -3,7 +3,7 @@
 
     J_t = sg(min(pi(y_t) / mu(y_t), upper)) A log pi(y_t)         sg: no gradient
 
-mu is the engine that sampled the token: its kernels, its weights. One ratio corrects for the mismatch, for staleness and
+mu is the engine that sampled the token: its kernels, its weights. One ratio corrects for mismatch, for staleness and
 for the updates inside the rollout step, so there is no pi_old and no further correction.
 
 Example, A = +1, upper = 2: pi / mu = 0.5 has the gradient -0.5 in log pi, 1.5 has -1.5, 9 has -2.
