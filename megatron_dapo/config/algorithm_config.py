@@ -134,6 +134,16 @@ class DynamicSamplingConfig:
     """Largest age in weight versions of any trained token. 0: eq. 8 as it is written, and a step's surplus is generated
     again. 1: the surplus is carried over, with `importance.mode`'s correction. Older groups are generated again."""
 
+    retire_at: Fraction | None = None
+    """A prompt is not sent again once the share of right responses over its last `retire_groups` groups has reached
+    this (ScaleRL: 0.9). What a step finds out holds from the next one on. None: every prompt stays."""
+
+    retire_groups: PositiveInt = 1
+    """Groups of a prompt that `retire_at` looks at."""
+
+    retire_for: PositiveInt | None = None
+    """Rollout steps after which a retired prompt is sent again. None: never."""
+
     ahead: PositiveFloat = 1.0
     """With `run.mode: async`: batches that the servers generate ahead. Below `max_staleness` fewer groups expire."""
 

@@ -52,6 +52,7 @@ def save_progress(progress: Progress, folder: Path) -> None:
         "cursor": progress.sampler.cursor,
         "pass_rate": asdict(progress.sampler.pass_rate),
         "sent_with": progress.sampler.sent_with,
+        "history": [[prompt, step, rates] for prompt, (step, rates) in progress.sampler.history.items()],
     }
     save_groups(folder, "progress", progress.sampler.carried, extra)
 
@@ -73,6 +74,7 @@ def load_progress(folder: Path) -> Progress:
                 pass_rate=PassRate(**extra["pass_rate"]),
                 carried=carried,
                 sent_with=tuple(extra.get("sent_with", ())),
+                history={prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())},
             ),
         )
     except (KeyError, TypeError) as error:

@@ -110,6 +110,7 @@ class RunStart:
         """The started run. Raises what failed to start, with its own explanation."""
         began = time.monotonic()
         config, inputs, run_dir, console, stack = self._config, self._inputs, self._run_dir, self._console, self._stack
+        objective = objective_of(config.algorithm)  # a loss of one's own may be missing: before a server starts
         if config.run.resume:
             check_resume(config, inputs, run_dir)
         progress = await first_progress(config, run_dir)
@@ -137,7 +138,7 @@ class RunStart:
         limits = HealthLimits(mismatch_warn=config.monitor.mismatch_warn, mismatch_stop=config.monitor.mismatch_stop)
         responder = Responder(fleet=services.fleet, pool=pool, decoder=inputs.text.decoder)
         generator = self._generator(responder)
-        sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+        sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at)
         stack.push_async_callback(sampler.close)
         return RunContext(
             config=config,
@@ -153,7 +154,7 @@ class RunStart:
             evaluator=Evaluator(
                 config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=run_dir.path / EVALUATIONS
             ),
-            objective=objective_of(config.algorithm),
+            objective=objective,
             checkpoints=checkpoints,
             progress=progress,
             start_seconds=time.monotonic() - began,

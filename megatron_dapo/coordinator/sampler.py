@@ -22,7 +22,7 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
@@ -62,11 +62,13 @@ class SamplerState:
     sent_with: tuple[int, ...] = ()
     """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
     token's counts."""
+    history: Mapping[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
+    """Prompt -> the step of its last group, and the shares of right responses of its last ones; with `retire_at`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Sent:
-    """A position between cursor and next."""
+    """A position between cursor and next that is not passed over."""
 
     position: int
     version: int
@@ -81,9 +83,21 @@ class _Sent:
 class DynamicSampler:
     """Fills batches of `prompts_per_step` groups, in prompt order. Belongs to the event loop of its first `fill`."""
 
-    def __init__(self, config: AlgorithmConfig, generate: GenerateGroup, ledger: Ledger, state: SamplerState) -> None:
-        self._config, self._generate, self._ledger = config, generate, ledger
-        self._cursor, self._pass_rate = state.cursor, state.pass_rate
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        generate: GenerateGroup,
+        ledger: Ledger,
+        state: SamplerState,
+        prompt_at: Callable[[int], int] = lambda position: position,
+    ) -> None:
+        """`prompt_at`: position -> which prompt stands there."""
+        self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
+        self._next, self._pass_rate = state.cursor, state.pass_rate
+        self._history = dict(state.history)
+        self._retired: frozenset[int] = frozenset()
+        """Prompts that are not sent in this step."""
+        self._passed_over = 0
         versions = state.sent_with or [group.weight_version for group in state.carried]
         self._restored = {
             group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
@@ -109,7 +123,8 @@ class DynamicSampler:
         for group, _ in carried:
             self._record(Event.CARRIED, group, rollout_step)
         return SamplerState(
-            cursor=self._cursor,
+            cursor=self._flight[0].position if self._flight else self._next,
+            history=dict(self._history),
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
             sent_with=tuple(version for _, version in carried),
@@ -139,9 +154,9 @@ class DynamicSampler:
         times = sampling.max_oversampling if sampling.filter == "refill" else 1.0
         limit = int(times * wanted)
         try:
+            self._retired, self._passed_over = self._retired_at(rollout_step), 0
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
-            end = self._cursor + int(times * (wanted + ahead))
-            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, end)
+            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
             predicted = min(limit, self._needed(wanted, 0, ahead, caution=0.0))
             while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
@@ -152,6 +167,7 @@ class DynamicSampler:
             if ahead == 0 and sampling.max_staleness == 0:
                 discarded = len(self._flight)
                 discarded_tokens = await self._expire(range(discarded), rollout_step)
+                self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
             elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
@@ -170,6 +186,7 @@ class DynamicSampler:
             expired_tokens=expired_tokens,
             discarded=discarded,
             discarded_tokens=discarded_tokens,
+            retired=self._passed_over,
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
             limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
@@ -195,12 +212,14 @@ class DynamicSampler:
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
         too old. Returns how many groups that were, and the tokens of the finished ones."""
-        for position in range(self._cursor, max(self._restored, default=-1) + 1):
-            if position in self._restored:
-                group, version = self._restored.pop(position)
-                self._flight.append(_Sent(position=position, version=version, group=_already(group)))
+        last = max(self._restored, default=-1)
+        while self._next <= last:
+            if self._next in self._restored:
+                group, version = self._restored.pop(self._next)
+                self._flight.append(_Sent(position=self._next, version=version, group=_already(group)))
+                self._next += 1
             else:
-                self._flight.append(self._send(position, rollout_step, weight_version))
+                self._send_next(rollout_step, weight_version)
         limit = self._config.dynamic_sampling.max_staleness
         too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
         tokens = await self._expire(too_old, rollout_step)
@@ -227,10 +246,40 @@ class DynamicSampler:
         sampling = self._config.dynamic_sampling
         filled = len(batch.kept) if sampling.filter == "refill" else batch.decided
         missing, caution = batch.wanted - filled + batch.ahead, sampling.caution
-        begin = self._cursor + len(self._flight)
-        end = min(begin + self._needed(missing, len(self._flight), batch.ahead, caution), batch.end)
-        for position in range(begin, end):
-            self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
+        more = self._needed(missing, len(self._flight), batch.ahead, caution)
+        goal = min(len(self._flight) + more, batch.most - batch.decided)
+        passed_over = self._passed_over
+        while len(self._flight) < goal:
+            self._send_next(batch.rollout_step, batch.weight_version)
+            if self._passed_over - passed_over > 10 * len(self._retired):
+                raise OversamplingLimit(
+                    f"{len(self._retired)} prompts are retired (algorithm.dynamic_sampling.retire_at), hardly any is "
+                    "left; end the run, raise retire_at, or set retire_for"
+                )
+
+    def _send_next(self, rollout_step: int, weight_version: int) -> None:
+        """Send the next position, or pass it over if its prompt is retired."""
+        if self._retired and self._prompt_at(self._next) in self._retired:
+            self._passed_over += 1
+            self._ledger.record(
+                Event.RETIRED, prompt=self._next, rollout_step=rollout_step, weight_version=weight_version
+            )
+        else:
+            self._flight.append(self._send(self._next, rollout_step, weight_version))
+        self._next += 1
+
+    def _retired_at(self, rollout_step: int) -> frozenset[int]:
+        """Prompts whose last groups were right often enough, and not so long ago that they come back."""
+        sampling = self._config.dynamic_sampling
+        if sampling.retire_at is None:
+            return frozenset()
+        return frozenset(
+            prompt
+            for prompt, (step, rates) in self._history.items()
+            if len(rates) == sampling.retire_groups
+            and sum(rates) / len(rates) >= sampling.retire_at
+            and (sampling.retire_for is None or rollout_step - step <= sampling.retire_for)
+        )
 
     def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         self._ledger.record(Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version)
@@ -256,7 +305,10 @@ class DynamicSampler:
 
     def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
         self._flight.popleft()
-        self._cursor += 1
+        if self._config.dynamic_sampling.retire_at is not None:
+            _, before = self._history.get(group.prompt_index, (0, ()))
+            rates = (*before, group.correct / len(group.responses))[-self._config.dynamic_sampling.retire_groups :]
+            self._history[group.prompt_index] = (batch.rollout_step, rates)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
         if useful or self._config.dynamic_sampling.filter == "off":
@@ -304,8 +356,8 @@ class _Batch:
     on_kept: Callable[[ScoredGroup], None]
     wanted: int
     ahead: int
-    end: int
-    """First position that may not be dispatched."""
+    most: int
+    """Groups that may be decided or in flight."""
     kept: list[ScoredGroup] = field(default_factory=list)
     filtered: list[ScoredGroup] = field(default_factory=list)
 

@@ -82,6 +82,8 @@ class Admission:
     one (`max_staleness` 0); they are generated again."""
     discarded_tokens: int
     """Response tokens of those of them that were finished."""
+    retired: int
+    """Positions passed over because their prompt is retired."""
     generated: tuple[ScoredGroup, ...]
     """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
     predicted_groups: int

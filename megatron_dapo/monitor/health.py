@@ -41,6 +41,10 @@ class HealthLimits:
     """Recent entropy below this share of early entropy ..."""
     standstill: float = 0.02
     """... while accuracy gained less than this over the window before."""
+    entropy_growth: float = 3.0
+    """Recent entropy above this many times early entropy, without a gain in accuracy."""
+    repetition: float = 0.3
+    """Recent share of repeated runs of tokens."""
     solved: float = 0.95
     """Accuracy from which low entropy and all-right groups are success."""
     length_growth: float = 1.5
@@ -180,6 +184,20 @@ def entropy_collapse(run: HealthMonitor) -> str | None:
     if still and recent <= run.limits.entropy_share * early:
         return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy stands at {accuracy:.1%}"
     return None
+
+
+@_rule("Responses drift into gibberish.", "actor.optimizer.lr")
+def entropy_rise(run: HealthMonitor) -> str | None:
+    early, recent = run.early("entropy"), run.recent("entropy")
+    if recent >= run.limits.entropy_growth * early and run.gain("accuracy/mean") <= run.limits.standstill:
+        return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy {_points(run.gain('accuracy/mean'))}"
+    return None
+
+
+@_rule("Responses go round in circles until they are cut off (section 3.3).", "algorithm.overlong.shape")
+def repetition(run: HealthMonitor) -> str | None:
+    share = run.recent("repetition")
+    return f"{share:.0%} of the runs of tokens are repeated" if share >= run.limits.repetition else None
 
 
 @_rule("Long responses of low quality are not punished enough (section 3.3, figure 4).", "algorithm.aggregation")

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ class Script:
 
 @pytest.fixture
 def make(tmp_path):
-    def sampler(generate, state=None, name="ledger.jsonl", prompts=8, **dynamic):
+    def sampler(generate, state=None, name="ledger.jsonl", prompts=8, prompt_at=lambda position: position, **dynamic):
         config = AlgorithmConfig(
             prompts_per_step=prompts,
             group_size=GROUP,
@@ -85,7 +86,7 @@ def make(tmp_path):
         )
         ledger = Ledger(tmp_path / name)
         start = state or SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
-        return DynamicSampler(config, generate, ledger, start), ledger
+        return DynamicSampler(config, generate, ledger, start, prompt_at), ledger
 
     return sampler
 
@@ -327,3 +328,68 @@ def test_drop_leaves_groups_without_spread_out_and_sends_no_others(make):
     sampler, _ = make(Script(useful=0.0), name="none.jsonl", filter="drop")
     with pytest.raises(OversamplingLimit, match="too hard or too easy"):
         steps(sampler, 1)
+
+
+class Epochs:
+    """20 prompts, one epoch after the other; every fifth is always right, the others are useful."""
+
+    PROMPTS = 20
+
+    def __init__(self):
+        self.sent: list[int] = []
+
+    def prompt_at(self, position):
+        return position % self.PROMPTS
+
+    async def __call__(self, position, version):
+        self.sent.append(position)
+        prompt = self.prompt_at(position)
+        correct = GROUP if prompt % 5 == 0 else 2
+        await asyncio.sleep(random.random())
+        return replace(group(position, correct, 3, version), prompt_index=prompt)
+
+
+@pytest.mark.parametrize(("years", "comes_back"), [({}, False), ({"retire_for": 3}, True)])
+@pytest.mark.parametrize("carrying", [{"max_staleness": 0}, {"max_staleness": 9}])
+def test_a_prompt_that_is_solved_is_retired(make, years, comes_back, carrying):
+    """No positive resampling: what a step finds out holds from the next step on, and may end."""
+    servers = Epochs()
+    given = {"retire_at": 0.9, "margin": 0.0, **years, **carrying}
+    sampler, ledger = make(servers, prompt_at=servers.prompt_at, **given)
+    batches = steps(sampler, 12)
+    ledger.close()
+    check_ledger(read_ledger(ledger._path))
+    kept = [each.position for batch in batches for each in batch.kept]
+    assert kept == [at for at in range(1000) if servers.prompt_at(at) % 5][: 12 * 8], "no other prompt is left out"
+    solved = [each.position for batch in batches for each in batch.filtered]
+    assert sorted(map(servers.prompt_at, solved[:4])) == [0, 5, 10, 15]
+    assert (len(solved) > 4) == comes_back
+    assert sum(batch.retired for batch in batches) > 0
+
+
+def test_retirement_looks_at_the_last_groups_and_survives_a_resume(make):
+    def of(sampler, batches):
+        return [([each.position for each in batch.kept], batch.retired) for batch in batches]
+
+    given = {"retire_at": 0.9, "retire_groups": 2, "margin": 0.0}
+    servers = Epochs()
+    sampler, _ = make(servers, name="whole.jsonl", prompt_at=servers.prompt_at, **given)
+    whole = of(sampler, steps(sampler, 10))
+    assert [retired for _, retired in whole][:5] == [0] * 5, "the second epoch asks the solved ones again"
+    assert sum(retired for _, retired in whole) > 0
+    for killed_after in (4, 6, 7):
+        again = Epochs()
+        sampler, _ = make(again, name=f"first{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
+        steps(sampler, killed_after)
+        state = sampler.snapshot(killed_after)
+        resumed, _ = make(again, state=state, name=f"s{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
+        assert of(resumed, steps(resumed, 10 - killed_after, first=killed_after + 1)) == whole[killed_after:]
+
+
+def test_when_every_prompt_is_retired_the_run_ends_and_says_why(make):
+    async def solved(position, version):
+        return replace(group(position, GROUP, 3, version), prompt_index=position % 4)
+
+    sampler, _ = make(solved, prompt_at=lambda position: position % 4, retire_at=0.9, filter="off")
+    with pytest.raises(OversamplingLimit, match="4 prompts are retired"):
+        steps(sampler, 2)
