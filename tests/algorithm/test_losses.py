@@ -226,7 +226,7 @@ VERL = {
     "geo_mean, 0.4": (GMPO(low=1 - math.exp(-0.4), high=math.exp(0.4) - 1), "sequence_mean", 0.23665200128620315),
     "cispo, token-mean": (CISPO(low=0.3, high=0.5), "token_mean", 0.3481833333333332),
 }
-"""Values of verl 0.9.1's functions (verl/trainer/ppo/core_algos.py, `compute_policy_loss_*`) on the columns above, padded
+"""Values of verl 0.9.1: `compute_policy_loss_*` of verl/trainer/ppo/core_algos.py on the columns above, padded
 to [4, 4]. Its gradients agree as well, to 3e-8: it adds 1e-8 to a response's length."""
 
 
