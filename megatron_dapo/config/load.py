@@ -94,8 +94,9 @@ def dump_config(config: Config, sources: Lines | None = None) -> str:
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if sources is None:
         return text
-    rows = text.splitlines()
-    for where, row in _values(yaml.compose(text, Loader=_Loader), ()):
+    rows, node = text.splitlines(), yaml.compose(text, Loader=_Loader)
+    assert isinstance(node, yaml.MappingNode)
+    for where, row in _values(node, ()):
         if where in sources:
             rows[row] += f"  # {sources[where]}"
     return "\n".join(rows) + "\n"

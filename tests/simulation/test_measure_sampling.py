@@ -162,8 +162,10 @@ def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, s
     seconds, tokens = run_virtually(test())
     fleet = Fleet(slots=16, mean_prompt=50, prefill_s=0, fixed_s=0.01, cache_s=1e-6, response_s=0, overhead_s=0)
     planned = fill_batches(config, fleet, (prompts.group(position) for position in itertools.count()), 3)
-    assert tokens == [step.tokens for step in planned]
-    assert seconds == pytest.approx([step.seconds for step in planned], rel=1e-6)
+    given_up = config.dynamic_sampling.max_staleness == 0 and config.dynamic_sampling.filter == "refill"
+    # The planner counts what is given up at the end of a batch as if it had been written whole.
+    assert tokens == pytest.approx([step.tokens for step in planned], rel=0.03 if given_up else 0)
+    assert seconds == pytest.approx([step.seconds for step in planned], rel=0.01 if given_up else 1e-6)
 
 
 def test_ours_trains_every_useful_prompt_in_order_and_first_completed_prefers_the_short(tmp_path):
