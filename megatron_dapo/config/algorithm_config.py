@@ -91,7 +91,8 @@ class ImportanceConfig:
     mode: Literal["auto", "none", "truncated", "masked"] = "auto"
     """Correction of the engine's and the trainer's different log-probs, weight w = exp(old - rollout):
     `truncated` multiplies the loss by min(w, upper); `masked` drops what lies outside [lower, upper]. `auto`:
-    `truncated` where older weights may have written tokens (`dynamic_sampling.max_staleness` > 0), else `none`."""
+    `truncated` where older weights may have written tokens (`dynamic_sampling.max_staleness` > 0) and the loss does not
+    correct by itself (`reinforce`), else `none`."""
 
     level: Literal["token", "sequence"] = "token"
     """Whether w is a token's or a whole response's (product over its tokens)."""
@@ -192,7 +193,9 @@ class AlgorithmConfig:
         """`importance.mode`, with what `auto` stands for."""
         if self.importance.mode != "auto":
             return self.importance.mode
-        return "truncated" if self.dynamic_sampling.max_staleness else "none"
+        entry = LOSSES.get(self.policy_loss)
+        corrects = entry is not None and entry.needs_rollout_log_probs
+        return "truncated" if self.dynamic_sampling.max_staleness and not corrects else "none"
 
     @property
     def mini_batches_per_step(self) -> int:

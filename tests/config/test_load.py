@@ -267,9 +267,18 @@ def test_the_config_of_an_old_run_is_read(file, old, new):
         (["algorithm.policy_loss=gspo", "algorithm.clip.dual=10.0"], "policy_loss gspo has none"),
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={tau: 1.0}"], "valid: positive, negative"),
         (["algorithm.policy_loss=reinforce", "algorithm.importance.mode=masked"], "corrects for the engine by itself"),
-        (["algorithm.policy_loss=reinforce", "algorithm.dynamic_sampling.max_staleness=1"], "set it to none"),
     ],
 )
 def test_a_loss_and_what_it_does_not_read(file, overrides, fault):
     with pytest.raises(ConfigError, match=re.escape(fault)):
         load_config(file(), overrides)
+
+
+def test_carrying_brings_its_correction_unless_the_loss_corrects_by_itself(file):
+    def mode(*overrides):
+        return load_config(file(), list(overrides)).algorithm.importance_mode
+
+    carrying = "algorithm.dynamic_sampling.max_staleness=1"
+    assert (mode(), mode(carrying)) == ("none", "truncated")
+    assert mode(carrying, "algorithm.policy_loss=reinforce") == "none"
+    assert mode(carrying, "algorithm.importance.mode=none") == "none"
