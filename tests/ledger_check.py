@@ -15,7 +15,8 @@ def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:
     """
     fates: dict[int, str] = {}
     allowed: dict[Event, set[str | None]] = {
-        Event.DISPATCHED: {None, Event.EXPIRED, Event.INTERRUPTED},
+        Event.DISPATCHED: {None, Event.EXPIRED, Event.INTERRUPTED, Event.RETIRED},
+        Event.RETIRED: {None, Event.EXPIRED, Event.INTERRUPTED, Event.RETIRED},
         Event.FINISHED: {Event.DISPATCHED},
         Event.TRAINED: {Event.FINISHED, Event.CARRIED},
         Event.FILTERED: {Event.FINISHED, Event.CARRIED},

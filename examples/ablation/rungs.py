@@ -27,7 +27,7 @@ OVERRIDES = {
     Switch.CLIP: "algorithm.clip.high=0.28",
     Switch.SOFT: "algorithm.overlong.shape=soft",
     Switch.TOKEN: "algorithm.aggregation=token_mean",
-    Switch.DYNAMIC: "algorithm.dynamic_sampling.enabled=true",
+    Switch.DYNAMIC: "algorithm.dynamic_sampling.filter=refill",
 }
 
 WORDS = {

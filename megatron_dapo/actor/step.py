@@ -28,7 +28,8 @@ from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
-from megatron_dapo.algorithm.policy_loss import LossColumns, Objective
+from megatron_dapo.algorithm.policy_loss import Objective
+from megatron_dapo.algorithm.token_loss import LossColumns
 from megatron_dapo.config.actor_config import ActorConfig
 
 
@@ -220,9 +221,9 @@ class ForwardBackward:
             item, output, temperature, entropy_gradient=objective.uses_entropy_gradient
         )
         token_loss = objective(log_probs, entropy, item.columns)
-        loss = (item.weights * token_loss.loss).sum()
+        counted = item.weights.ne(0)
+        loss = torch.where(counted, item.weights * token_loss.loss, 0).sum()
         with torch.no_grad():
-            counted = item.weights.ne(0)
             values = [log_probs, entropy, *(token_loss.stats[name] for name in objective.stat_names)]
             sums = torch.where(counted, torch.stack(values), 0).sum(dim=1, dtype=torch.float64)
             sums = torch.cat([torch.stack([loss.double(), counted.sum().double()]), sums])

@@ -148,6 +148,12 @@ class MiniBatch:
     correction: np.ndarray | None = None
     """float32 [N]: `algorithm.importance.correction_weights`; None: 1."""
 
+    rollout_log_probs: np.ndarray | None = None
+    """float32 [N]: log mu by the engine, for a loss that takes its ratio to it."""
+
+    kl_scale: np.ndarray | None = None
+    """float32 [N]: `algorithm.aggregation.kl_scale`; None: 1."""
+
     def __post_init__(self) -> None:
         tokens = self.responses.num_response_tokens
         for name, column in self.columns.items():
@@ -162,8 +168,8 @@ class MiniBatch:
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """The [N] arrays that are there, by name."""
-        names = ("weights", "advantages", "old_log_probs", "reference_log_probs", "correction")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = ("weights", "advantages", "old_log_probs", "reference_log_probs", "correction", "rollout_log_probs")
+        return {name: getattr(self, name) for name in (*names, "kl_scale") if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

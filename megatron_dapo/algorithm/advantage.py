@@ -1,23 +1,39 @@
-"""Group-relative advantages, eq. 9.
+"""Advantages: how much better a response is than the others of its group, eq. 9 and its relatives.
 
-    A_i = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + epsilon)
+    group_std                (R_i - mean_g) / (std_g + epsilon)          GRPO, DAPO eq. 9
+    no_std                   R_i - mean_g                                Dr. GRPO (arXiv 2503.20783)
+    rloo                     R_i - mean of the other G - 1               RLOO (arXiv 2402.14740)
+    mini_batch_std           D = R_i - mean_g, then (D - mean D) / (std D + epsilon) over the responses of the
+                             mini-batch                                  Magistral (arXiv 2506.10910)
+    batch_std                D / (std D + epsilon) over all responses of the rollout step
+                                                                         ScaleRL (arXiv 2510.13786)
+    reinforce_pp_baseline    (D - mean D) / (std D + epsilon) over all response *tokens* of the rollout step, each with
+                             its response's D                            REINFORCE++ baseline (arXiv 2501.03262)
 
-The paper states neither epsilon nor the divisor of the standard deviation: both are arguments. Every response of the
-group enters mean and std, also one that is truncated and, under overlong filtering, carries no loss: filtering takes a
-response out of the *gradient* (its token weights are 0), while its reward still tells how hard the prompt is.
+mean_g and std_g are over the G responses of a prompt. The paper states neither epsilon nor the divisor of the standard
+deviation: both are arguments. Every response enters mean and std, also one that is truncated and, under overlong
+filtering, carries no loss: filtering takes a response out of the *gradient* (its token weights are 0), while its reward
+still tells how hard the prompt is. All of it is computed before the mini-batch is cut, so no layout changes it.
 
-Example, G = 4, one right: rewards (1, -1, -1, -1), mean -0.5, std 1 (ddof 1): advantages (1.5, -0.5, -0.5, -0.5).
+Example, G = 4, one right: rewards (1, -1, -1, -1), mean -0.5, std 1 (ddof 1): group_std (1.5, -0.5, -0.5, -0.5),
+which is no_std too; rloo (2, -2/3, -2/3, -2/3).
 """
 
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
+from typing import Literal
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+Estimator = Literal["group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline"]
 
-def group_advantages(rewards: Float[Tensor, "P G"], *, epsilon: float, ddof: int) -> Float[Tensor, "P G"]:
-    """Advantage of each of G responses to each of P prompts, without unit.
+
+def group_advantages(
+    rewards: Float[Tensor, "P G"], *, epsilon: float, ddof: int, estimator: Estimator = "group_std"
+) -> Float[Tensor, "P G"]:
+    """The part of the advantage that a group alone decides, for G responses to each of P prompts; without unit.
 
     A group without spread (all rewards equal) gets exactly 0: nothing can be learnt from comparing equals, and rounding
     in mean and std must not pass for a difference.
@@ -29,6 +45,53 @@ def group_advantages(rewards: Float[Tensor, "P G"], *, epsilon: float, ddof: int
     """
     count = rewards.shape[1]
     deviation = rewards - rewards.sum(dim=1, keepdim=True) / count
-    variance = deviation.square().sum(dim=1, keepdim=True) / max(count - ddof, 1)
     spread = rewards.amax(dim=1, keepdim=True) != rewards.amin(dim=1, keepdim=True)
-    return torch.where(spread, deviation / (variance.sqrt() + epsilon), 0.0)
+    if estimator == "group_std":
+        variance = deviation.square().sum(dim=1, keepdim=True) / max(count - ddof, 1)
+        deviation = deviation / (variance.sqrt() + epsilon)
+    elif estimator == "rloo":
+        deviation = deviation * count / max(count - 1, 1)
+    return torch.where(spread, deviation, 0.0)
+
+
+def standardized(
+    deviations: Float[Tensor, " R"],
+    *,
+    epsilon: float,
+    ddof: int,
+    centred: bool,
+    counts: Int[Tensor, " R"] | None = None,
+) -> Float[Tensor, " R"]:
+    """(D - mean D) / (std D + epsilon) over exactly the R responses given; all 0 if they are all equal.
+
+    Args:
+        deviations: `group_advantages` without a standard deviation.
+        centred: False leaves the mean where it is (the deviation from it still makes the std). Where every group is
+            whole, the mean is 0 anyway.
+        counts: how often each counts, for statistics over tokens: the response lengths. None: once.
+    """
+    if deviations.numel() == 0 or bool((deviations == deviations[0]).all()):
+        return torch.zeros_like(deviations)
+    weight = torch.ones_like(deviations) if counts is None else counts.to(deviations.dtype)
+    total = weight.sum()
+    mean = (weight * deviations).sum() / total
+    variance = (weight * (deviations - mean).square()).sum() / (total - ddof).clamp(min=1)
+    return (deviations - mean if centred else deviations) / (variance.sqrt() + epsilon)
+
+
+def step_advantages(
+    rewards: Float[Tensor, "P G"],
+    response_lengths: Int[Tensor, " R"],
+    *,
+    epsilon: float,
+    ddof: int,
+    estimator: Estimator,
+) -> Float[Tensor, " R"]:
+    """The advantages of a rollout step's R = P G responses, group after group. With `mini_batch_std` the last step,
+    `standardized` over the mini-batch, is left to who knows the mini-batch."""
+    advantages = group_advantages(rewards, epsilon=epsilon, ddof=ddof, estimator=estimator).flatten()
+    if estimator == "batch_std":
+        return standardized(advantages, epsilon=epsilon, ddof=ddof, centred=False)
+    if estimator == "reinforce_pp_baseline":
+        return standardized(advantages, epsilon=epsilon, ddof=ddof, centred=True, counts=response_lengths)
+    return advantages

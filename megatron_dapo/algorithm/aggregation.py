@@ -6,16 +6,20 @@ The weights are computed once, from the whole mini-batch. Micro-batches, packing
 them changes the gradient. A response that carries no loss (masked) weighs 0 and is in no denominator, as if it were not
 there; so does one without tokens.
 
-With R responses of |o_i| tokens, P prompts p of T_p tokens in their responses, and M micro-batches m of T_m tokens:
+With R responses of |o_i| tokens, P prompts p of T_p tokens in their responses, and micro-batches m of R_m responses and
+T_m tokens:
 
     token_mean               1 / sum |o_i|             every token alike: eq. 8 over the mini-batch (DAPO, section 3.3)
     prompt_token_mean        1 / (P T_p)               every prompt alike: eq. 8 literally, expectation over prompts
     sequence_mean            1 / (R |o_i|)             every response alike (GRPO)
     sequence_sum_constant    1 / (R constant_length)   no division by length (Dr. GRPO); does not sum to 1
-    verl_legacy              1 / (M T_m)               mean of micro-batch means: depends on the packing. For comparison
+    verl_legacy              (R_m / R) / T_m           means of micro-batches, weighted by their responses: depends on
+                                                       the packing. As the reproduction on verl ran (its dynamic batch
+                                                       size scales a micro-batch's mean by its share of the responses)
 
 Example: two responses of 1 and 3 tokens to one prompt. token_mean: 1/4 each. sequence_mean: 1/2, then 1/6 each. Alone
-in a micro-batch each, verl_legacy: 1/2, then 1/6 each; together in one: 1/4 each.
+in a micro-batch each, verl_legacy: 1/2, then 1/6 each; together in one: 1/4 each. Lengths 100 | 10, 10, 10 in two
+micro-batches: 0.0025 and 0.025.
 """
 
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
@@ -60,7 +64,9 @@ def token_weights(
     if aggregation == "token_mean":
         divisor = lengths.sum().expand_as(lengths)
     elif aggregation == "prompt_token_mean":
-        divisor = _count_times_tokens(lengths, group_index)
+        classes, position = torch.unique(group_index, return_inverse=True)
+        tokens = lengths.new_zeros(classes.shape[0]).index_add(0, position, lengths)
+        divisor = (tokens > 0).sum() * tokens[position]
     elif aggregation == "sequence_mean":
         divisor = carries.sum() * lengths
     elif aggregation == "sequence_sum_constant":
@@ -69,14 +75,39 @@ def token_weights(
         divisor = (carries.sum() * constant_length).to(torch.float64).expand_as(lengths)
     else:
         if micro_batch_index is None:
-            raise ValueError("verl_legacy: takes the mean of micro-batch means, so it needs micro_batch_index")
-        divisor = _count_times_tokens(lengths, micro_batch_index)
+            raise ValueError("verl_legacy: weighs the means of micro-batches, so it needs micro_batch_index")
+        position = torch.unique(micro_batch_index, return_inverse=True)[1]
+        tokens, responses = (
+            lengths.new_zeros(lengths.shape).index_add(0, position, each)[position]
+            for each in (lengths, carries.double())
+        )
+        divisor = carries.sum() * tokens / responses
     per_response = torch.where(carries, 1.0 / divisor, 0.0)
     return per_response.repeat_interleave(response_lengths).to(dtype)
 
 
-def _count_times_tokens(lengths: Tensor, index: Tensor) -> Tensor:
-    """For each response: (classes of `index` with tokens) * (tokens of its class). [R] float64."""
-    classes, position = torch.unique(index, return_inverse=True)
-    tokens = lengths.new_zeros(classes.shape[0]).index_add(0, position, lengths)
-    return (tokens > 0).sum() * tokens[position]
+def kl_scale(
+    weights: Float[Tensor, " N"],
+    response_lengths: Int[Tensor, " R"],
+    aggregation: Literal["response_mean", "response_sum"],
+    *,
+    mask: Bool[Tensor, " R"],
+) -> Float[Tensor, " N"]:
+    """Weight of a token's KL over its weight in the policy loss, for the KL terms that are averaged in their own way:
+
+        response_mean    over the tokens of each response, then over responses (GRPO, arXiv 2402.03300 eq. 3)
+        response_sum     added up over each response, then the mean over responses
+
+    Args:
+        weights: `token_weights` of the same responses and mask; 0 where no loss is carried, which gives 0 here.
+    """
+    own: Aggregation = "sequence_mean" if aggregation == "response_mean" else "sequence_sum_constant"
+    of_kl = token_weights(
+        response_lengths,
+        torch.zeros_like(response_lengths),
+        own,
+        mask=mask,
+        constant_length=1,
+        dtype=torch.float64,
+    )
+    return torch.where(weights != 0, of_kl / weights.double(), 0.0).to(weights.dtype)

@@ -82,6 +82,20 @@ class PassRate:
         kept = self.prior_kept + self.kept
         return kept / (kept + self.prior_filtered + self.filtered)
 
+    def upper(self, caution: float) -> float:
+        """An upper bound of the share, at most 1: the mean plus a number of standard deviations of the posterior.
+
+        Prompts for this share leave no large surplus, however little was measured; the rest is sent as groups are
+        judged. The number is `caution` once `memory` groups n were measured, and more before, because the bound is
+        asked after every group and the worst answer counts: caution x (1 + sqrt(log(memory / n) / 2)).
+
+        Example, memory 2048, caution 2: PassRate.start(0.5) gives 1, so N prompts are sent for the first N groups; 0.57
+        after 300 kept of 600; 0.52 after 1024 of 2048.
+        """
+        mean, groups = self.mean, self.prior_kept + self.prior_filtered + self.kept + self.filtered
+        times = caution * (1 + math.sqrt(max(0.0, math.log(self.memory / groups)) / 2))
+        return min(1.0, mean + times * math.sqrt(mean * (1 - mean) / (groups + 1)))
+
     def update(self, *, kept: int, filtered: int) -> "PassRate":
         """The estimate after `kept` + `filtered` more groups, which count alike: their order does not matter."""
         fade = (1 - 1 / self.memory) ** (kept + filtered)

@@ -1,4 +1,4 @@
-"""`megatron-dapo diff`: how two configs differ, and from the paper."""
+"""`megatron-dapo diff`: how two configs differ, and how one differs from the paper or another preset."""
 
 import sys
 from typing import Annotated
@@ -10,39 +10,51 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import PAPER, departures, differences, flatten_config, shown
+from megatron_dapo.config.config_diff import (
+    NOT_COMPARED,
+    PAPER,
+    departures,
+    described,
+    differences,
+    flatten_config,
+    shown,
+    stated,
+)
+from megatron_dapo.config.load import PRESETS
 
-NAME_OF_THE_PAPER = "paper"
 WIDEST = 200
 """Columns where the output is no terminal: a table in a file is not folded to eighty."""
 
 
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or `paper`.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or `paper`.")] = NAME_OF_THE_PAPER,
+    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or a preset's name.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or a preset's name.")] = PAPER,
 ) -> None:
-    """Say in which keys two configs differ, and in which they leave the paper's settings."""
-    if one == other == NAME_OF_THE_PAPER:
-        raise ConfigError("diff paper paper: name at least one config file")
-    if one == NAME_OF_THE_PAPER:
+    """Say in which keys two configs differ, or one from a preset (paper, verl, ...)."""
+    if one in PRESETS and other in PRESETS:
+        raise ConfigError(f"diff {one} {other}: name at least one config file")
+    if one in PRESETS:
         one, other = other, one
-    first = flatten_config(load_config(one))
-    second = None if other == NAME_OF_THE_PAPER else flatten_config(load_config(other))
+    preset = other if other in PRESETS else PAPER
+    first, known = flatten_config(load_config(one)), stated(preset)
+    second = None if other in PRESETS else flatten_config(load_config(other))
     table = Table(box=SIMPLE_HEAD)
-    for head in ("key", one, "paper", "stated in") if second is None else ("key", one, other, "paper"):
+    for head in ("key", one, preset, "stated in") if second is None else ("key", one, other, "paper"):
         table.add_column(Text(head), overflow="fold")
-    stated = {setting.key: setting for setting in PAPER}
     differing = [] if second is None else [difference.key for difference in differences(first, second)]
-    leaving = [departure.stated.key for departure in departures(first) if departure.stated.key not in differing]
+    leaving = [each.stated.key for each in departures(first, preset) if each.stated.key not in differing]
     for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
         for key in keys:
-            of_paper = shown(stated[key].value) if key in stated else "not stated"
-            cells = (of_paper, stated[key].where) if second is None else (shown(second[key]), of_paper)
-            table.add_row(*map(Text, (key, shown(first[key]), *cells)))
+            there = shown(known[key].value) if key in known else "not stated"
+            cells = (there, known[key].where) if second is None else (shown(second.get(key)), there)
+            table.add_row(*map(Text, (key, shown(first.get(key)), *cells)))
         table.add_section()
+    named = "the paper" if preset == PAPER else preset
     if table.row_count:
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
     elif second is None:
-        print(f"{one}: as in the paper, in the {len(PAPER)} settings that it states")
+        print(f"{one}: as in {named}, in {len(known)} settings")
     else:
-        print(f"{one} and {other} are the same, and as in the paper in the {len(PAPER)} settings that it states")
+        print(f"{one} and {other} are the same, and as in {named} in {len(known)} settings")
+    if second is None:
+        print(f"Not compared: {NOT_COMPARED}.\n{described(preset)}")

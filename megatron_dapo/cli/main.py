@@ -183,10 +183,10 @@ def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pa
 
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Say whether a config is valid, and print it with every default filled in."""
-    from megatron_dapo.config import dump_config
+    """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
+    from megatron_dapo.config.load import dump_config, load_with_sources
 
-    print(dump_config(load_config(config, overrides or [])), end="")
+    print(dump_config(*load_with_sources(config, overrides or [])), end="")
 
 
 def main() -> None:

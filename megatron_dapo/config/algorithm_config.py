@@ -1,10 +1,13 @@
 """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
 
-from typing import Literal
+from dataclasses import field
+from difflib import get_close_matches
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.base import (
     STRICT,
     Fraction,
@@ -15,10 +18,26 @@ from megatron_dapo.config.base import (
 )
 
 
+def _known_loss(name: str) -> str:
+    module, colon, item = name.partition(":")
+    if name in LOSSES or (colon and item.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        return name
+    near = get_close_matches(name, LOSSES, n=1)
+    raise ValueError(f"did you mean {near[0]}?" if near else f"valid: {', '.join(LOSSES)}, or module:name")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdvantageConfig:
+    estimator: Literal["group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline"] = (
+        "group_std"
+    )
+    """All compare a response with its group. `group_std`: divided by the group's standard deviation (eq. 9). `no_std`:
+    not divided (Dr. GRPO). `rloo`: against the mean of the others. `mini_batch_std` (Magistral), `batch_std` (ScaleRL):
+    divided by that of the mini-batch, of the rollout step. `reinforce_pp_baseline`: standardized over the step's
+    tokens (REINFORCE++)."""
+
     epsilon: NonNegativeFloat = 1e-6
-    """Added to the group's standard deviation in eq. 9; the paper states none."""
+    """Added to the standard deviation; the paper states none."""
 
     ddof: Literal[0, 1] = 1
     """1: sample standard deviation (divide by G - 1). 0: population. The paper states neither."""
@@ -61,16 +80,19 @@ class KLConfig:
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of KL from samples: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log pi - log ref."""
 
-    aggregation: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token", "sequence", "response_mean", "response_sum"] = "token"
     """`token`: the estimator of each token's ratio, averaged with the loss's weights. `sequence`: of the whole
-    response's."""
+    response's. `response_mean`: each token's, averaged over the response, then over responses, whatever the loss's
+    `aggregation` (GRPO as it is written). `response_sum`: added up over the response, then averaged over responses."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceConfig:
-    mode: Literal["none", "truncated", "masked"] = "none"
+    mode: Literal["auto", "none", "truncated", "masked"] = "auto"
     """Correction of the engine's and the trainer's different log-probs, weight w = exp(old - rollout):
-    `truncated` multiplies the loss by min(w, upper); `masked` drops what lies outside [lower, upper]."""
+    `truncated` multiplies the loss by min(w, upper); `masked` drops what lies outside [lower, upper]. `auto`:
+    `truncated` where older weights may have written tokens (`dynamic_sampling.max_staleness` > 0) and the loss does not
+    correct by itself (`reinforce`), else `none`."""
 
     level: Literal["token", "sequence"] = "token"
     """Whether w is a token's or a whole response's (product over its tokens)."""
@@ -84,25 +106,44 @@ class ImportanceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DynamicSamplingConfig:
-    enabled: bool = True
-    """Keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full."""
+    filter: Literal["refill", "drop", "off"] = "refill"
+    """`refill`: keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full. `drop`:
+    leave the other groups out and train on fewer (ScaleRL). `off`: train on all. Its old name is `enabled`: true or
+    false."""
 
     max_oversampling: float = Field(default=10.0, ge=1.0)
     """At most this many times `prompts_per_step` prompts are decided for one batch."""
 
-    on_limit: Literal["train", "stop"] = "train"
-    """At the limit: train the smaller batch, correctly normalised, and say so; or stop the run."""
+    on_limit: Literal["train", "stop"] = "stop"
+    """At the limit: stop the run; or train the smaller batch, correctly normalised, and raise an alarm. Algorithm 1
+    knows no limit."""
 
     initial_pass_rate: Fraction = 0.5
     """Share of groups expected to be kept before any was measured."""
 
-    margin: NonNegativeFloat = 2.0
-    """Extra prompts sent at the beginning of a batch, in standard deviations of the number of kept groups. 0: every
-    second batch needs a second round; 2: one in fifty. The surplus is carried over; with `max_staleness: 0` it is
-    generated again, so 1 or 0 is better. Not used with `ahead` in async mode."""
+    caution: NonNegativeFloat = 2.0
+    """How far above its mean the share of kept groups is assumed when prompts are sent, in standard deviations of what
+    was measured, and further while little was. 2: no batch sends two standard deviations more than it needs. 0: the
+    mean; the first batch may send several times what it needs. Not used with `ahead` in async mode."""
 
-    max_staleness: NonNegativeInt = 1
-    """Largest age in weight versions of any trained token. Older groups are generated again."""
+    margin: NonNegativeFloat = 0.0
+    """Extra prompts sent at the beginning of a batch, in standard deviations of the number of kept groups. With
+    `caution: 0`, 0: every second batch needs a second round; 2: one in fifty. For runs that carry the surplus over.
+    Not used with `ahead` in async mode."""
+
+    max_staleness: NonNegativeInt = 0
+    """Largest age in weight versions of any trained token. 0: eq. 8 as it is written, and a step's surplus is generated
+    again. 1: the surplus is carried over, with `importance.mode`'s correction. Older groups are generated again."""
+
+    retire_at: Fraction | None = None
+    """A prompt is not sent again once the share of right responses over its last `retire_groups` groups has reached
+    this (ScaleRL: 0.9). What a step finds out holds from the next one on. None: every prompt stays."""
+
+    retire_groups: PositiveInt = 1
+    """Groups of a prompt that `retire_at` looks at."""
+
+    retire_for: PositiveInt | None = None
+    """Rollout steps after which a retired prompt is sent again. None: never."""
 
     ahead: PositiveFloat = 1.0
     """With `run.mode: async`: batches that the servers generate ahead. Below `max_staleness` fewer groups expire."""
@@ -111,6 +152,14 @@ class DynamicSamplingConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
     """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
+
+    policy_loss: Annotated[str, AfterValidator(_known_loss)] = "clipped"
+    """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine): a file
+    each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). They read `clip.low` and
+    `clip.high`; `sapo` reads `loss_options`, `reinforce` reads `importance.upper`."""
+
+    loss_options: dict[str, float] = field(default_factory=dict)
+    """Arguments of `policy_loss` by name: `positive` and `negative` of `sapo`, all of your own."""
 
     prompts_per_step: PositiveInt = 512
     """N: groups that one rollout step trains on."""
@@ -126,8 +175,8 @@ class AlgorithmConfig:
     )
     """How token losses are averaged. `token_mean`: over all tokens of the mini-batch (DAPO). `prompt_token_mean`: per
     prompt, then over prompts (the literal eq. 8). `sequence_mean`: per response, then over responses (GRPO).
-    `sequence_sum_constant`: sum over a constant length, `rollout.max_new_tokens` (Dr. GRPO). `verl_legacy`: mean of
-    micro-batch means, for comparison only."""
+    `sequence_sum_constant`: sum over a constant length, `rollout.max_new_tokens` (Dr. GRPO). `verl_legacy`: means of
+    micro-batches, weighted by their responses, as the reproduction on verl ran; it depends on the packing."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of an entropy bonus; 0 in DAPO."""
@@ -138,6 +187,15 @@ class AlgorithmConfig:
     kl: KLConfig = KLConfig()
     importance: ImportanceConfig = ImportanceConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @property
+    def importance_mode(self) -> Literal["none", "truncated", "masked"]:
+        """`importance.mode`, with what `auto` stands for."""
+        if self.importance.mode != "auto":
+            return self.importance.mode
+        entry = LOSSES.get(self.policy_loss)
+        corrects = entry is not None and entry.needs_rollout_log_probs
+        return "truncated" if self.dynamic_sampling.max_staleness and not corrects else "none"
 
     @property
     def mini_batches_per_step(self) -> int:

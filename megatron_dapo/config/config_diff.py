@@ -1,24 +1,32 @@
-"""How two configs differ, and how one differs from the paper (arXiv 2503.14476).
+"""How two configs differ, and how one differs from a preset: the paper's (arXiv 2503.14476), or another recipe's.
 
-Works on plain trees, so also on an old run's config.
-
-The paper's settings stand here a second time on purpose: a default that is changed by mistake shows as a difference.
+Works on plain trees, so also on an old run's config. The presets are files in `presets`: `paper` names every key that
+changes what is learnt, with its source; the others name what they set otherwise.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from megatron_dapo.config.load import flatten
+from megatron_dapo.config.load import PRESETS, flatten, read_yaml
 from megatron_dapo.config.root import Config
 
 ABSENT = "(no such key)"
 
+PAPER = "paper"
+
+NOT_COMPARED = (
+    "the model, prompts, template, sources' verifiers and seed; number formats; how many prompts are sent at a time "
+    "(algorithm.dynamic_sampling.initial_pass_rate, caution, margin, ahead, max_oversampling); and where it all runs"
+)
+"""What a comparison with a preset leaves out unless the preset sets it."""
+
 
 class Stated(NamedTuple):
-    """One setting that the paper states."""
+    """One setting that a preset states."""
 
     key: str
     value: Any
@@ -26,33 +34,24 @@ class Stated(NamedTuple):
     """Equation or section of the paper, or what else states it."""
 
 
-_RECIPE = "published recipe; the paper names none"
+@cache
+def stated(preset: str = PAPER) -> Mapping[str, Stated]:
+    """What a preset sets by key; below it, what DAPO's paper says of the other keys that change what is learnt."""
+    known = {}
+    if preset != PAPER:
+        known = {each.key: each._replace(where=f"DAPO: {each.where}") for each in stated().values()}
+    tree, places = read_yaml(PRESETS[preset])
+    rows = PRESETS[preset].read_text(encoding="utf-8").splitlines()
+    for key, value in flatten(tree).items():
+        row = rows[int(places[tuple(key.split("."))].rpartition(":")[2]) - 1]
+        known[key] = Stated(key, value, row.partition("  # ")[2])
+    return known
 
-PAPER: tuple[Stated, ...] = (
-    Stated("algorithm.prompts_per_step", 512, "section 4.1"),
-    Stated("algorithm.group_size", 16, "section 4.1"),
-    Stated("algorithm.mini_batch_responses", 512, "section 4.1: 16 updates a rollout step"),
-    Stated("algorithm.aggregation", "token_mean", "eq. 8, section 3.3"),
-    Stated("algorithm.entropy_coefficient", 0.0, "eq. 8 has no such term"),
-    Stated("algorithm.clip.low", 0.2, "section 4.1"),
-    Stated("algorithm.clip.high", 0.28, "section 4.1"),
-    Stated("algorithm.clip.dual", None, "eq. 8 has none"),
-    Stated("algorithm.overlong.shape", "soft", "eq. 13"),
-    Stated("algorithm.overlong.buffer", 4096, "section 4.1"),
-    Stated("algorithm.overlong.factor", 1.0, "eq. 13"),
-    Stated("algorithm.kl.coefficient", 0.0, "section 2.3"),
-    Stated("algorithm.importance.mode", "none", "eq. 8 has none"),
-    Stated("algorithm.dynamic_sampling.enabled", True, "eq. 11"),
-    Stated("rollout.max_new_tokens", 20480, "section 4.1: 16384 and a buffer of 4096"),
-    Stated("evaluation.samples", 32, "section 4.1"),
-    Stated("evaluation.temperature", 1.0, "section 4.1"),
-    Stated("evaluation.top_p", 0.7, "section 4.1"),
-    Stated("actor.optimizer.lr", 1e-6, "section 4.1"),
-    Stated("actor.optimizer.warmup_rollout_steps", 20.0, "section 4.1"),
-    Stated("actor.optimizer.weight_decay", 0.1, _RECIPE),
-    Stated("actor.optimizer.clip_norm", 1.0, _RECIPE),
-)
-"""In the order of the config's sections."""
+
+def described(preset: str) -> str:
+    """The preset's own words: whose recipe it is, and what of it no key says."""
+    rows = PRESETS[preset].read_text(encoding="utf-8").splitlines()
+    return "\n".join(row.removeprefix("# ") for row in rows if row.startswith("#"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +65,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
-    """One key that a config sets otherwise than the paper."""
+    """One key that a config sets otherwise than a preset."""
 
     stated: Stated
     value: Any
@@ -87,13 +86,30 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differ
     ]
 
 
-def departures(flat: Mapping[str, Any]) -> list[Departure]:
-    """Keys that the paper states and `flat` sets otherwise."""
+def departures(flat: Mapping[str, Any], preset: str = PAPER) -> list[Departure]:
+    """Keys that the preset states and `flat` sets otherwise, in the order of the preset."""
+    known = stated(preset)
+    wanted = _meant({key: each.value for key, each in known.items()})
+    given = _meant(flat)
     return [
-        Departure(stated=stated, value=flat.get(stated.key, ABSENT))
-        for stated in PAPER
-        if flat.get(stated.key, ABSENT) != stated.value
+        Departure(stated=known[key], value=flat.get(key, ABSENT))
+        for key, value in wanted.items()
+        if given.get(key, ABSENT) != value
     ]
+
+
+def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """With one word for what two say: `auto` and what it stands for; taking turns, on one GPU or on two; and an old
+    run's name of `filter`."""
+    meant = dict(flat)
+    if meant.get("algorithm.importance.mode") == "auto":
+        stale = meant.get("algorithm.dynamic_sampling.max_staleness")
+        meant["algorithm.importance.mode"] = "truncated" if stale else "none"
+    if meant.get("run.mode") == "colocated":
+        meant["run.mode"] = "sync"
+    if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):
+        meant.setdefault("algorithm.dynamic_sampling.filter", "refill" if enabled else "off")
+    return meant
 
 
 def shown(value: Any) -> str:

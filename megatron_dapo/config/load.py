@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -48,16 +48,28 @@ for _kind, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789."))
 
 
+PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+"""What `preset: NAME` may name, and the keys that it sets."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of `path` with `overrides` (`actor.layout.tensor=2`) applied.
+    """The config of `path` with its preset below it and `overrides` (`actor.layout.tensor=2`) above it. Raises as
+    `load_with_sources` does."""
+    return load_with_sources(path, overrides)[0]
+
+
+def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Lines]:
+    """The config, and where each of its keys was given that is no default.
 
     Raises:
         ConfigError: file missing or no YAML, unknown key (with the nearest valid one), wrong type, contradiction.
             All faults are listed at once, each with its file and line.
     """
-    tree, lines = _read(Path(path))
+    tree, lines = read_yaml(Path(path))
     for override in overrides:
         _override(tree, lines, override)
+    _old_names(tree)
+    _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -70,16 +82,76 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     faults = list(contradictions(config))
     if faults:
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
-    return config
+    return config, lines
 
 
-def dump_config(config: Config) -> str:
-    """The resolved config as YAML; `load_config` reads it back to an equal config."""
+def dump_config(config: Config, sources: Lines | None = None) -> str:
+    """The resolved config as YAML; `load_config` reads it back to an equal config. With `sources` each value is
+    followed by a comment that says where it was given; those without one are defaults."""
     tree = TypeAdapter(Config).dump_python(config, mode="json")
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    if sources is None:
+        return text
+    rows, node = text.splitlines(), yaml.compose(text, Loader=_Loader)
+    assert isinstance(node, yaml.MappingNode)
+    for where, row in _values(node, ()):
+        if where in sources:
+            rows[row] += f"  # {sources[where]}"
+    return "\n".join(rows) + "\n"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Lines]:
+def _values(node: yaml.MappingNode, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(key path, row on which its value ends) of all values that are no section; of a list that of its key."""
+    for key, value in node.value:
+        where = (*above, str(key.value))
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _values(value, where)
+        else:
+            yield where, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
+
+
+def _old_names(tree: dict[str, Any]) -> None:
+    """Runs that began before `filter` have stored `enabled`. And YAML takes `off` without quotes for false."""
+    algorithm = tree.get("algorithm")
+    sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
+    if not isinstance(sampling, dict):
+        return
+    if isinstance(sampling.get("enabled"), bool):
+        sampling.setdefault("filter", "refill" if sampling.pop("enabled") else "off")
+    if sampling.get("filter") is False:
+        sampling["filter"] = "off"
+
+
+def _apply_preset(tree: dict[str, Any], lines: Lines) -> None:
+    """Set the keys of `preset` that the config does not set itself."""
+    name = tree.pop("preset", None)
+    if name is None:
+        return
+    if name not in PRESETS:
+        near = get_close_matches(str(name), PRESETS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"valid: {', '.join(PRESETS)}"
+        raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; {hint}")
+    below, places = read_yaml(PRESETS[name])
+    _fill(tree, below)
+    for where in places:
+        lines.setdefault(where, f"preset {name}")
+
+
+def _fill(tree: dict[str, Any], below: Mapping[str, Any]) -> None:
+    for key, value in below.items():
+        if isinstance(value, dict) and (key not in tree or isinstance(tree[key], dict | None)):
+            tree[key] = tree.get(key) or {}
+            _fill(tree[key], value)
+        else:
+            tree.setdefault(key, value)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
+    """A config file as it is written, and the place of each key.
+
+    Raises:
+        ConfigError: it is missing, no YAML, or gives a key twice.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         node, tree = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
@@ -126,7 +198,8 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
         if not isinstance(at, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     at[path[-1]] = value
-    lines[path] = f"override {override!r}"
+    for leaf in [(), *(tuple(key.split(".")) for key in flatten(value))] if isinstance(value, dict) else [()]:
+        lines[(*path, *leaf)] = f"override {override!r}"
 
 
 def _fault(fault: Any, lines: Lines) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic.dataclasses import dataclass
 
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.base import STRICT
@@ -58,6 +59,18 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     overlong = algorithm.overlong
     if overlong.shape != "none" and overlong.buffer >= rollout.max_new_tokens:
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {rollout.max_new_tokens}"
+    entry = LOSSES.get(algorithm.policy_loss)
+    if entry is not None:
+        if clip.dual is not None and "clip.dual" not in entry.reads:
+            yield f"algorithm.clip.dual = {clip.dual:g}: policy_loss {algorithm.policy_loss} has none; set it to null"
+        for name in sorted(algorithm.loss_options.keys() - entry.options):
+            valid = ", ".join(entry.options) or "none"
+            yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
+        if entry.needs_rollout_log_probs and algorithm.importance_mode != "none":
+            yield (
+                f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
+                "corrects for the engine by itself; set it to none"
+            )
     importance = algorithm.importance
     if importance.mode == "masked" and importance.lower >= importance.upper:
         yield f"algorithm.importance.lower = {importance.lower:g}: must be below upper = {importance.upper:g}"
@@ -133,7 +146,10 @@ def _of_rollout(config: Config) -> Iterator[str]:
 def _of_run(config: Config) -> Iterator[str]:
     sampling = config.algorithm.dynamic_sampling
     if config.run.mode == "async" and sampling.ahead > sampling.max_staleness:
-        yield f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}"
+        yield (
+            f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}: "
+            "what is written ahead would expire; raise max_staleness"
+        )
     if config.run.mode == "colocated" and config.rollout.urls:
         yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
     if config.run.mode == "colocated" and config.rollout.weight_sync != "disk":

@@ -10,6 +10,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 """
 
 import asyncio
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -19,10 +20,13 @@ import torch
 
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
-from megatron_dapo.algorithm.advantage import group_advantages
-from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.advantage import standardized, step_advantages
+from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
+from megatron_dapo.algorithm.token_loss import PolicyLoss
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import MonitorConfig
@@ -46,22 +50,38 @@ class StepArrays:
     weight_versions: np.ndarray
     """int32 [N]: which weights wrote the token."""
     advantages: np.ndarray
-    """float32 [R], eq. 9 of the shaped rewards."""
+    """float32 [R], of the shaped rewards: `algorithm.advantage.step_advantages`."""
     carries_loss: np.ndarray
     """bool [R]; False where overlong filtering masks a truncated response."""
 
 
 def objective_of(algorithm: AlgorithmConfig) -> Objective:
-    """What an optimizer step minimises."""
+    """What an optimizer step minimises.
+
+    Raises:
+        ConfigError: `policy_loss` names no class that can be called with `loss_options`.
+    """
     return PolicyObjective(
-        clip_low=algorithm.clip.low,
-        clip_high=algorithm.clip.high,
-        clip_dual=algorithm.clip.dual,
+        loss=_policy_loss(algorithm),
         kl_coefficient=algorithm.kl.coefficient,
         kl_estimator=algorithm.kl.estimator,
         kl_aggregation=algorithm.kl.aggregation,
         entropy_coefficient=algorithm.entropy_coefficient,
     )
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
+    name, options = algorithm.policy_loss, dict(algorithm.loss_options)
+    entry = LOSSES.get(name)
+    for key in entry.reads if entry else ():
+        section, _, field = key.partition(".")
+        options[field] = getattr(getattr(algorithm, section), field)
+    module, _, item = (entry.path if entry else name).partition(":")
+    try:
+        loss: PolicyLoss = getattr(importlib.import_module(module), item)(**options)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
+    return loss
 
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
@@ -78,13 +98,18 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     rewards = torch.tensor(
         [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
     )
-    truncated = np.array([response.truncated for response in everyone])
+    truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups)
     return StepArrays(
-        responses=responses_of(groups),
+        responses=responses,
         rollout_log_probs=np.concatenate([response.generation.log_probs for response in everyone]).astype(np.float32),
         weight_versions=np.concatenate([response.generation.weight_versions for response in everyone]),
-        advantages=group_advantages(rewards, epsilon=advantage.epsilon, ddof=advantage.ddof)
-        .flatten()
+        advantages=step_advantages(
+            rewards,
+            torch.from_numpy(responses.response_lengths.astype(np.int64)),
+            epsilon=advantage.epsilon,
+            ddof=advantage.ddof,
+            estimator=advantage.estimator,
+        )
         .numpy()
         .astype(np.float32),
         carries_loss=~truncated if config.algorithm.overlong.filter else np.ones(len(everyone), bool),
@@ -93,13 +118,13 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
 
 def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correction | None:
     """Weights against the gap between engine and trainer, float32 [N]; None where the config wants none."""
-    importance = config.algorithm.importance
-    if importance.mode == "none":
+    importance, mode = config.algorithm.importance, config.algorithm.importance_mode
+    if mode == "none":
         return None
     return correction_weights(
         torch.tensor(old.log_probs),
         torch.tensor(arrays.rollout_log_probs),
-        mode=importance.mode,
+        mode=mode,
         level=importance.level,
         upper=importance.upper,
         lower=importance.lower,
@@ -124,30 +149,45 @@ def mini_batches(
     order = np.random.Generator(np.random.PCG64([config.run.seed, rollout_step])).permutation(groups)
     members = order[:, None] * group_size + np.arange(group_size)
     corrections = None if correction is None else correction.weights.numpy()
+    entry, kl = LOSSES.get(algorithm.policy_loss), algorithm.kl
 
     def mini_batch(chosen: np.ndarray) -> MiniBatch:
         responses, tokens = arrays.responses.select(chosen), arrays.responses.response_token_indices(chosen)
         plan = plan_for_actor(responses.sequence_lengths, config.actor, hidden_size=hidden_size)
+        response_lengths, mask = torch.from_numpy(lengths[chosen].astype(np.int64)), arrays.carries_loss[chosen]
         weights = token_weights(
-            torch.from_numpy(lengths[chosen].astype(np.int64)),
+            response_lengths,
             torch.from_numpy(np.repeat(np.arange(len(chosen) // group_size), group_size)),
             algorithm.aggregation,
-            mask=torch.from_numpy(arrays.carries_loss[chosen]),
+            mask=torch.from_numpy(mask),
             constant_length=config.rollout.max_new_tokens,
             micro_batch_index=torch.from_numpy(plan.micro_batch_index()),
         )
+        scale = None
+        if reference is not None and (kl.aggregation == "response_mean" or kl.aggregation == "response_sum"):
+            scale = kl_scale(weights, response_lengths, kl.aggregation, mask=torch.from_numpy(mask)).numpy()
+        advantages = arrays.advantages[chosen]
+        if algorithm.advantage.estimator == "mini_batch_std":
+            epsilon, ddof = algorithm.advantage.epsilon, algorithm.advantage.ddof
+            deviations = torch.from_numpy(advantages).double()
+            advantages = standardized(deviations, epsilon=epsilon, ddof=ddof, centred=True).numpy().astype(np.float32)
         return MiniBatch(
             responses=responses,
             weights=weights.numpy().astype(np.float32),
-            advantages=np.repeat(arrays.advantages[chosen], lengths[chosen]),
+            advantages=np.repeat(advantages, lengths[chosen]),
             old_log_probs=old.log_probs[tokens],
             reference_log_probs=None if reference is None else reference.log_probs[tokens],
             correction=None if corrections is None else corrections[tokens],
+            rollout_log_probs=arrays.rollout_log_probs[tokens]
+            if entry is None or entry.needs_rollout_log_probs
+            else None,
+            kl_scale=scale,
             plan=plan,
         )
 
     per_batch = algorithm.mini_batch_responses // group_size
-    return [mini_batch(members[at : at + per_batch].reshape(-1)) for at in range(0, groups, per_batch)]
+    # In equal parts: of 33 groups, with room for 32, no mini-batch is left with one.
+    return [mini_batch(part.reshape(-1)) for part in np.array_split(members, -(-groups // per_batch))]
 
 
 def chunk_size(groups: int) -> int:

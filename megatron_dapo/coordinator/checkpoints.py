@@ -51,7 +51,8 @@ def save_progress(progress: Progress, folder: Path) -> None:
     """Write `progress.json` and `progress.npz` into `folder`."""
     sampler = progress.sampler
     extra = {name: getattr(progress, name) for name in COUNTERS}
-    extra |= {"cursor": sampler.cursor, "pass_rate": asdict(sampler.pass_rate)}
+    extra |= {"cursor": sampler.cursor, "pass_rate": asdict(sampler.pass_rate), "sent_with": sampler.sent_with}
+    extra["history"] = [[prompt, step, rates] for prompt, (step, rates) in sampler.history.items()]
     save_groups(folder, "progress", sampler.carried, extra)
 
 
@@ -63,7 +64,13 @@ def load_progress(folder: Path) -> Progress:
     """
     carried, extra = load_groups(folder, "progress")
     try:
-        state = SamplerState(cursor=extra["cursor"], pass_rate=PassRate(**extra["pass_rate"]), carried=carried)
+        state = SamplerState(
+            cursor=extra["cursor"],
+            pass_rate=PassRate(**extra["pass_rate"]),
+            carried=carried,
+            sent_with=tuple(extra.get("sent_with", ())),
+            history={prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())},
+        )
         return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state)
     except (KeyError, TypeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None

@@ -23,6 +23,7 @@ from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
+from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.resume import check_resume, manifest
@@ -89,6 +90,7 @@ class RunContext(RunBase):
 async def start_run(run: RunBase) -> RunContext:
     """The started run. Raises what failed to start, with its own explanation."""
     config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
+    objective_of(config.algorithm)  # a loss of one's own may be missing: said before a server starts
     if config.run.resume:
         check_resume(config, inputs, run_dir)
     progress = await first_progress(config, run_dir)
@@ -121,7 +123,7 @@ async def start_run(run: RunBase) -> RunContext:
         stop_token_ids=inputs.text.stop_token_ids,
     )
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler)
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

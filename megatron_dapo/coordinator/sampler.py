@@ -10,8 +10,9 @@ long one. How many prompts to dispatch follows from the groups decided so far, n
 the same run gives the same batches.
 
 What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
-it is finished by then. With look-ahead so much is dispatched that the next batches are being written while the actor
-trains, and what is unfinished then survives the new weights.
+it is finished by then; or, with `max_staleness` = 0, given up at once, since the next step would send it again. With
+look-ahead so much is dispatched that the next batches are being written while the actor trains, and what is unfinished
+then survives the new weights.
 
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
 and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
@@ -21,7 +22,7 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
@@ -58,11 +59,16 @@ class SamplerState:
     carried: tuple[ScoredGroup, ...]
     """Finished groups of positions from cursor on, in order. Positions missing in between were in flight: a resumed run
     sends them again."""
+    sent_with: tuple[int, ...] = ()
+    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
+    token's counts."""
+    history: Mapping[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
+    """Prompt -> the step of its last group, and the shares of right responses of its last ones; with `retire_at`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Sent:
-    """A position between cursor and next."""
+    """A position between cursor and next that is not passed over."""
 
     position: int
     version: int
@@ -77,10 +83,25 @@ class _Sent:
 class DynamicSampler:
     """Fills batches of `prompts_per_step` groups, in prompt order. Belongs to the event loop of its first `fill`."""
 
-    def __init__(self, config: AlgorithmConfig, generate: GenerateGroup, ledger: Ledger, state: SamplerState) -> None:
-        self._config, self._generate, self._ledger = config, generate, ledger
-        self._cursor, self._pass_rate = state.cursor, state.pass_rate
-        self._restored = {group.position: group for group in state.carried}
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        generate: GenerateGroup,
+        ledger: Ledger,
+        state: SamplerState,
+        prompt_at: Callable[[int], int] = lambda position: position,
+    ) -> None:
+        """`prompt_at`: position -> which prompt stands there."""
+        self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
+        self._next, self._pass_rate = state.cursor, state.pass_rate
+        self._history = dict(state.history)
+        self._retired: frozenset[int] = frozenset()
+        """Prompts that are not sent in this step."""
+        self._passed_over = 0
+        versions = state.sent_with or [group.weight_version for group in state.carried]
+        self._restored = {
+            group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
+        }
         self._flight: deque[_Sent] = deque()
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
@@ -97,10 +118,17 @@ class DynamicSampler:
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
         as carried; those in flight are not in it."""
-        carried = (*self._restored.values(), *(sent.group.result() for sent in self._flight if sent.finished))
-        for group in carried:
+        finished = [(sent.group.result(), sent.version) for sent in self._flight if sent.finished]
+        carried = [*self._restored.values(), *finished]
+        for group, _ in carried:
             self._record(Event.CARRIED, group, rollout_step)
-        return SamplerState(cursor=self._cursor, pass_rate=self._pass_rate, carried=carried)
+        return SamplerState(
+            cursor=self._flight[0].position if self._flight else self._next,
+            history=dict(self._history),
+            pass_rate=self._pass_rate,
+            carried=tuple(group for group, _ in carried),
+            sent_with=tuple(version for _, version in carried),
+        )
 
     async def fill(
         self,
@@ -123,19 +151,25 @@ class DynamicSampler:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
-        times = sampling.max_oversampling if sampling.enabled else 1.0
+        times = sampling.max_oversampling if sampling.filter == "refill" else 1.0
         limit = int(times * wanted)
         try:
+            self._retired, self._passed_over = self._retired_at(rollout_step), 0
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
-            end = self._cursor + int(times * (wanted + ahead))
-            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, end)
-            predicted = min(limit, self._needed(wanted, 0, ahead))
+            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
+            predicted = min(limit, self._needed(wanted, 0, ahead, caution=0.0))
             while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
                 self._decide(await self._head(self._failure), batch)
             self._check_limit(batch)
             self._dispatch(batch)
-            if ahead == 0:
+            discarded, discarded_tokens = 0, 0
+            if ahead == 0 and sampling.max_staleness == 0:
+                discarded = len(self._flight)
+                discarded_tokens = await self._expire(range(discarded), rollout_step)
+                self._next = self._flight[0].position if self._flight else self._next
+                self._flight.clear()
+            elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
             await self.close()
@@ -150,9 +184,12 @@ class DynamicSampler:
             in_flight=len(self._flight) - len(finished),
             expired=expired,
             expired_tokens=expired_tokens,
+            discarded=discarded,
+            discarded_tokens=discarded_tokens,
+            retired=self._passed_over,
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
-            limit_reached=len(batch.kept) < wanted,
+            limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
         )
 
     async def close(self) -> None:
@@ -163,44 +200,86 @@ class DynamicSampler:
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
-    def _needed(self, missing: int, in_flight: int, ahead: int) -> int:
+    def _needed(self, missing: int, in_flight: int, ahead: int, caution: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
-        sampling = self._config.dynamic_sampling
-        if not sampling.enabled:
+        sampling, rate = self._config.dynamic_sampling, self._pass_rate
+        if sampling.filter != "refill":
             return max(0, missing - in_flight)
-        # The look-ahead is reserve enough; more of it would only be too old when its turn comes.
-        return prompts_to_dispatch(missing, in_flight, self._pass_rate.mean, 0.0 if ahead else sampling.margin)
+        if ahead:  # reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle
+            return prompts_to_dispatch(missing, in_flight, rate.mean)
+        return prompts_to_dispatch(missing, in_flight, rate.upper(caution), sampling.margin)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
         too old. Returns how many groups that were, and the tokens of the finished ones."""
-        tokens = 0
-        for position in range(self._cursor, max(self._restored, default=-1) + 1):
-            group = self._restored.pop(position, None)
-            if group is None:
-                self._flight.append(self._send(position, rollout_step, weight_version))
+        last = max(self._restored, default=-1)
+        while self._next <= last:
+            if self._next in self._restored:
+                group, version = self._restored.pop(self._next)
+                self._flight.append(_Sent(position=self._next, version=version, group=_already(group)))
+                self._next += 1
             else:
-                self._flight.append(_Sent(position=position, version=group.weight_version, group=_already(group)))
+                self._send_next(rollout_step, weight_version)
         limit = self._config.dynamic_sampling.max_staleness
         too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
-        await _end([self._flight[at].group for at in too_old])
+        tokens = await self._expire(too_old, rollout_step)
         for at in too_old:
-            sent = self._flight[at]
-            spent = sent.group.result().tokens if sent.finished else None
-            tokens += spent or 0
-            prompt, version = sent.position, sent.version
-            self._ledger.record(
-                Event.EXPIRED, prompt=prompt, rollout_step=rollout_step, weight_version=version, tokens=spent
-            )
-            self._flight[at] = self._send(prompt, rollout_step, weight_version)
+            self._flight[at] = self._send(self._flight[at].position, rollout_step, weight_version)
         return len(too_old), tokens
 
+    async def _expire(self, places: Sequence[int], rollout_step: int) -> int:
+        """End what is in flight at these places, and write it down. Returns the tokens of what was finished."""
+        groups = [self._flight[at] for at in places]
+        await _end([sent.group for sent in groups])
+        tokens = [sent.group.result().tokens if sent.finished else None for sent in groups]
+        for sent, spent in zip(groups, tokens, strict=True):
+            self._ledger.record(
+                Event.EXPIRED,
+                prompt=sent.position,
+                rollout_step=rollout_step,
+                weight_version=sent.version,
+                tokens=spent,
+            )
+        return sum(spent or 0 for spent in tokens)
+
     def _dispatch(self, batch: "_Batch") -> None:
-        missing = batch.wanted - len(batch.kept) + batch.ahead
-        begin = self._cursor + len(self._flight)
-        end = min(begin + self._needed(missing, len(self._flight), batch.ahead), batch.end)
-        for position in range(begin, end):
-            self._flight.append(self._send(position, batch.rollout_step, batch.weight_version))
+        sampling = self._config.dynamic_sampling
+        filled = len(batch.kept) if sampling.filter == "refill" else batch.decided
+        missing, caution = batch.wanted - filled + batch.ahead, sampling.caution
+        more = self._needed(missing, len(self._flight), batch.ahead, caution)
+        goal = min(len(self._flight) + more, batch.most - batch.decided)
+        passed_over = self._passed_over
+        while len(self._flight) < goal:
+            self._send_next(batch.rollout_step, batch.weight_version)
+            if self._passed_over - passed_over > 10 * len(self._retired):
+                raise OversamplingLimit(
+                    f"{len(self._retired)} prompts are retired (algorithm.dynamic_sampling.retire_at), hardly any is "
+                    "left; end the run, raise retire_at, or set retire_for"
+                )
+
+    def _send_next(self, rollout_step: int, weight_version: int) -> None:
+        """Send the next position, or pass it over if its prompt is retired."""
+        if self._retired and self._prompt_at(self._next) in self._retired:
+            self._passed_over += 1
+            self._ledger.record(
+                Event.RETIRED, prompt=self._next, rollout_step=rollout_step, weight_version=weight_version
+            )
+        else:
+            self._flight.append(self._send(self._next, rollout_step, weight_version))
+        self._next += 1
+
+    def _retired_at(self, rollout_step: int) -> frozenset[int]:
+        """Prompts whose last groups were right often enough, and not so long ago that they come back."""
+        sampling = self._config.dynamic_sampling
+        if sampling.retire_at is None:
+            return frozenset()
+        return frozenset(
+            prompt
+            for prompt, (step, rates) in self._history.items()
+            if len(rates) == sampling.retire_groups
+            and sum(rates) / len(rates) >= sampling.retire_at
+            and (sampling.retire_for is None or rollout_step - step <= sampling.retire_for)
+        )
 
     def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         self._ledger.record(Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version)
@@ -226,10 +305,13 @@ class DynamicSampler:
 
     def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
         self._flight.popleft()
-        self._cursor += 1
+        if self._config.dynamic_sampling.retire_at is not None:
+            _, before = self._history.get(group.prompt_index, (0, ()))
+            rates = (*before, group.correct / len(group.responses))[-self._config.dynamic_sampling.retire_groups :]
+            self._history[group.prompt_index] = (batch.rollout_step, rates)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
-        if useful or not self._config.dynamic_sampling.enabled:
+        if useful or self._config.dynamic_sampling.filter == "off":
             batch.kept.append(group)
             batch.on_kept(group)
         else:
@@ -252,7 +334,7 @@ class DynamicSampler:
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )
-        if self._config.dynamic_sampling.on_limit == "stop":
+        if self._config.dynamic_sampling.filter == "refill" and self._config.dynamic_sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 
 
@@ -274,8 +356,8 @@ class _Batch:
     on_kept: Callable[[ScoredGroup], None]
     wanted: int
     ahead: int
-    end: int
-    """First position that may not be dispatched."""
+    most: int
+    """Groups that may be decided or in flight."""
     kept: list[ScoredGroup] = field(default_factory=list)
     filtered: list[ScoredGroup] = field(default_factory=list)
 

@@ -34,6 +34,12 @@ BACKTRACKING = re.compile(
 """The response gives up what it wrote."""
 
 
+REPEATED_TOKENS = 16
+"""A response repeats itself where so many tokens in a row stood in it before."""
+
+QUARTERS = ("0_25", "25_50", "50_75", "75_100")
+"""Useful groups by their share of right responses, in percent; the upper end belongs to the next."""
+
 STATISTICS = {
     "clipped_low": "clip_fraction/low",
     "clipped_high": "clip_fraction/high",
@@ -160,6 +166,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
         **disagreement,
+        "repetition": float(np.mean([repeated_share(group.responses[0].generation.token_ids) for group in groups])),
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
         **reflection_metrics([response.text for response in responses], [response.accuracy for response in responses]),
     }
@@ -167,15 +174,23 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
     decided, generated = (*admission.kept, *admission.filtered), admission.generated or admission.kept
+    shares = [group.correct / len(group.responses) for group in decided]
+    by_share = np.histogram([share for share in shares if 0 < share < 1], bins=np.linspace(0, 1, 5))[0]
+    if admission.discarded:  # whose short groups were finished, and whose long ones were not
+        generated = decided
     useful = sum(keep_group(group.correct, len(group.responses)) for group in decided)
     return {
         "sampling/generated": len(admission.generated),
         "sampling/kept": useful,
+        "sampling/batch_share": len(admission.kept) / wanted if admission.limit_reached else 1.0,
+        **{f"sampling/useful_{name}": int(count) for name, count in zip(QUARTERS, by_share, strict=True)},
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
         "sampling/all_wrong": sum(group.correct == 0 for group in decided),
         "sampling/carried": admission.carried,
         "sampling/in_flight": admission.in_flight,
         "sampling/expired": admission.expired,
+        "sampling/discarded": admission.discarded,
+        "sampling/retired": admission.retired,
         "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
@@ -184,6 +199,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "tokens/all_wrong": sum(group.tokens for group in admission.filtered if not group.correct),
         "tokens/carried": admission.carried_tokens,
         "tokens/expired": admission.expired_tokens,
+        "tokens/discarded": admission.discarded_tokens,
         "bias/accepted_length": _mean(admission.kept, _length),
         "bias/generated_length": _mean(generated, _length),
         "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
@@ -205,6 +221,19 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
     own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
     return metrics | own
+
+
+def repeated_share(token_ids: np.ndarray) -> float:
+    """Share of the response's runs of `REPEATED_TOKENS` tokens that stood in it before; 0 for one that is shorter.
+
+    Example, runs of 2: 1 2 3 1 2 has four runs, one of them twice: 0.25.
+    """
+    if len(token_ids) < REPEATED_TOKENS:
+        return 0.0
+    # A run is known by a sum with odd random factors modulo 2^64: two are taken for one about once in 2^64.
+    factors = np.random.Generator(np.random.PCG64(0)).integers(1 << 63, size=REPEATED_TOKENS, dtype=np.uint64) * 2 + 1
+    runs = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), REPEATED_TOKENS) @ factors
+    return 1.0 - len(np.unique(runs)) / len(runs)
 
 
 def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float]) -> float:

@@ -23,7 +23,7 @@ from megatron_dapo.actor.device import prepare
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
-from megatron_dapo.algorithm.aggregation import Aggregation, token_weights
+from megatron_dapo.algorithm.aggregation import Aggregation, kl_scale, token_weights
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
@@ -178,24 +178,27 @@ def random_mini_batches(
     }
     if config.algorithm.kl.coefficient > 0:
         columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
-    if config.algorithm.importance.mode != "none":
+    if config.algorithm.importance_mode != "none":
         columns["correction"] = rng.uniform(0.5, 2.0, tokens)
+    columns["rollout_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
     columns = {name: column.astype(np.float32) for name, column in columns.items()}
+    response_lengths, mask = torch.from_numpy(lengths.astype(np.int64)), torch.arange(len(lengths)) != len(lengths) // 2
 
-    def weights(aggregation: Aggregation) -> np.ndarray:
-        return token_weights(
-            torch.from_numpy(lengths.astype(np.int64)),
+    def mini_batch(aggregation: Aggregation) -> MiniBatch:
+        weights = token_weights(
+            response_lengths,
             torch.arange(len(lengths)) // GROUP,
             aggregation,
-            mask=torch.arange(len(lengths)) != len(lengths) // 2,
+            mask=mask,
             constant_length=config.rollout.max_new_tokens,
             micro_batch_index=torch.from_numpy(weights_plan.micro_batch_index()),
-        ).numpy()
+        )
+        kl, scale = config.algorithm.kl, None
+        if kl.coefficient > 0 and (kl.aggregation == "response_mean" or kl.aggregation == "response_sum"):
+            scale = kl_scale(weights, response_lengths, kl.aggregation, mask=mask).numpy()
+        return MiniBatch(responses=responses, plan=plan, weights=weights.numpy(), kl_scale=scale, **columns)
 
-    return {
-        aggregation: MiniBatch(responses=responses, plan=plan, weights=weights(aggregation), **columns)
-        for aggregation in AGGREGATIONS
-    }
+    return {aggregation: mini_batch(aggregation) for aggregation in AGGREGATIONS}
 
 
 def _advantages(rng: np.random.Generator, responses: int) -> np.ndarray:

@@ -224,6 +224,10 @@ def figures(problems: ProblemAnswers) -> dict[str, Any]:
     per_problem |= {f"pass@{k}": [pass_at_k(count, n, k) for count in right] for k in sizes(n)}
     per_problem[f"cons@{n}"] = [_consensus(answers) for answers in problems]
     means = {name: asdict(mean_with_interval(np.array(values))) for name, values in per_problem.items()}
+    # The same number and interval as a run's own evaluation prints.
+    sure = clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems]))
+    mean = {"value": sure.accuracy, "low": sure.low, "high": sure.high}
+    means |= {f"avg@{n}": mean, "pass@1": mean}
     return {
         "problems": len(problems),
         "samples": n,

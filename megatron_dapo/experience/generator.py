@@ -118,9 +118,13 @@ class GroupGenerator:
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
         self._clock = RewardClock()
 
+    def prompt_at(self, position: int) -> int:
+        """Index of the prompt at `position` of the shuffled order."""
+        return self._order.index_at(position)
+
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the shuffled order, judged."""
-        index = self._order.index_at(position)
+        index = self.prompt_at(position)
         prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"
         with self._clock.measure("writing"):

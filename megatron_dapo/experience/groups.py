@@ -77,6 +77,13 @@ class Admission:
     """Groups that had become too old when this step began and were generated again."""
     expired_tokens: int
     """Response tokens of those of them that were finished."""
+    discarded: int
+    """Groups past the end of the batch that were given up when it was full, since they would be too old for the next
+    one (`max_staleness` 0); they are generated again."""
+    discarded_tokens: int
+    """Response tokens of those of them that were finished."""
+    retired: int
+    """Positions passed over because their prompt is retired."""
     generated: tuple[ScoredGroup, ...]
     """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
     predicted_groups: int

@@ -137,6 +137,20 @@ def entropy_collapse(run: HealthMonitor) -> str | None:
     return None
 
 
+@_rule("Responses drift into gibberish.", "actor.optimizer.lr")
+def entropy_rise(run: HealthMonitor) -> str | None:
+    early, recent = run.early("entropy"), run.recent("entropy")
+    if recent >= 3 * early and run.gain("accuracy/mean") <= STANDSTILL:
+        return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy {_points(run.gain('accuracy/mean'))}"
+    return None
+
+
+@_rule("Responses go round in circles until they are cut off (section 3.3).", "algorithm.overlong.shape")
+def repetition(run: HealthMonitor) -> str | None:
+    share = run.recent("repetition")
+    return f"{share:.0%} of the runs of tokens are repeated" if share >= 0.3 else None
+
+
 @_rule("Long responses of low quality are not punished enough (section 3.3, figure 4).", "algorithm.aggregation")
 def length_explosion(run: HealthMonitor) -> str | None:
     before, recent = run.before("response_length/mean"), run.recent("response_length/mean")
@@ -146,7 +160,7 @@ def length_explosion(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.enabled")
+@_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.filter")
 def length_collapse(run: HealthMonitor) -> str | None:
     """Responses shrink and accuracy falls: the length penalty is optimised instead of the answer."""
     early, recent = run.early("response_length/mean"), run.recent("response_length/mean")
@@ -202,14 +216,18 @@ def all_correct(run: HealthMonitor) -> str | None:
     return None
 
 
-@_rule(
-    "Groups without spread have advantage 0 (eq. 9, section 3.2).", "algorithm.dynamic_sampling.enabled or data.path"
-)
+@_rule("Groups without spread have advantage 0 (eq. 9, section 3.2).", "algorithm.dynamic_sampling.filter or data.path")
 def no_signal(run: HealthMonitor) -> str | None:
     norm, rate = run.now("grad_norm"), run.recent("sampling/pass_rate")
     if norm < 1e-8:
         return f"the gradient norm is {norm:.2g}"
     return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < 0.1 else None
+
+
+@_rule("A few groups get a full optimizer step (Algorithm 1 goes on sampling).", "algorithm.dynamic_sampling.on_limit")
+def small_batch(run: HealthMonitor) -> str | None:
+    share = run.now("sampling/batch_share")
+    return f"only {share:.0%} of the wanted groups were trained on" if share < 1 else None
 
 
 def _points(change: float) -> str:

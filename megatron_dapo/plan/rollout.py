@@ -10,6 +10,7 @@ run as have room at their mean length), and rewards, which are judged meanwhile.
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,22 +56,26 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
     sampling = algorithm.dynamic_sampling
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
     carried: deque[Group] = deque()
-    limit = int((sampling.max_oversampling if sampling.enabled else 1) * algorithm.prompts_per_step)
+    limit = int((sampling.max_oversampling if sampling.filter == "refill" else 1) * algorithm.prompts_per_step)
     done = []
     for _ in range(steps):
-        step = RolloutStep(fleet, source, carried if sampling.max_staleness else deque())
+        step = RolloutStep(fleet, source, carried)
         while missing := algorithm.prompts_per_step - len(step.kept):
-            expected = rate.mean if sampling.enabled else 1.0
+            expected = rate.upper(sampling.caution) if sampling.filter == "refill" else 1.0
             more = prompts_to_dispatch(missing, len(step.flight), expected, sampling.margin)
             step.dispatch(min(more, limit - step.groups))
             if not step.flight:
                 break  # the limit: the smaller batch is trained
             group = step.head()
             rate = rate.update(kept=int(group.kept), filtered=int(not group.kept))
-            if group.kept or not sampling.enabled:
+            if group.kept or sampling.filter == "off":
                 step.kept.append(group)
-        step.drain()
-        carried = deque(group for group, _ in step.flight)
+        surplus = [group for group, _ in step.flight]
+        if sampling.max_staleness:
+            step.drain()
+            carried = deque(surplus)
+        else:  # given up, and sent again by the next step
+            source = itertools.chain(surplus, source)
         done.append(step)
     return done
 

@@ -45,6 +45,8 @@ def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
         elif kind in (Event.FINISHED, Event.CARRIED):
             waiting[prompt] = event.get("tokens", 0)
             now[prompt] = WAITING
+        elif kind == Event.RETIRED:
+            now.pop(prompt, None)
         elif kind in (Event.TRAINED, Event.FILTERED):
             now[prompt] = TRAINED if kind == Event.TRAINED else ALL_RIGHT if event.get("correct") else ALL_WRONG
             tokens[now[prompt]] += waiting.pop(prompt, event.get("tokens", 0))

@@ -6,6 +6,7 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
                            -> filtered                all responses right or all wrong
                            -> carried -> trained ...  finished past the end of a full batch, first in line for the next
                -> expired -> dispatched               its weights became too old, finished or not: generated again
+    retired                                           its prompt is no longer asked: passed over
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
 that checkpoint, and what belongs to later steps than it; report/outcomes.py: effective_events gives what stands. What
@@ -27,6 +28,7 @@ class Event(StrEnum):
     FILTERED = "filtered"
     CARRIED = "carried"
     EXPIRED = "expired"
+    RETIRED = "retired"
     INTERRUPTED = "interrupted"
     """Never written: what `effective_events` finds in flight at a checkpoint that was resumed from."""
     TRAINED = "trained"

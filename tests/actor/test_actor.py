@@ -173,7 +173,7 @@ def test_every_rank_reports_the_same_and_it_adds_up(gloo, layout, model, data, t
         "approx_kl_old": (ratio - 1 - np.log(ratio)).sum(),
         "clipped_low": ((ratio < 1 - CLIP_LOW) & (advantages < 0)).sum(),
         "clipped_high": high.sum(),
-        "clipped_high_prob": np.exp(old)[high].sum(),
+        "clipped_high_prob": np.exp(log_probs)[high].sum(),
     }
     assert first.tokens == kept.sum()
     assert first.sums.keys() == wanted.keys()

@@ -14,6 +14,7 @@ import torch
 
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from tests.actor.gloo import RankError, RankPlace
 from tests.actor.mini_batches import (
@@ -33,7 +34,7 @@ from tests.actor.tiny import load_reference, save_tiny
 
 NONE_OF = ("reference_log_probs", "correction")
 FULL = PolicyObjective(
-    kl_coefficient=0.3, kl_estimator="k2", kl_aggregation="sequence", entropy_coefficient=0.2, clip_dual=3.0
+    kl_coefficient=0.3, kl_estimator="k2", kl_aggregation="sequence", entropy_coefficient=0.2, loss=Clipped(dual=3.0)
 )
 
 

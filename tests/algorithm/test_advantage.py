@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithm.advantage import group_advantages
+from megatron_dapo.algorithm.advantage import group_advantages, standardized, step_advantages
 
 EPSILON = 1e-6
 
@@ -70,3 +70,49 @@ def test_a_reward_that_is_not_a_number_is_not_hidden():
 
 def test_no_prompts():
     assert group_advantages(torch.zeros(0, 4), epsilon=EPSILON, ddof=1).shape == (0, 4)
+
+
+def papers_formula(rewards: list[list[float]], lengths: list[int], estimator: str) -> list[float]:
+    """Straight from the papers' texts, with population or sample deviation as `statistics` has them; ddof 1."""
+    flat = [r for group in rewards for r in group]
+    centred = [r - statistics.fmean(group) for group in rewards for r in group]
+    if estimator == "no_std":
+        return centred
+    if estimator == "group_std":
+        return [(r - statistics.fmean(g)) / (statistics.stdev(g) + EPSILON) for g in rewards for r in g]
+    if estimator == "rloo":
+        return [r - (sum(g) - r) / (len(g) - 1) for g in rewards for r in g]
+    if estimator == "batch_std":
+        return [d / (statistics.stdev(centred) + EPSILON) for d in centred]
+    tokens = [d for d, length in zip(centred, lengths, strict=True) for _ in range(length)]
+    assert len(flat) == len(lengths)
+    return [(d - statistics.fmean(tokens)) / (statistics.stdev(tokens) + EPSILON) for d in centred]
+
+
+@pytest.mark.parametrize("estimator", ["group_std", "no_std", "rloo", "batch_std", "reinforce_pp_baseline"])
+def test_each_estimator_is_its_papers_formula(estimator):
+    rewards = [[1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 0.5, -1.5], [1.0, -1.0, 1.0, -1.2]]
+    lengths = [7, 3, 9, 1, 2, 2, 8, 30, 4, 5, 6, 1]
+    got = step_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(lengths),
+        epsilon=EPSILON,
+        ddof=1,
+        estimator=estimator,
+    )
+    assert got.tolist() == pytest.approx(papers_formula(rewards, lengths, estimator), rel=1e-12)
+
+
+def test_a_group_without_spread_is_zero_in_every_estimator_but_it_counts_in_the_batchs_deviation():
+    rewards = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    given = {"epsilon": 0.0, "ddof": 0}
+    for estimator in ("group_std", "no_std", "rloo", "batch_std"):
+        assert step_advantages(rewards, torch.ones(4, dtype=torch.int64), estimator=estimator, **given)[:2].eq(0).all()
+    alone = step_advantages(rewards[1:], torch.ones(2, dtype=torch.int64), estimator="batch_std", **given)
+    both = step_advantages(rewards, torch.ones(4, dtype=torch.int64), estimator="batch_std", **given)
+    assert (alone.tolist(), both[2:].tolist()) == ([1.0, -1.0], pytest.approx([math.sqrt(2), -math.sqrt(2)]))
+
+
+def test_equal_deviations_are_standardized_to_zero():
+    assert standardized(torch.full((3,), 0.1), epsilon=1e-12, ddof=1, centred=False).tolist() == [0, 0, 0]
+    assert standardized(torch.zeros(0), epsilon=1e-12, ddof=1, centred=True).shape == (0,)

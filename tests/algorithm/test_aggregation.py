@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
 
 MEANS = ["token_mean", "prompt_token_mean", "sequence_mean", "verl_legacy"]
 ALL = [*MEANS, "sequence_sum_constant"]
@@ -22,11 +22,12 @@ def reference_loss(losses: list[list[float]], groups, micro, mask, aggregation) 
     if aggregation == "sequence_mean":
         return math.fsum(math.fsum(losses[i]) / len(losses[i]) for i in kept) / len(kept)
     key = {"token_mean": [0] * len(losses), "prompt_token_mean": groups, "verl_legacy": micro}[aggregation]
-    means = []
+    means, sizes = [], []
     for part in sorted({key[i] for i in kept}):
         tokens = [loss for i in kept if key[i] == part for loss in losses[i]]
         means.append(math.fsum(tokens) / len(tokens))
-    return math.fsum(means) / len(means)
+        sizes.append(sum(key[i] == part for i in kept) if aggregation == "verl_legacy" else 1)
+    return math.fsum(mean * size for mean, size in zip(means, sizes, strict=True)) / sum(sizes)
 
 
 @st.composite
@@ -116,6 +117,28 @@ def test_verl_legacy_depends_on_the_packing_and_the_token_mean_does_not():
     assert weights("verl_legacy", [0, 1]) == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
     assert weights("verl_legacy", [0, 0]) == pytest.approx([1 / 4] * 4)
     assert weights("token_mean", [0, 1]) == weights("token_mean", [0, 0]) == [1 / 4] * 4
+
+
+def test_verl_legacy_weighs_a_micro_batch_by_its_responses_as_the_reproduction_did():
+    lengths, one = torch.tensor([100, 10, 10, 10]), torch.tensor([0, 1, 1, 1])
+    weights = token_weights(lengths, torch.zeros_like(one), "verl_legacy", micro_batch_index=one)
+    assert weights[0].item() == pytest.approx(0.0025)
+    assert weights[-1].item() == pytest.approx(0.025)
+
+
+@given(batch=mini_batches(), aggregation=st.sampled_from(ALL))
+def test_a_kl_of_its_own_average_is_that_average_whatever_the_losss_weights_are(batch, aggregation):
+    losses, _, _, mask = batch
+    weights, lengths = weights_of(*batch, aggregation), torch.tensor([len(loss) for loss in losses])
+    kept = [math.fsum(loss) for loss, carries in zip(losses, mask, strict=True) if carries and loss]
+    sizes = [len(loss) for loss, carries in zip(losses, mask, strict=True) if carries and loss]
+    wanted = {
+        "response_mean": math.fsum(total / size for total, size in zip(kept, sizes, strict=True)) / len(kept),
+        "response_sum": math.fsum(kept) / len(kept),
+    }
+    for name, value in wanted.items():
+        scale = kl_scale(weights, lengths, name, mask=torch.tensor(mask))
+        assert (weights * scale * flat(losses)).sum().item() == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("aggregation", ALL)

@@ -1,6 +1,7 @@
 """Which groups are kept, and how many more prompts are sent."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
+from megatron_dapo.config.algorithm_config import DynamicSamplingConfig
 
 
 def test_only_mixed_groups_are_kept():
@@ -90,3 +92,41 @@ def test_pass_rate_forgets_as_the_formula_says():
     start = PassRate(prior_kept=1.0, prior_filtered=0.0, memory=2.0)
     estimate = start.update(kept=2, filtered=0).update(kept=0, filtered=1)
     assert estimate.mean == pytest.approx((1 + 2 * 0.5) / (1 + 2 * 0.5 + 1))
+
+
+RATES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+
+def surpluses(rate: float, seed: int, *, caution: float, wanted: int = 512, batches: int = 4) -> list[float]:
+    """Prompts of each batch sent beyond those it needed, in standard deviations of what a batch needs: the sampler's
+    rule, asked after each decision."""
+    random, estimate = np.random.default_rng(seed), PassRate.start(0.5, memory=4.0 * wanted)
+    deviation = math.sqrt(wanted * (1 - rate)) / rate
+    found = []
+    for _ in range(batches):
+        kept = decided = sent = 0
+        while kept < wanted:
+            sent += prompts_to_dispatch(wanted - kept, sent - decided, estimate.upper(caution))
+            useful = bool(random.random() < rate)
+            kept, decided = kept + useful, decided + 1
+            estimate = estimate.update(kept=int(useful), filtered=int(not useful))
+        found.append((sent - decided) / deviation)
+    return found
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_no_batch_sends_more_than_two_standard_deviations_beyond_its_need(rate):
+    """Also the first, which has measured nothing. At the mean (caution 0) the first sends a multiple."""
+    caution = DynamicSamplingConfig().caution
+    assert max(max(surpluses(rate, seed, caution=caution)) for seed in range(20)) <= 2.0
+    assert max(surpluses(rate, seed, caution=0.0, batches=1)[0] for seed in range(5)) > 5.0
+
+
+def test_the_upper_bound_is_that_of_the_docstring():
+    start = PassRate.start(0.5)
+    assert start.upper(2.0) == 1.0
+    some = replace(start, kept=300.0, filtered=300.0)
+    assert some.upper(2.0) == pytest.approx(0.5 + 2 * (1 + math.sqrt(math.log(2048 / 604) / 2)) * math.sqrt(0.25 / 605))
+    assert some.upper(2.0) == pytest.approx(0.57, abs=0.005)
+    assert replace(start, kept=1024.0, filtered=1024.0).upper(2.0) == pytest.approx(0.52, abs=0.005)
+    assert some.upper(0.0) == some.mean

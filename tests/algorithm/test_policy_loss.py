@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from megatron_dapo.algorithm.policy_loss import (
-    LossColumns,
-    PolicyObjective,
-    SupervisedObjective,
-    clipped_surrogate,
-)
+from megatron_dapo.algorithm.losses.clipped import Clipped, clipped_surrogate
+from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.algorithm.token_loss import LossColumns, importance_ratio
 
 LOW, HIGH, DUAL = 0.2, 0.28, 10.0
 
@@ -31,7 +28,7 @@ def equation_8(ratio: float, advantage: float, dual: float | None = None) -> flo
 def surrogate(ratios: list[float], advantages: list[float], dual: float | None = None) -> torch.Tensor:
     ratios, advantages = torch.tensor(ratios, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64)
     old = torch.full_like(ratios, -1.5)
-    return clipped_surrogate(old + ratios.log(), old, advantages, low=LOW, high=HIGH, dual=dual)
+    return clipped_surrogate(importance_ratio(old + ratios.log(), old), advantages, low=LOW, high=HIGH, dual=dual)
 
 
 @given(st.floats(1e-4, 100), st.floats(-4, 4), st.sampled_from([None, DUAL]))
@@ -56,7 +53,9 @@ def test_gradient_is_the_numeric_one_in_every_branch(dual):
     old = torch.linspace(-3, -0.1, len(BRANCHES), dtype=torch.float64)
     log_probs = (old + ratios.log()).requires_grad_()
     assert gradcheck(
-        lambda x: clipped_surrogate(x, old, advantages, low=LOW, high=HIGH, dual=dual), (log_probs,), eps=1e-7
+        lambda x: clipped_surrogate(importance_ratio(x, old), advantages, low=LOW, high=HIGH, dual=dual),
+        (log_probs,),
+        eps=1e-7,
     )
 
 
@@ -76,7 +75,8 @@ def test_gradient_is_the_numeric_one_in_every_branch(dual):
 def test_where_the_gradient_is_cut(ratio, advantage, slope):
     log_probs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old, advantages = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    clipped_surrogate(log_probs, old, advantages, low=LOW, high=HIGH, dual=DUAL).sum().backward()
+    ratio = importance_ratio(log_probs, old)
+    clipped_surrogate(ratio, advantages, low=LOW, high=HIGH, dual=DUAL).sum().backward()
     assert log_probs.grad.item() == pytest.approx(slope, rel=1e-12)
 
 
@@ -127,7 +127,7 @@ ENTROPY = [0.3, 0.6, 0.9, 1.2]
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_all_terms_together(estimator, aggregation):
     objective = PolicyObjective(
-        clip_dual=DUAL,
+        loss=Clipped(dual=DUAL),
         kl_coefficient=0.05,
         kl_estimator=estimator,
         kl_aggregation=aggregation,
@@ -159,18 +159,21 @@ def test_statistics():
     advantages = [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
     old = [-1.0, -2.0, -3.0, -1.0, -4.0, -1.0]
     log_probs = [before + math.log(ratio) for before, ratio in zip(old, ratios, strict=True)]
-    stats = PolicyObjective(clip_dual=DUAL)(tensor(log_probs), tensor([0.0] * 6), columns_of(advantages, old)).stats
+    stats = PolicyObjective(loss=Clipped(dual=DUAL))(
+        tensor(log_probs), tensor([0.0] * 6), columns_of(advantages, old)
+    ).stats
     assert stats["clipped_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert stats["clipped_low"].tolist() == [0, 0, 0, 1, 0, 0]
     assert stats["clipped_dual"].tolist() == [0, 0, 0, 0, 1, 0]
-    assert stats["clipped_high_prob"].tolist() == pytest.approx([math.exp(-1), 0, 0, 0, 0, 0])
+    new = [1.5 * math.exp(-1), 0, 0, 0, 0, 0]
+    assert stats["clipped_high_prob"].tolist() == pytest.approx(new), "of pi, not pi_old: figure 3a"
     assert stats["approx_kl_old"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratios], abs=1e-12)
 
 
 @given(st.floats(0.01, 30), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
 def test_a_token_counts_as_clipped_exactly_where_its_gradient_is_cut(ratio, advantage):
     log_probs = tensor([math.log(ratio)]).requires_grad_()
-    objective = PolicyObjective(clip_dual=DUAL)
+    objective = PolicyObjective(loss=Clipped(dual=DUAL))
     result = objective(log_probs, tensor([0.0]), columns_of([advantage], [0.0]))
     result.loss.sum().backward()
     clipped = sum(result.stats[name].item() for name in ("clipped_low", "clipped_high", "clipped_dual"))

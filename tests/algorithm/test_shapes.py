@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 CALLS = {
-    "clipped_surrogate(two, two, two, low=0.2, high=0.28)": "accepted",
-    "clipped_surrogate(two, three, two, low=0.2, high=0.28)": "refused",
-    "clipped_surrogate(two, two, two, low='0.2', high=0.28)": "refused",
+    "clipped_surrogate(two, two, low=0.2, high=0.28)": "accepted",
+    "clipped_surrogate(two, three, low=0.2, high=0.28)": "refused",
+    "clipped_surrogate(two, two, low='0.2', high=0.28)": "refused",
     "group_advantages(two[None], epsilon=0.0, ddof=1)": "accepted",
     "group_advantages(two, epsilon=0.0, ddof=1)": "refused",
     "token_weights(index, index, 'token_mean')": "accepted",
@@ -22,7 +22,8 @@ from jaxtyping import TypeCheckError, install_import_hook
 install_import_hook("megatron_dapo.algorithm", "beartype.beartype")
 from megatron_dapo.algorithm.advantage import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
-from megatron_dapo.algorithm.policy_loss import LossColumns, clipped_surrogate
+from megatron_dapo.algorithm.losses.clipped import clipped_surrogate
+from megatron_dapo.algorithm.token_loss import LossColumns
 two, three, index = torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.int64)
 for call in {list(CALLS)!r}:
     try:

@@ -1,11 +1,13 @@
 """Differences between configs and from the paper."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dapo.cli.diff import diff
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import ABSENT, PAPER, departures, differences, flatten_config, shown
-from megatron_dapo.config.load import flatten
+from megatron_dapo.config.config_diff import ABSENT, departures, differences, flatten_config, shown, stated
+from megatron_dapo.config.load import PRESETS, flatten
 from tests.config.test_load import MINIMAL
 
 
@@ -19,8 +21,79 @@ def write(tmp_path):
 
 
 def test_every_setting_of_the_paper_is_a_key_and_its_default_is_the_papers(write):
+    """Written down twice on purpose: a default that is changed by mistake shows as a difference."""
     flat = flatten_config(load_config(write("a.yaml")))
-    assert {setting.key for setting in PAPER} <= set(flat)
+    assert stated().keys() <= set(flat)
+    assert departures(flat) == []
+
+
+UNRELATED = """
+    run.dir run.rollout_steps run.seed run.resume run.resume_step run.on_damaged_checkpoint run.max_restarts
+    run.checkpoint_every run.keep_checkpoints run.checkpoint_in_background run.save_batches run.export_at_end
+    run.start_deadline_s run.step_deadline_s model.path model.context_length model.stop_token_ids model.dtype
+    algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
+    algorithm.dynamic_sampling.caution algorithm.dynamic_sampling.margin algorithm.dynamic_sampling.ahead
+    rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
+    rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
+    rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
+    rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
+    reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
+    evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
+    actor.recompute actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
+"""
+SECTIONS = ("data.", "evaluation.", "reward.remote.", "actor.layout.", "actor.offload.", "monitor.")
+
+
+def test_every_key_is_compared_or_known_not_to_be(write):
+    """A new key must be decided on: does it change what is learnt? Then it belongs into presets/paper.yaml."""
+    flat = flatten_config(load_config(write("a.yaml")))
+    left = {key for key in flat if key not in stated() and not key.startswith(SECTIONS)}
+    assert left <= set(UNRELATED.split()), "neither in paper.yaml nor here"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_loads_alone_and_sets_what_it_says_with_its_source(write, preset):
+    flat = flatten_config(load_config(write("a.yaml", f"preset: {preset}\n")))
+    assert departures(flat, preset) == []
+    for each in stated(preset).values():
+        assert flat[each.key] == each.value or preset == "paper"
+        assert len(each.where) >= 4, f"{each.key} has no source"
+    left = {each.stated.key for each in departures(flat)}
+    own = {key for key, each in stated(preset).items() if not each.where.startswith("DAPO: ")}
+    assert left <= own
+    assert bool(left) == (preset != "paper"), "it differs from the paper"
+
+
+def test_what_the_review_named_is_no_longer_as_in_the_paper(write, capsys):
+    text = """
+algorithm: {advantage: {epsilon: 10.0, ddof: 0}, overlong: {filter: true}, dynamic_sampling: {max_staleness: 5}}
+rollout: {temperature: 0.6, top_p: 0.7}
+actor: {optimizer: {betas: [0.5, 0.6]}}
+"""
+    text = MINIMAL.replace("run: {", "run: {mode: async, ") + text.partition("\n")[2]
+    (path := Path(write("one.yaml"))).write_text(text)
+    flat = flatten_config(load_config(path))
+    assert {each.stated.key for each in departures(flat)} == {
+        "run.mode",
+        "algorithm.advantage.epsilon",
+        "algorithm.advantage.ddof",
+        "algorithm.overlong.filter",
+        "algorithm.importance.mode",
+        "algorithm.dynamic_sampling.max_staleness",
+        "rollout.temperature",
+        "rollout.top_p",
+        "actor.optimizer.betas",
+    }
+    diff(str(path), "verl")
+    out = capsys.readouterr().out
+    assert "verl_legacy" in out
+    assert "Not compared: the model, prompts" in out
+    assert "No key says: it generates whole batches" in out
+
+
+def test_taking_turns_on_one_gpu_and_auto_are_the_papers_too(write):
+    one = write("one.yaml", "algorithm: {importance: {mode: none}}\n")
+    flat = flatten_config(load_config(one)) | {"run.mode": "colocated"}
     assert departures(flat) == []
 
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import Config, ConfigError, dump_config, load_config
+from megatron_dapo.config.load import load_with_sources
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = """\
@@ -226,3 +228,57 @@ def test_reference_page_is_up_to_date():
 
     committed = ROOT / "docs" / "config.md"
     assert committed.read_text() == reference_page(), "run `make docs`"
+
+
+def test_a_preset_lies_below_the_configs_own_keys_and_overrides(file):
+    path = file("preset: gspo\nalgorithm: {clip: {high: 5.0e-4}}\n")
+    algorithm = load_config(path, ["algorithm.group_size=8"]).algorithm
+    assert (algorithm.policy_loss, algorithm.aggregation, algorithm.group_size) == ("gspo", "sequence_mean", 8)
+    assert (algorithm.clip.low, algorithm.clip.high) == (3e-4, 5e-4)
+    assert load_config(path, ["preset=cispo"]).algorithm.policy_loss == "cispo"
+    with pytest.raises(ConfigError, match=r"config.yaml:5: preset = scalrl: no such preset; did you mean scalerl\?"):
+        load_config(file("preset: scalrl\n"))
+
+
+def test_check_says_where_each_value_comes_from(file, tmp_path):
+    path = file("preset: gspo\nalgorithm: {clip: {high: 5.0e-4}}\n")
+    text = dump_config(*load_with_sources(path, ["algorithm.group_size=8", "rollout.extra_args=[--log-level, b]"]))
+    rows = {row.split(":")[0].strip(): row.partition("  # ")[2] for row in text.splitlines()}
+    assert rows["policy_loss"] == "preset gspo"
+    assert rows["high"] == f"{path}:6"
+    assert rows["group_size"] == "override 'algorithm.group_size=8'"
+    assert rows["extra_args"].startswith("override")
+    assert rows["prompts_per_step"] == ""
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert load_config(again) == load_config(path, ["algorithm.group_size=8", "rollout.extra_args=[--log-level, b]"])
+
+
+@pytest.mark.parametrize(("old", "new"), [("true", "refill"), ("false", "off")])
+def test_the_config_of_an_old_run_is_read(file, old, new):
+    assert load_config(file(), [f"algorithm.dynamic_sampling.enabled={old}"]).algorithm.dynamic_sampling.filter == new
+    assert load_config(file(), ["algorithm.dynamic_sampling.filter=off"]).algorithm.dynamic_sampling.filter == "off"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["algorithm.policy_loss=cipso"], "did you mean cispo?"),
+        (["algorithm.policy_loss=gspo", "algorithm.clip.dual=10.0"], "policy_loss gspo has none"),
+        (["algorithm.policy_loss=sapo", "algorithm.loss_options={tau: 1.0}"], "valid: positive, negative"),
+        (["algorithm.policy_loss=reinforce", "algorithm.importance.mode=masked"], "corrects for the engine by itself"),
+    ],
+)
+def test_a_loss_and_what_it_does_not_read(file, overrides, fault):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        load_config(file(), overrides)
+
+
+def test_carrying_brings_its_correction_unless_the_loss_corrects_by_itself(file):
+    def mode(*overrides):
+        return load_config(file(), list(overrides)).algorithm.importance_mode
+
+    carrying = "algorithm.dynamic_sampling.max_staleness=1"
+    assert (mode(), mode(carrying)) == ("none", "truncated")
+    assert mode(carrying, "algorithm.policy_loss=reinforce") == "none"
+    assert mode(carrying, "algorithm.importance.mode=none") == "none"

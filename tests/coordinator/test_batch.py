@@ -1,11 +1,16 @@
 """Admitted groups -> arrays: what belongs together stays together, and law 1's weights cover the whole mini-batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.config import load_config
-from megatron_dapo.coordinator.batch import mini_batches, step_arrays, step_correction
+from megatron_dapo.algorithm.losses.reinforce import Reinforce
+from megatron_dapo.algorithm.losses.sapo import SAPO
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.coordinator.batch import mini_batches, objective_of, step_arrays, step_correction
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
@@ -125,3 +130,82 @@ def test_importance_correction_compares_trainer_and_engine(config):
     old = LogProbs(log_probs=arrays.rollout_log_probs + 1.0, entropy=np.abs(arrays.rollout_log_probs))
     for batch in mini_batches(arrays, old, None, step_correction(arrays, old, chosen), chosen, 1, hidden_size=64):
         np.testing.assert_allclose(batch.correction, 1.1, rtol=1e-6)
+
+
+def batches_of(chosen, groups, reference=None):
+    arrays = step_arrays(groups, chosen)
+    old = LogProbs(log_probs=arrays.rollout_log_probs, entropy=np.abs(arrays.rollout_log_probs))
+    reference = None if reference is None else LogProbs(log_probs=old.log_probs - 1, entropy=old.entropy)
+    return mini_batches(arrays, old, reference, None, chosen, 1, hidden_size=64)
+
+
+def uneven_groups():
+    """Two kinds of groups, so that mini-batches differ."""
+    groups = make_groups()
+    for at in (0, 1, 4):
+        changed = [replace(each, reward_shaped=3 * each.reward_shaped) for each in groups[at].responses]
+        groups[at] = replace(groups[at], responses=tuple(changed))
+    return groups
+
+
+def test_mini_batch_std_is_over_exactly_the_responses_of_the_mini_batch(config):
+    groups = uneven_groups()
+    deviations = {}
+    for group in groups:
+        rewards = np.array([each.reward_shaped for each in group.responses])
+        for sample, value in enumerate(rewards - rewards.mean()):
+            deviations[10 * group.position + sample] = value
+    stds = set()
+    for batch in batches_of(config("algorithm.advantage.estimator=mini_batch_std"), groups):
+        starts = np.concatenate([[0], np.cumsum(batch.responses.sequence_lengths)[:-1]])
+        names = batch.responses.token_ids[starts + batch.responses.prompt_lengths].tolist()
+        mine = np.array([deviations[name] for name in names])
+        wanted = (mine - mine.mean()) / (mine.std(ddof=1) + 1e-6)
+        got = batch.advantages[np.concatenate([[0], np.cumsum(batch.responses.response_lengths)[:-1]])]
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        stds.add(round(float(mine.std()), 4))
+    assert len(stds) > 1, "all mini-batches had the same spread: the test shows nothing"
+
+
+def test_mini_batches_of_a_small_step_are_equal_in_size(config):
+    sizes = [len(batch.responses) // GROUP for batch in batches_of(config(), make_groups(5))]
+    assert sizes == [2, 2, 1]
+    chosen = config("algorithm.mini_batch_responses=16")
+    assert [len(batch.responses) // GROUP for batch in batches_of(chosen, make_groups(5))] == [3, 2], "not 4 and 1"
+
+
+def test_the_classic_kl_has_an_average_of_its_own(config):
+    chosen = config("algorithm.kl.coefficient=0.1", "algorithm.kl.aggregation=response_sum")
+    for batch in batches_of(chosen, make_groups(), reference=True):
+        np.testing.assert_allclose(batch.weights * batch.kl_scale, 1 / 8, rtol=1e-5)
+    assert all(batch.kl_scale is None for batch in batches_of(config("algorithm.kl.coefficient=0.1"), make_groups()))
+
+
+def test_only_a_loss_that_needs_them_gets_the_engines_log_probs(config):
+    assert all(batch.rollout_log_probs is None for batch in batches_of(config(), make_groups()))
+    for batch in batches_of(config("algorithm.policy_loss=reinforce"), make_groups()):
+        np.testing.assert_array_equal(batch.rollout_log_probs, batch.old_log_probs)
+
+
+def test_the_objective_is_the_configs(config):
+    assert objective_of(config().algorithm) == PolicyObjective()
+    chosen = config("algorithm.policy_loss=sapo", "algorithm.loss_options={negative: 2.0}").algorithm
+    assert objective_of(chosen).loss == SAPO(positive=1.0, negative=2.0)
+    chosen = config("algorithm.policy_loss=reinforce", "algorithm.importance.upper=3.0").algorithm
+    assert objective_of(chosen).loss == Reinforce(upper=3.0)
+    with pytest.raises(ConfigError, match=r"policy_loss = no_such_module:Loss .*No module named"):
+        objective_of(config("algorithm.policy_loss=no_such_module:Loss").algorithm)
+    chosen = config(
+        "algorithm.policy_loss=megatron_dapo.algorithm.losses.gspo:GSPO", "algorithm.loss_options={lo: 1.0}"
+    )
+    with pytest.raises(ConfigError, match=r"gspo:GSPO with loss_options"):
+        objective_of(chosen.algorithm)
+
+
+def test_carrying_comes_with_its_correction(config):
+    groups = make_groups()
+    for overrides, corrected in (((), False), (("algorithm.dynamic_sampling.max_staleness=1",), True)):
+        chosen = config(*overrides)
+        arrays = step_arrays(groups, chosen)
+        old = LogProbs(log_probs=arrays.rollout_log_probs, entropy=np.abs(arrays.rollout_log_probs))
+        assert (step_correction(arrays, old, chosen) is not None) == corrected

@@ -91,7 +91,7 @@ def test_what_is_dispatched_does_not_depend_on_who_finishes_first(tmp_path):
     seen = []
     for run in range(3):
         servers, ledger = Servers(), Ledger(tmp_path / f"{run}.jsonl")
-        sampler = sampler_of(servers, ledger)
+        sampler = sampler_of(servers, ledger, max_staleness=1)
         batches, _ = ran(train(sampler, servers, ledger, 5, last=5))
         ledger.close()
         sent = [
@@ -203,7 +203,7 @@ def test_the_limit_counts_what_a_batch_decides_and_bounds_the_look_ahead(tmp_pat
     servers, ledger = Servers(useful=0.25), Ledger(tmp_path / "ledger.jsonl")
 
     async def run():
-        sampler = sampler_of(servers, ledger, max_oversampling=2.0, max_staleness=5)
+        sampler = sampler_of(servers, ledger, max_oversampling=2.0, max_staleness=5, on_limit="train")
         batches = [await sampler.fill(step, step - 1, ahead=PROMPTS) for step in (1, 2)]
         await sampler.close()
         return batches
@@ -218,3 +218,25 @@ def test_a_position_may_not_be_sent_twice_without_a_reason():
     twice = [{"event": "dispatched", "prompt": 0, "rollout_step": 1, "weight_version": 0}] * 2
     with pytest.raises(LedgerError, match="dispatched after dispatched"):
         check_ledger(twice)
+
+
+def test_after_a_resume_a_group_is_as_old_as_its_dispatch_not_as_its_tokens(tmp_path):
+    """A group sent before the weights changed and written after: the same groups expire as without the kill."""
+
+    def finished(position, version=2):
+        return group(position, 2, 3, version)
+
+    def state(sent_with):
+        carried = tuple(finished(position) for position in range(4))
+        return SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=carried, sent_with=sent_with)
+
+    async def first(sent_with, name):
+        sampler = sampler_of(Servers(useful=1.0), Ledger(tmp_path / name), state(sent_with), max_staleness=1)
+        batch = await sampler.fill(3, 2)
+        again = sampler.snapshot(3)
+        return batch.expired, again
+
+    assert ran(first((0, 0, 1, 2), "a.jsonl"))[0] == 2
+    expired, again = ran(first((), "b.jsonl"))
+    assert expired == 0, "a checkpoint of before says only how old the tokens are"
+    assert len(again.sent_with) == len(again.carried)

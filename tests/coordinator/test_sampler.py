@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from tests.ledger_check import check_ledger
 from tests.simulation.virtual_time import run_virtually
 
 GROUP = 4
+CARRYING = {"max_staleness": 1, "caution": 0.0, "margin": 2.0}
+"""A surplus, so that there is something to carry."""
 
 
 def fates_of(batch) -> dict[str, int]:
@@ -74,16 +77,16 @@ class Script:
 
 @pytest.fixture
 def make(tmp_path):
-    def sampler(generate, state=None, name="ledger.jsonl", prompts=8, **dynamic):
+    def sampler(generate, state=None, name="ledger.jsonl", prompts=8, prompt_at=lambda position: position, **dynamic):
         config = AlgorithmConfig(
             prompts_per_step=prompts,
             group_size=GROUP,
             mini_batch_responses=GROUP,
-            dynamic_sampling=DynamicSamplingConfig(**dynamic),
+            dynamic_sampling=DynamicSamplingConfig(**CARRYING | dynamic),
         )
         ledger = Ledger(tmp_path / name)
         start = state or SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
-        return DynamicSampler(config, generate, ledger, start), ledger
+        return DynamicSampler(config, generate, ledger, start, prompt_at), ledger
 
     return sampler
 
@@ -196,15 +199,41 @@ def test_the_margin_spares_most_batches_a_second_round(make):
 
 def test_carried_groups_that_are_too_old_are_generated_again(make):
     script = Script(useful=1.0)
-    sampler, ledger = make(script, initial_pass_rate=0.25, max_staleness=0)
-    first, second = steps(sampler, 2)
+    sampler, ledger = make(script, initial_pass_rate=0.25, max_staleness=1)
+
+    async def run():
+        first = await sampler.fill(1, 0)
+        return first, await sampler.fill(2, 2)  # two updates later
+
+    first, second = ran(run())
     ledger.close()
     assert first.carried > 0
     assert second.expired == first.carried
-    assert all(g.weight_version == 1 for g in second.kept)
+    assert all(g.weight_version == 2 for g in second.kept)
     events = read_ledger(ledger._path)
     check_ledger(events)
     assert sum(event["event"] == "expired" for event in events) == second.expired
+
+
+def test_without_staleness_the_surplus_is_given_up_when_the_batch_is_full_and_nobody_waits_for_it(make):
+    async def slow_after_the_batch(position, version):
+        await asyncio.sleep(1 if position < 8 else 10_000)
+        return group(position, 2, 3, version)
+
+    sampler, ledger = make(slow_after_the_batch, max_staleness=0)
+
+    async def run():
+        first = await sampler.fill(1, 0)
+        return first, asyncio.get_running_loop().time(), sampler.snapshot(1)
+
+    first, seconds, state = ran(run())
+    ledger.close()
+    assert seconds < 100
+    assert first.discarded > 0
+    assert (first.carried, first.in_flight, first.discarded_tokens, state.carried) == (0, 0, 0, ())
+    events = read_ledger(ledger._path)
+    check_ledger(events)
+    assert sum(event["event"] == "expired" for event in events) == first.discarded
 
 
 @pytest.mark.parametrize("max_staleness", [0, 9])
@@ -220,10 +249,11 @@ def test_every_token_has_one_fate(make, max_staleness):
         spent = sum(g.tokens for g in batch.kept) + sum(fates.values())
         assert sum(g.tokens for g in batch.generated) + before == spent
         before = fates["tokens/carried"]
-    assert (sum(batch.expired_tokens for batch in batches) > 0) == (max_staleness == 0)
+    assert (sum(batch.discarded_tokens for batch in batches) > 0) == (max_staleness == 0)
     written = count_outcomes(ledger._path, [])
     for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
-        assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches)
+        given_up = sum(fates_of(batch)["tokens/discarded"] for batch in batches) if name == "expired" else 0
+        assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches) + given_up
 
 
 def test_carried_groups_within_the_bound_are_used_as_they_are(make):
@@ -249,7 +279,7 @@ def test_at_the_limit_the_smaller_batch_is_trained_or_the_run_stops(make):
 
 
 def test_without_dynamic_sampling_every_group_is_kept(make):
-    sampler, _ = make(Script(), enabled=False)
+    sampler, _ = make(Script(), filter="off")
     batches = steps(sampler, 2)
     assert [g.position for b in batches for g in b.kept] == list(range(16))
 
@@ -267,3 +297,99 @@ def test_a_failure_ends_the_others_and_is_not_lost(make):
         assert len(asyncio.all_tasks()) == 1, "no task is left behind"
 
     asyncio.run(run())
+
+
+def test_by_default_no_group_is_trained_that_other_weights_drew_and_little_is_sent_twice(make):
+    """Eq. 8 draws from the pi_old of its ratio."""
+    paper = DynamicSamplingConfig()
+    defaults = {"max_staleness": paper.max_staleness, "caution": paper.caution, "margin": paper.margin}
+    script = Script(useful=0.7)
+    sampler, _ = make(script, prompts=64, **defaults)
+    batches = steps(sampler, 6)
+    for step, batch in enumerate(batches):
+        assert {each.weight_version for each in batch.kept} == {step}
+        assert batch.discarded < 0.15 * 64
+    decided = sum(len(batch.kept) + len(batch.filtered) for batch in batches)
+    assert len(script.made) < 1.1 * decided
+
+
+def test_drop_leaves_groups_without_spread_out_and_sends_no_others(make):
+    script = Script()
+    sampler, ledger = make(script, filter="drop", on_limit="stop")
+    batches = steps(sampler, 3)
+    ledger.close()
+    for number, batch in enumerate(batches):
+        positions = range(8 * number, 8 * number + 8)
+        assert [each.position for each in batch.kept] == [at for at in positions if script.draw(at)[1] == 2]
+        assert sorted(each.position for each in (*batch.kept, *batch.filtered)) == list(positions)
+        assert not batch.limit_reached
+        assert 0 < len(batch.kept) < 8
+    assert len(script.made) == 24
+    sampler, _ = make(Script(useful=0.0), name="none.jsonl", filter="drop")
+    with pytest.raises(OversamplingLimit, match="too hard or too easy"):
+        steps(sampler, 1)
+
+
+class Epochs:
+    """20 prompts, one epoch after the other; every fifth is always right, the others are useful."""
+
+    PROMPTS = 20
+
+    def __init__(self):
+        self.sent: list[int] = []
+
+    def prompt_at(self, position):
+        return position % self.PROMPTS
+
+    async def __call__(self, position, version):
+        self.sent.append(position)
+        prompt = self.prompt_at(position)
+        correct = GROUP if prompt % 5 == 0 else 2
+        await asyncio.sleep(random.random())
+        return replace(group(position, correct, 3, version), prompt_index=prompt)
+
+
+@pytest.mark.parametrize(("years", "comes_back"), [({}, False), ({"retire_for": 3}, True)])
+@pytest.mark.parametrize("carrying", [{"max_staleness": 0}, {"max_staleness": 9}])
+def test_a_prompt_that_is_solved_is_retired(make, years, comes_back, carrying):
+    """No positive resampling: what a step finds out holds from the next step on, and may end."""
+    servers = Epochs()
+    given = {"retire_at": 0.9, "margin": 0.0, **years, **carrying}
+    sampler, ledger = make(servers, prompt_at=servers.prompt_at, **given)
+    batches = steps(sampler, 12)
+    ledger.close()
+    check_ledger(read_ledger(ledger._path))
+    kept = [each.position for batch in batches for each in batch.kept]
+    assert kept == [at for at in range(1000) if servers.prompt_at(at) % 5][: 12 * 8], "no other prompt is left out"
+    solved = [each.position for batch in batches for each in batch.filtered]
+    assert sorted(map(servers.prompt_at, solved[:4])) == [0, 5, 10, 15]
+    assert (len(solved) > 8) == comes_back, "a few of the second epoch may be on their way when the first is decided"
+    assert sum(batch.retired for batch in batches) > 0
+
+
+def test_retirement_looks_at_the_last_groups_and_survives_a_resume(make):
+    def of(sampler, batches):
+        return [([each.position for each in batch.kept], batch.retired) for batch in batches]
+
+    given = {"retire_at": 0.9, "retire_groups": 2, "margin": 0.0}
+    servers = Epochs()
+    sampler, _ = make(servers, name="whole.jsonl", prompt_at=servers.prompt_at, **given)
+    whole = of(sampler, steps(sampler, 10))
+    assert [retired for _, retired in whole][:3] == [0] * 3, "the second epoch asks the solved ones again"
+    assert sum(retired for _, retired in whole) > 0
+    for killed_after in (4, 6, 7):
+        again = Epochs()
+        sampler, _ = make(again, name=f"first{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
+        steps(sampler, killed_after)
+        state = sampler.snapshot(killed_after)
+        resumed, _ = make(again, state=state, name=f"s{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
+        assert of(resumed, steps(resumed, 10 - killed_after, first=killed_after + 1)) == whole[killed_after:]
+
+
+def test_when_every_prompt_is_retired_the_run_ends_and_says_why(make):
+    async def solved(position, version):
+        return replace(group(position, GROUP, 3, version), prompt_index=position % 4)
+
+    sampler, _ = make(solved, prompt_at=lambda position: position % 4, retire_at=0.9, filter="off")
+    with pytest.raises(OversamplingLimit, match="4 prompts are retired"):
+        steps(sampler, 2)

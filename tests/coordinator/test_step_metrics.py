@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
-from megatron_dapo.coordinator.step_metrics import _sampling_metrics
+from megatron_dapo.coordinator.step_metrics import _sampling_metrics, repeated_share
 from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.writer import MetricsWriter
@@ -22,6 +23,9 @@ def admission(kept, filtered=()):
         in_flight=0,
         expired=0,
         expired_tokens=0,
+        discarded=0,
+        discarded_tokens=0,
+        retired=0,
         generated=(*kept, *filtered),
         predicted_groups=4,
         limit_reached=False,
@@ -68,3 +72,20 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
     step_metrics.write_records(context, metrics, admission([group(0, 2, 5)]))
     writer.close()
     assert [line.split()[1].rstrip(":") for line in noted] == alarms
+
+
+def test_repeated_runs_are_counted_as_loops_count_them():
+    rng = np.random.default_rng(0)
+    once, twice = rng.integers(0, 9, 40), np.tile(rng.integers(0, 1000, 30), 3)
+    for ids in (once, twice, rng.integers(0, 2, 200), np.zeros(50, int), np.arange(15), np.arange(16)):
+        runs = [tuple(ids[at : at + 16]) for at in range(len(ids) - 15)]
+        wanted = 1 - len(set(runs)) / len(runs) if runs else 0.0
+        assert repeated_share(ids.astype(np.int32)) == pytest.approx(wanted)
+    assert repeated_share(twice.astype(np.int32)) > 0.5
+
+
+def test_useful_groups_are_counted_by_their_share_of_right_responses():
+    seen = admission([group(0, 1, 5), group(1, 2, 5), group(2, 2, 5), group(3, 3, 5)], [group(4, 0, 5)])
+    metrics = _sampling_metrics(seen, wanted=4)
+    counts = [metrics[f"sampling/useful_{name}"] for name in ("0_25", "25_50", "50_75", "75_100")]
+    assert counts == [0, 1, 2, 1]

@@ -11,7 +11,7 @@ import typer
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
-from megatron_dapo.algorithm.policy_loss import TokenLoss, importance_ratio
+from megatron_dapo.algorithm.token_loss import TokenLoss, importance_ratio
 from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config

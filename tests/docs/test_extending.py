@@ -1,16 +1,16 @@
 """The worked examples of docs/extending.md, run as they stand there."""
 
 import ast
-import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.actor.gloo import RankPlace, end_workers, run_ranks
 from tests.actor.mini_batches import (
@@ -43,16 +43,6 @@ def entry(name: str) -> Any:
     return ast.literal_eval(body.strip())
 
 
-def imported(file: Path) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(file.stem, file)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[file.stem] = module  # dataclasses with slots look their module up
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
     written("units_verifier.py", tmp_path)
     (shell,) = [block.body for block in blocks(PAGE) if block.info == "bash"]
@@ -72,52 +62,65 @@ def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
     assert [verdict["rule"] for verdict in verdicts] == ["length", "length", "none", "unjudged"]
 
 
-def test_the_objective_is_what_its_text_says(tmp_path) -> None:
-    from megatron_dapo.algorithm.policy_loss import LossColumns, PolicyObjective
+@pytest.fixture
+def own_loss(tmp_path, monkeypatch) -> str:
+    """The page's loss, where the run can import it."""
+    written("two_sided.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (named,) = re.findall(r"`algorithm.policy_loss=(\S+) algorithm.loss_options='(.+?)'`", PAGE)
+    return f"policy_loss: '{named[0]}'\nloss_options: {named[1]}"
 
-    objective = imported(written("detached_clip.py", tmp_path)).DetachedClipObjective(high=0.28)
+
+def objective(own_loss: str) -> Any:
+    from megatron_dapo.config.algorithm_config import AlgorithmConfig
+    from megatron_dapo.coordinator.batch import objective_of
+
+    return objective_of(AlgorithmConfig(**yaml.safe_load(own_loss)))
+
+
+def test_the_loss_is_what_its_text_says_and_is_selected_by_key(own_loss) -> None:
+    from megatron_dapo.algorithm.token_loss import LossColumns
+
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
-    moved = torch.tensor([0.0, 0.5, -0.2, 0.1], dtype=torch.float64)  # r: 1, 1.65 (clipped), 0.82, 1.105
-    advantages = torch.tensor([1.0, 2.0, 1.5, -1.0], dtype=torch.float64)
+    ratio = torch.tensor([1.0, 1.1, 0.4, 3.5], dtype=torch.float64)  # high is 1.2: the options of the command
+    advantages = torch.tensor([1.0, -2.0, 1.5, -1.0], dtype=torch.float64)
     columns = LossColumns(
         advantages=advantages,
         old_log_probs=old,
         sequence_index=torch.zeros(4, dtype=torch.int64),
         sequence_lengths=torch.tensor([4]),
     )
-
-    def gradient(chosen: Any) -> torch.Tensor:
-        log_probs = (old + moved).requires_grad_()
-        chosen(log_probs, torch.zeros(4), columns).loss.sum().backward()
-        assert log_probs.grad is not None
-        return log_probs.grad
-
-    expected = torch.tensor([-1.0, -1.28 * 2.0, -torch.tensor(-0.2).exp() * 1.5, torch.tensor(0.1).exp()])
-    assert torch.allclose(gradient(objective), expected.double(), rtol=1e-6)
-    paper = gradient(PolicyObjective())
-    assert paper[1] == 0, "eq. 8 drops the token beyond the clip; this objective does not"
-    assert torch.allclose(gradient(objective)[[0, 2, 3]], paper[[0, 2, 3]])
+    log_probs = (old + ratio.log()).requires_grad_()
+    result = objective(own_loss)(log_probs, torch.zeros(4), columns)
+    result.loss.sum().backward()
+    assert torch.allclose(result.loss, -torch.tensor([1.0, 1.1, 0.5, 1.2]).double() * advantages)
+    assert log_probs.grad is not None
+    assert torch.allclose(log_probs.grad, torch.tensor([-1.0, 2.2, 0.0, 0.0]).double())
+    assert result.stats["outside"].tolist() == [0, 0, 1, 1]
 
 
-def update_of(place: RankPlace, folder: Path, file: Path, data: Columns) -> Any:
+def update_of(place: RankPlace, folder: Path, home: Path, own_loss: str, data: Columns) -> Any:
+    sys.path.insert(0, str(home))
     config = actor_config()
     actor = start_actor(place, folder, config)
     batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
-    return actor.update([batch], imported(file).DetachedClipObjective(), TEMPERATURE)
+    return actor.update([batch], objective(own_loss), TEMPERATURE)
 
 
-def test_the_actor_trains_with_the_objective_and_its_statistic_is_a_metric(tmp_path) -> None:
+def test_the_actor_trains_with_the_loss_and_its_statistic_is_a_metric(tmp_path, own_loss) -> None:
     from megatron_dapo.coordinator.step_metrics import update_metrics
     from megatron_dapo.monitor.catalog import check_declared
 
     model = save_tiny(tmp_path, "qwen3", tied=True)
     data = columns(model)
-    (updates,) = run_ranks(1, update_of, model, written("detached_clip.py", tmp_path), data)
+    (updates,) = run_ranks(1, update_of, model, tmp_path, own_loss, data)
     with torch.no_grad():
         log_probs, _ = reference_log_probs(load_reference(model), data.responses)
     ratio = (log_probs - torch.from_numpy(data.columns["old_log_probs"])).exp()[data.columns["weights"] > 0]
     metrics = update_metrics(updates)
-    assert metrics["objective/ratio"] == pytest.approx(float(ratio.mean()), rel=1e-4)
+    outside = ((ratio < 0.5) | (ratio > 1.2)).double().mean()
+    assert metrics["objective/outside"] == pytest.approx(float(outside), abs=1e-6)
+    assert outside > 0
     assert metrics["grad_norm"] > 0
     check_declared(metrics)
 

@@ -18,7 +18,7 @@ PLACES = (ROOT, ROOT / "megatron_dapo")
 
 FILE = re.compile(r"(?<![\w./{-])((?:[\w.-]+/)*[\w.-]+\.(?:py|toml))\b(?:: ([\w, ]+))?$")
 DOCUMENTS = pytest.mark.parametrize("document", documents(), ids=lambda file: str(file.relative_to(ROOT)))
-EXAMPLE_FILES = {"units_verifier.py", "detached_clip.py"}
+EXAMPLE_FILES = {"units_verifier.py", "two_sided.py"}
 """Files that docs/extending.md has the reader write."""
 
 
@@ -68,10 +68,10 @@ def test_a_wrong_reference_is_found(tmp_path) -> None:
 
 
 def test_the_algorithm_page_names_a_function_for_every_row() -> None:
-    text = (ROOT / "docs" / "algorithm.md").read_text()
+    text = (ROOT / "docs" / "algorithm.md").read_text().partition("## The family")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ") and "| function |" not in line]
     assert len(rows) >= 11
-    assert not [row for row in rows if not re.search(r"`megatron_dapo/\w+/\w+\.py: \w+", row)]
+    assert not [row for row in rows if not re.search(r"`megatron_dapo/[\w/]+\.py: \w+", row)]
     for equation in ("7", "8", "9", "11", "13"):
         assert f"eq. {equation}" in text, f"eq. {equation} of the paper has no row"
 

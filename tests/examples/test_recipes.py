@@ -38,7 +38,13 @@ def test_the_papers_recipes_leave_it_nowhere(name):
 
 def test_the_reproduction_leaves_it_where_it_said():
     config = load_config(RECIPES["verl"])
-    assert left(config) == {"algorithm.clip.dual": 10.0, "actor.optimizer.warmup_rollout_steps": 10.0}
+    assert left(config) == {
+        "algorithm.aggregation": "verl_legacy",
+        "algorithm.clip.dual": 10.0,
+        "reward.verifier": "exact",
+        "actor.optimizer.warmup_rollout_steps": 10.0,
+    }
+    assert departures(flatten_config(config), "verl") == []
     assert config.algorithm.dynamic_sampling.max_oversampling == 3 * 10, "ten batches of three times the prompts"
     assert config.reward.verifier == "exact"
 

@@ -60,6 +60,9 @@ SICK = {
     "overfitting": {"evaluation__sampled": [None] * 9 + [0.5] + [None] * 9 + [0.4]},
     "all_correct": {"sampling__all_correct": 90, "accuracy__mean": 0.8},
     "no_signal": {"grad_norm": 0.0},
+    "entropy_rise": {"entropy": lambda way: 0.1 * 20**way, "accuracy__mean": 0.4},
+    "repetition": {"repetition": 0.4},
+    "small_batch": {"sampling__batch_share": 1 / 32},
 }
 
 

@@ -91,7 +91,7 @@ def test_longer_responses_and_a_lower_pass_rate_cost_time(constants):
 
 
 def test_without_dynamic_sampling_nothing_is_generated_in_vain(constants):
-    step = planned(constants, "h100_128", {"algorithm.dynamic_sampling.enabled": False}).step
+    step = planned(constants, "h100_128", {"algorithm.dynamic_sampling.filter": "off"}).step
     assert step.generated_groups == 512
     assert step.generated_tokens == step.trained_tokens
 
@@ -145,7 +145,7 @@ def test_a_cache_that_is_set_too_small_is_named_as_an_override_says_it():
     ("arguments", "words"),
     [
         ([], "dynamic sampling keeps 50% of the groups. Not"),
-        (["algorithm.dynamic_sampling.enabled=false"], "every group is trained: dynamic sampling is off"),
+        (["algorithm.dynamic_sampling.filter=off"], "every group is trained: dynamic sampling is off"),
         (["algorithm.group_size=2", "--pass-rate", "0.9"], "keeps 50% of the groups (groups of 2 have both right and"),
     ],
     ids=["usual", "off", "impossible"],

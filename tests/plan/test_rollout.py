@@ -34,7 +34,7 @@ def algorithm(prompts: int, **sampling) -> AlgorithmConfig:
 
 def test_slots_are_taken_in_order_and_the_longest_ends_the_step():
     source = iter([Group(lengths=(10, 30), correct=1), Group(lengths=(5, 40), correct=0)])
-    [step] = fill_batches(algorithm(2, enabled=False), SECOND_A_TOKEN, source, 1)
+    [step] = fill_batches(algorithm(2, filter="off"), SECOND_A_TOKEN, source, 1)
     # Two slots: 10 and 30 begin; 5 follows at 10; 40 at 15 and ends at 55, alone since 30.
     assert step.seconds == 55
     assert step.tail_s == 25
@@ -43,7 +43,7 @@ def test_slots_are_taken_in_order_and_the_longest_ends_the_step():
 
 def test_a_decode_step_costs_what_its_context_costs():
     fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=0, cache_s=1.0, mean_prompt=100)
-    [step] = fill_batches(algorithm(1, enabled=False), fleet, iter([Group(lengths=(4, 4), correct=1)]), 1)
+    [step] = fill_batches(algorithm(1, filter="off"), fleet, iter([Group(lengths=(4, 4), correct=1)]), 1)
     assert step.seconds == 4 * (2 * 100 + 2 * 2), "both contexts, at their mean over the four tokens"
 
 
@@ -55,7 +55,9 @@ def test_arithmetic_bounds_a_decode_step_from_below():
 def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():
     useless, useful = Group(lengths=(1, 1), correct=0), Group(lengths=(2, 2), correct=1)
     source = itertools.chain([useless], itertools.repeat(useful))
-    first, second = fill_batches(algorithm(2, initial_pass_rate=0.5, margin=0.0), SECOND_A_TOKEN, source, 2)
+    first, second = fill_batches(
+        algorithm(2, initial_pass_rate=0.5, max_staleness=1, caution=0.0), SECOND_A_TOKEN, source, 2
+    )
     # Four are sent for two. The useless one brings the pass rate from 2/4 to 2/5: five must be in flight, three are.
     assert (first.groups, first.lengths, len(first.flight)) == (6, (2, 2, 2, 2), 3)
     # Two of three were kept, the rate is 4/7: four must be in flight for the next two, three are.

@@ -143,9 +143,10 @@ def test_no_token_is_lost_when_groups_are_given_up_and_weights_change():
     )
 
 
-def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path):
+@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1, "caution": 0.0, "margin": 1.0}, {"filter": "drop"}])
+def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, sampling):
     """Two implementations of the same: the product's sampler on modelled servers, and the planner's short account."""
-    config, prompts = algorithm(initial_pass_rate=0.5, margin=1.0), Prompts(replace(WORKLOAD, mean_prompt=50), 3)
+    config, prompts = algorithm(initial_pass_rate=0.5, **sampling), Prompts(replace(WORKLOAD, mean_prompt=50), 3)
 
     async def test():
         fleet = ModelledFleet(prompts, engines=1, slots=16, speed=Speed(fixed_s=0.01, context_s=1e-6, prefill_s=0.0))
@@ -161,8 +162,10 @@ def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path):
     seconds, tokens = run_virtually(test())
     fleet = Fleet(slots=16, mean_prompt=50, prefill_s=0, fixed_s=0.01, cache_s=1e-6, response_s=0, overhead_s=0)
     planned = fill_batches(config, fleet, (prompts.group(position) for position in itertools.count()), 3)
-    assert tokens == [step.tokens for step in planned]
-    assert seconds == pytest.approx([step.seconds for step in planned], rel=1e-6)
+    given_up = config.dynamic_sampling.max_staleness == 0 and config.dynamic_sampling.filter == "refill"
+    # The planner counts what is given up at the end of a batch as if it had been written whole.
+    assert tokens == pytest.approx([step.tokens for step in planned], rel=0.03 if given_up else 0)
+    assert seconds == pytest.approx([step.seconds for step in planned], rel=0.01 if given_up else 1e-6)
 
 
 def test_ours_trains_every_useful_prompt_in_order_and_first_completed_prefers_the_short(tmp_path):

@@ -23,6 +23,7 @@ import typer
 from torch import Tensor
 
 from megatron_dapo.actor.step_data import MiniBatch
+from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
@@ -151,7 +152,7 @@ def compare(place: RankPlace, case: Case, turns: int, threads: int) -> dict[str,
     actor, batch = start(place, case.folder, case.lengths, config)
     plain = PlainLoop(case.folder, batch, config)
     clock = time.process_time if threads == 1 else time.perf_counter
-    objective = PolicyObjective(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    objective = PolicyObjective(loss=Clipped(low=CLIP_LOW, high=CLIP_HIGH))
     (report,), (loss, norm) = actor.update([batch], objective, 1.0), plain.update()  # the first is also the warm-up
     seconds: list[tuple[float, float]] = []
     for _ in range(turns):

@@ -35,7 +35,7 @@ def techniques(rung: str) -> dict[str, bool]:
         "clip": algorithm.clip.high == 0.28,
         "soft": algorithm.overlong.shape == "soft",
         "token": algorithm.aggregation == "token_mean",
-        "dynamic": algorithm.dynamic_sampling.enabled,
+        "dynamic": algorithm.dynamic_sampling.filter == "refill",
     }
 
 
