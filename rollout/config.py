@@ -25,25 +25,22 @@ class RolloutConfig:
     not of the one that was sampled from."""
 
     servers: PositiveInt = 1
-    """Number of SGLang servers to start. Not used when `urls` names running servers. With ten or more servers, the run
-    begins even if one in ten does not start, and keeps trying to start it; with fewer, all must start."""
+    """Number of SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs per server (processes, on a CPU)."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
-    """Addresses (http://host:port) of servers that are already running. Empty: the run starts `servers` of its own. The
-    run must be their only user: a weight update ends all their requests. Start them with
-    `python -m rollout.server.launch_server`, which takes the arguments of `sglang.launch_server`: then they answer in
-    binary arrays, which cost less CPU time to read than JSON."""
+    """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user: a weight
+    update ends all their requests. `python -m rollout.server.launch_server`, with the arguments of
+    `sglang.launch_server`, starts one that answers in arrays, which are read faster than JSON."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File with the API key of the servers in `urls`. Only its owner may be able to read it. None: they need no key.
-    Servers that the run starts always get a key of their own."""
+    """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""
 
     host: str = "127.0.0.1"
-    """Address on which started servers listen. With a Ray cluster that the run joined, a loopback address or 0.0.0.0
-    means each node's own address in the cluster."""
+    """Address on which started servers listen. In a Ray cluster that the run joined, a loopback address or 0.0.0.0 means
+    each node's own."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first started server; the others use the ports after it. 0: free ports."""
@@ -62,25 +59,22 @@ class RolloutConfig:
     deterministic inference)."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
-    """How new weights reach the servers. `disk`: a folder that all servers can read. `tensor`: shared memory; all
-    servers must run on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a
-    server shares the trainer's GPU). Checksums are compared in every case. If `tensor` or `distributed` fails, the
-    servers read a folder."""
+    """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
+    shared memory, on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a
+    server shares the trainer's GPU)."""
 
     sync_bucket_mb: PositiveInt = 1024
     """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone. Trainer rank 0
-    and each rank of a server need memory for at most two buckets besides the model."""
+    and each rank of a server hold at most two buckets."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Time limit in seconds for each of these: sending a bucket to all servers, forming the process group, and a
-    server's report of its checksums. A server that is late is restarted and reads the weights from disk. Over NCCL all
-    servers of the group are restarted, because the others wait for it on their GPUs."""
+    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A server that is
+    late (over NCCL: all of its group) is restarted and reads the weights from disk."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
-    """A server sends the tokens of a response in steps of this many. If the server is lost, at most this many tokens
-    have to be sampled again. 0: no streaming; the whole response is sampled again. `deterministic` turns streaming off
-    too, because a response that continues at another server is computed in another order. Servers of `urls` stream only
-    if they run with --incremental-streaming-output, in steps of their own --stream-interval."""
+    """A server sends a response in steps of this many tokens; at most so many are sampled again if it is lost. 0, and
+    with `deterministic`: the whole response is. Servers of `urls` stream only if they run with
+    --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
     """Time limit in seconds for one request. Then another server continues the response from the tokens it has."""
@@ -89,8 +83,8 @@ class RolloutConfig:
     """Number of failed attempts at one response after which the run stops and shows the server's last error."""
 
     fleet_deadline_s: PositiveFloat = 300.0
-    """Seconds for which all servers may be down before the run stops. The first restart of a server may take longer: up
-    to `run.start_deadline_s` and the time to load the weights."""
+    """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
+    load more."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`. Not allowed: arguments that a config key stands for, and those with
