@@ -25,7 +25,7 @@ class RolloutConfig:
     not of the one that was sampled from."""
 
     servers: PositiveInt = 1
-    """Number of SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
+    """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs per server (processes, on a CPU)."""
@@ -39,8 +39,8 @@ class RolloutConfig:
     """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""
 
     host: str = "127.0.0.1"
-    """Address on which started servers listen. In a Ray cluster that the run joined, a loopback address or 0.0.0.0 means
-    each node's own."""
+    """Address on which started servers listen. In a Ray cluster that the run joined, a loopback address or 0.0.0.0
+    means each node's own."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first started server; the others use the ports after it. 0: free ports."""
@@ -68,8 +68,8 @@ class RolloutConfig:
     and each rank of a server hold at most two buckets."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A server that is
-    late (over NCCL: all of its group) is restarted and reads the weights from disk."""
+    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A server that
+    is late (over NCCL: all of its group) is restarted and reads the weights from disk."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
     """A server sends a response in steps of this many tokens; at most so many are sampled again if it is lost. 0, and
