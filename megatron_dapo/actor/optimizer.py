@@ -190,8 +190,9 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
     # initial weights, which a model that is read from files skips.
     split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, split)):
-        for parameter in module.parameters(recurse=False):
-            parameter.tensor_model_parallel = True
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "weight" or not isinstance(module, RowParallelLinear):  # its bias is the same on all
+                parameter.tensor_model_parallel = True
     wrapped = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

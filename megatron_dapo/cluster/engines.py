@@ -29,7 +29,10 @@ START_DEADLINE_S = 180.0
 PLACE_DEADLINE_S = 60.0
 """For Ray to find another node for a server whose node is gone."""
 NO_ANSWER = "its Ray actor gave no answer"
-NO_NODE = "its node is gone, and no other node of the Ray cluster had room for rollout.tensor_parallel GPUs or CPUs"
+NO_NODE = (
+    "its node is gone, and no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs; give "
+    "the cluster another. None came"
+)
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
@@ -210,6 +213,7 @@ class RayServer:
         return tail(Path(self._spec.log_path))
 
     async def restart(self) -> None:
+        """By a new actor, whatever has become of the old one and its node."""
         await self.close()
         await self.start()
 

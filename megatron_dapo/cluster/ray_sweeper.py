@@ -7,12 +7,15 @@ that knows of its coordinator's end by the end of its standard input, and ends t
 `python -P ray_sweeper.py FOLDER PACKAGE`, started by `RaySweeper`; PACKAGE is where Ray's programs are.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -21,14 +24,34 @@ EMPTY_ROUNDS = 3
 """So many without a find end the sweep after a kill: the raylet may have been starting something as it died."""
 END_DEADLINE_S = 10.0
 
+PREFIX = "dapo-ray_"
+YOUNG_S = 60.0
+"""A folder of this age may be one whose sweeper has not locked it yet."""
 LONGEST_PARENT = 24
 """Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
 
 
 def new_temp_dir() -> str:
-    """A folder for the sockets and logs of a run's own Ray."""
+    """A folder for the sockets and logs of a run's own Ray. Those whose sweeper was killed too are removed first."""
     usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="dapo-ray-", dir=usual if len(usual) < LONGEST_PARENT else "/tmp")
+    parent = usual if len(usual) < LONGEST_PARENT else "/tmp"
+    for left in Path(parent).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, locked, or gone
+            if left.stat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > YOUNG_S:
+                os.close(_lock(left))
+                shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+
+
+def _lock(folder: str | Path) -> int:
+    """Until the descriptor is closed or the process has ended. OSError: another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class RaySweeper:
@@ -82,6 +105,7 @@ def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
 
 def main() -> None:
     folder, package, parent = *sys.argv[1:], os.getppid()
+    _lock(folder)
     sys.stdin.buffer.read()
     empty = 0
     for _ in range(ROUNDS):

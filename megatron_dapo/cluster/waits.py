@@ -7,6 +7,7 @@ waits that may be given up, a request to stop.
 import asyncio
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+LAST_WORD_S = 30.0
+"""Seconds past the deadline of a blocking call after which the process is ended: such a call handles no signal."""
 
 
 class Stalled(RuntimeError):
@@ -98,22 +102,37 @@ class Waits:
                     await asyncio.gather(asked, return_exceptions=True)
 
     @contextmanager
-    def blocking(self, what: str, owner: str, deadline_s: float) -> Iterator[None]:
-        """Around a blocking library call: the whole process waits in the body, and may let no signal through. So it
-        ends when `deadline_s` has passed, as after `Stalled`, with every thread's stack on stderr."""
+    def blocking(self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S) -> Iterator[None]:
+        """Around a blocking library call: the whole process waits in the body. In the main thread only.
+
+        Where the call lets no signal through, the process ends `last_word_s` after the deadline, with every thread's
+        stack on stderr.
+
+        Raises:
+            Stalled: `deadline_s` passed.
+        """
         with self.register(what, owner, deadline_s) as wait:
 
-            def end() -> None:
-                print(self._stalled(wait), file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(Stalled.exit_code)
+            def on_alarm(*_: object) -> None:
+                raise self._stalled(wait)
 
-            last = threading.Timer(deadline_s, end)
+            def end() -> None:
+                try:
+                    print(self._stalled(wait), file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(all_threads=True)
+                finally:  # also where nobody reads stderr any more
+                    os._exit(Stalled.exit_code)
+
+            last = threading.Timer(deadline_s + last_word_s, end)
             last.daemon = True
             last.start()
+            before = signal.signal(signal.SIGALRM, on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, deadline_s)
             try:
                 yield
             finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
                 last.cancel()
 
     def _stalled(self, wait: Wait) -> Stalled:

@@ -206,7 +206,9 @@ class Supervisor:
                 f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
             )
         if info.altered:
-            raise ServerUnfit(f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified")
+            raise ServerUnfit(
+                f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
+            )
 
     async def _watch(self, member: Member) -> None:
         while True:

@@ -119,7 +119,7 @@ class SharedMemoryTransport:
 
         Args:
             buffer: uint8 [size], in which its tensors lie one behind the other.
-            bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.buckets.Bucket).
+            bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.hf_weights.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
         if buffer.device.type != "cpu":

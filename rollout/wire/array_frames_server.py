@@ -4,18 +4,20 @@ It is ASGI middleware, added from outside. A client that does not ask for frames
 client of a server with several tokenizer workers: they are other processes, without this middleware.
 """
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import orjson
 from fastapi import HTTPException
 from pydantic import TypeAdapter, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout.wire.reply import MEDIA_TYPE, Segment, frame, segment_of
 
+_LOG = logging.getLogger(__name__)
 _ACCEPT = (b"accept", MEDIA_TYPE.encode())
 
 
@@ -54,6 +56,8 @@ class PackedAnswers:
     async def _answer(self, request: Request) -> Response:
         try:
             asked = self._read(orjson.loads(await request.body()))
+        except ClientDisconnect:
+            return Response(status_code=499)
         except (ValidationError, ValueError) as error:
             return PlainTextResponse(f"not a request of /generate: {error}", status_code=400)
         manager = self._manager()
@@ -83,4 +87,5 @@ def _packed(answer: dict[str, Any]) -> bytes:
 
 
 def _failure(words: str, code: int) -> bytes:
+    _LOG.error("request failed: %d: %s", code, words)
     return frame(Segment(error=words, code=code))

@@ -26,6 +26,8 @@ MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
 
 LENGTH_BYTES = 4
 TOKEN_ID, LOG_PROB = np.dtype("<i4"), np.dtype("<f4")
+LONGEST_FRAME = 1 << 28
+"""Bytes, for 32 million tokens. A larger number is no length: the body holds no frames."""
 
 _ROUNDING = 1e-3
 """Nats by which rounding may lift the log-prob of a certain token above 0."""
@@ -139,6 +141,8 @@ async def frames(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     with suppress(asyncio.IncompleteReadError):
         while True:
             length = int.from_bytes(await content.readexactly(LENGTH_BYTES), "little")
+            if length > LONGEST_FRAME:
+                raise ValueError(f"a frame of {length} bytes")
             yield await content.readexactly(length)
 
 

@@ -120,7 +120,7 @@ def sign_of(run_dir, *, host: str, state: str = "running") -> Heartbeat:
 
 
 def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run_dir, monkeypatch):
-    monkeypatch.setattr(module, "ELSEWHERE_S", 0.15)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
     sign = sign_of(run_dir, host="node-9")
 
     async def test():
@@ -139,5 +139,6 @@ def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run
 )
 def test_a_dead_one_is_not(run_dir, monkeypatch, host, state):
     monkeypatch.setattr(module, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
     sign_of(run_dir, host=host, state=state)
     asyncio.run(refuse_live_elsewhere(run_dir))

@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -268,21 +269,40 @@ def test_verdicts(monkeypatch) -> None:
         pool.close()
 
 
-def test_a_call_that_holds_up_the_whole_process_ends_with_it() -> None:
-    """No handler of a signal need get its turn."""
+def test_a_call_that_holds_up_the_whole_process() -> None:
+    async def test() -> None:
+        clock = time.monotonic()
+        with (
+            pytest.raises(
+                Stalled, match=r"(?s)Ray start: Ray gave no answer within 0\.2 s.*Ray start: waiting for Ray"
+            ),
+            Waits().blocking("Ray start", "Ray", SHORT),
+        ):
+            time.sleep(60)
+        assert time.monotonic() - clock < 20
+        with Waits().blocking("Ray start", "Ray", SHORT):
+            pass
+        time.sleep(2 * SHORT)  # its alarm is off
+
+    asyncio.run(test())
+
+
+def test_a_call_that_lets_no_signal_through_ends_with_the_process() -> None:
+    """A held lock in C: the handler of the alarm never gets its turn."""
     script = (
         "import asyncio, signal, time\n"
         "from megatron_dapo.cluster.waits import Waits\n"
         "async def main():\n"
-        "    with Waits().blocking('Ray stop', 'Ray', 0.2):\n"
-        "        pass\n"
-        "    time.sleep(0.5)\n"  # it is over
-        "    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
-        "    with Waits().blocking('Ray start', 'Ray', 0.2):\n"
+        "    with Waits().blocking('Ray start', 'Ray', 0.2, last_word_s=0.3):\n"
+        "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
         "        time.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == Stalled.exit_code
-    assert re.search(r"(?s)Ray start: Ray gave no answer within 0\.2 s.*Ray start: waiting for Ray", done.stderr)
+    assert "Ray start: Ray gave no answer within 0.2 s" in done.stderr
     assert "time.sleep" in done.stderr or "in main" in done.stderr
+    with open("/dev/full", "w") as nobody:
+        done = subprocess.run(command, cwd=ROOT, stderr=nobody, timeout=60)
+    assert done.returncode == Stalled.exit_code, "nobody can read why, and it ends all the same"

@@ -73,7 +73,7 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if actor.fused_linear_log_prob and chunk.post_process:
-            chunk.output_layer.forward = partial(hidden_states, chunk.output_layer)
+            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
         chunks.append(chunk)
     return chunks
 
@@ -186,17 +186,33 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def hidden_states(
-    layer: ColumnParallelLinear, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-) -> tuple[Tensor, None]:
-    """Forward of Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by the
-    layer's weight block by block (`log_prob.linear_token_log_probs`).
+class HiddenStatesOutput(ColumnParallelLinear):
+    """Megatron's output layer without its product: it hands on hidden states, and the loss multiplies by its weight
+    block by block (`log_prob.linear_token_log_probs`). Parameter, name and sharded checkpoint are those of the layer
+    that it replaces."""
 
-    [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients.
-    """
-    if layer.sequence_parallel:
-        return mappings.gather_from_sequence_parallel_region(input_, group=layer.tp_group), None
-    return mappings.copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
+    @classmethod
+    def of(cls, layer: ColumnParallelLinear) -> "HiddenStatesOutput":
+        """In the place of `layer`, with its weight (none where that is the embedding's)."""
+        output = cls(
+            layer.input_size,
+            layer.output_size,
+            config=layer.config,
+            init_method=layer.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=layer.tp_group,
+        )
+        output.weight = layer.weight
+        return output
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients."""
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return mappings.copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
 def output_weight(chunk: torch.nn.Module) -> Tensor:

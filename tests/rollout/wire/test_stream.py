@@ -148,7 +148,7 @@ def arrays(*ids: int) -> dict[str, bytes]:
         (b"{not json", 0),
         (b'{"output_ids":[99999999],"meta_info":{"finish_reason":null,"output_token_logprobs":[[-1,99999999,""]]}}', 0),
         (b'{"error":{"message":"scripted","code":503}}', 2),
-        (b"\xff\xff\xff\xff", 2),  # the length of a frame that never comes whole
+        (b"\xff\xff\xff\xff", 0),
         (b"\x05\x00\x00\x00 what", 0),
         (b"\x40\x00\x00\x00 cut off", 2),
         (frame(Segment(**arrays(99999999))), 0),
