@@ -12,7 +12,7 @@ def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], rule: str)
             raise argparse.ArgumentTypeError(f"{number} must be {rule}")
         return number
 
-    parse.__name__ = "number"  # argparse says "invalid number value"
+    parse.__name__ = "whole number" if kind is int else "number"  # argparse says "invalid number value"
     return parse
 
 

@@ -29,7 +29,7 @@ VALUE_LIMIT = 10**12
 _WORD = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
 _FRACTION = re.compile(r"\\d?frac\{\s*([A-Za-z])\s*\}\{\s*([A-Za-z])\s*\}|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
 
-_ASKED: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_ASKED: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 """The question of each step."""
 
 

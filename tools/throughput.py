@@ -21,7 +21,7 @@ from megatron_dapo.report.source import ReportError, Run, look_up
 from tools.timeline_figures import Figures, RecordedStep, over, rank_rows, recorded_steps, timeline_figures
 
 TEMPLATES = Path(__file__).parent / "templates"
-WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")
 
 

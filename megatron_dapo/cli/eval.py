@@ -32,12 +32,17 @@ def evaluate(
     from megatron_dapo.cli.train import prepare_environment
     from megatron_dapo.cluster.waits import StopRequested
 
+    async def until_stopped() -> None:
+        """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
+        that."""
+        try:
+            await (_watch(target, words, every) if watch else _evaluate_once(target, words, model, out))
+        except asyncio.CancelledError:
+            raise StopRequested("stopped; the same command goes on with what is missing") from None
+
     prepare_environment()
     words = overrides or []
-    try:
-        asyncio.run(_watch(target, words, every) if watch else _evaluate_once(target, words, model, out))
-    except KeyboardInterrupt:  # the servers have ended, and every answer that was judged is on disk
-        raise StopRequested("stopped; the same command goes on with what is missing") from None
+    asyncio.run(until_stopped())
     return True
 
 

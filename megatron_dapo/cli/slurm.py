@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.slurm.script import SlurmOptions, batch_script
 
 
@@ -14,6 +14,9 @@ def slurm_command(path: Path, overrides: Sequence[str], options: SlurmOptions, o
     if out is None:
         print(text, end="")
         return
-    out.write_text(text)
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; name another place") from None
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     print(f"sbatch {out}")

@@ -159,8 +159,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         if isinstance(tree, dict) and isinstance(node, yaml.MappingNode):
             _collect_lines(node, (), str(path), lines)
             return tree, lines
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")

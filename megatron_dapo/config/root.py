@@ -16,7 +16,7 @@ from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfi
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
 
-_OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text())
+_OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text(encoding="utf-8"))
 GOVERNED: dict[str, str] = _OPTIONS["governed"]
 """Options of SGLang's command line that a key stands for."""
 REFUSED: dict[str, str] = {name: entry["reason"] for entry in _OPTIONS["refused"] for name in entry["options"]}

@@ -37,7 +37,8 @@ def newest_weights(run: Path) -> tuple[Path, int | None]:
             return run / "weights" / f"v{version}", version
     raise EvaluationError(
         f"{run}: no weights in Hugging Face format below model/ or weights/: wait for the run's first ones (with "
-        "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder"
+        "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder "
+        "(eval --model FOLDER; bisect CONFIG.yaml model.path=FOLDER)"
     )
 
 
@@ -48,10 +49,16 @@ def evaluated_weights(run: Path) -> tuple[Path, int | None]:
     Raises:
         EvaluationError: there are no weights yet.
     """
-    source, version = newest_weights(run)
+    begun = versions(run / KEPT)
+    try:
+        source, version = newest_weights(run)
+    except EvaluationError:  # a snapshot outlives the run's own copy
+        if not begun:
+            raise
+        source, version = run / KEPT, begun[-1]
     if version is None:
         return source, None
-    if begun := versions(run / KEPT):
+    if begun:
         return run / KEPT / f"v{begun[-1]}", begun[-1]
     if not snapshot(source, run / KEPT / source.name):
         raise EvaluationError(f"{run}: version {version} was removed by the run meanwhile; try again")

@@ -11,7 +11,8 @@ import warnings
 # torch first: some kernels find their libraries only where torch has loaded them.
 IMPORTED = (
     "torch", "megatron.core", "ray", "transformers", "tokenizers", "sentencepiece", "safetensors.torch", "pyarrow",
-    "pydantic", "typer", "aiohttp", "psutil", "matplotlib", "xxhash", "megatron_dapo", "rollout", "reward",
+    "pydantic", "typer", "aiohttp", "psutil", "matplotlib", "xxhash", "math_verify", "jinja2", "tensorboard",
+    "filelock", "megatron_dapo", "rollout", "reward",
 )  # fmt: skip
 # sglang imports only in a server process, which brings its own stand-ins for what a CPU lacks; here only its version is
 # asked for.

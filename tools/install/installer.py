@@ -83,6 +83,12 @@ class Installer:
             return dict(json.loads((self.venv / STAMP).read_text()))
         return {}
 
+    def _write_stamp(self, stamp: dict[str, Any]) -> None:
+        """Whole or not at all: another install may read it now."""
+        draft = self.venv / f"{STAMP}.draft"
+        draft.write_text(json.dumps(stamp))
+        draft.replace(self.venv / STAMP)
+
     def inputs(self) -> str:
         """Hash of all that decides what is installed."""
         files = (self.lock, self._cuda_lock, self.root / "pyproject.toml", *self.root.glob("megatron_dapo/__init__.py"))
@@ -110,7 +116,7 @@ class Installer:
             scratch = self.venv / "tmp"  # /tmp is often small or in memory, and pip unpacks gigabytes
             scratch.mkdir(exist_ok=True)
             stamp = self.made_from | {"engine": self.engine}
-            (self.venv / STAMP).write_text(json.dumps(stamp))
+            self._write_stamp(stamp)
             self._say(f"environment of Python {sys.version.split()[0]}")
             print(f"  packages come by {self._packages.make_environment(self.lock)}", flush=True)
             self._install_packages()
@@ -122,7 +128,7 @@ class Installer:
             self._packages.install("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root))
             ready = self._check()
             shutil.rmtree(scratch)
-            (self.venv / STAMP).write_text(json.dumps(stamp | {"inputs": self.inputs(), "ready": ready}))
+            self._write_stamp(stamp | {"inputs": self.inputs(), "ready": ready})
         print(f"{ready} (took {time.monotonic() - begin:.0f} s)")
 
     def _say(self, text: str) -> None:
@@ -212,8 +218,10 @@ class Installer:
         cores = str(len(os.sched_getaffinity(0)))
         self._say(f"byte-compile, on {cores} cores: else every process would do it again at its start")
         command = (self._packages.python, "-I", "-m", "compileall", "-q", "-j", cores, "-x", LATER, str(self.site))
-        # It fails where a file is no valid Python (templates, other Pythons' syntax).
-        self._packages.call(*command, must=False, stdout=subprocess.DEVNULL)
+        done = self._packages.call(*command, must=False, stdout=subprocess.PIPE)
+        # It ends with 1 for files that are no valid Python, too (templates, other Pythons' syntax).
+        if done.returncode not in (0, 1) or "No space left on device" in done.stdout:
+            raise InstallError(f"{done.stdout[-2000:]}\nbyte-compilation failed")
 
     def _check(self) -> str:
         """What the last line says of an environment that works."""
@@ -233,8 +241,14 @@ class Installer:
 
 def read_lock(path: Path) -> dict[str, str]:
     """Versions by name, of lines `name==version`."""
-    lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
-    return dict(line[0].split("==") for line in lines if line)
+    pins = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if words := line.partition("#")[0].split():
+            name, equal, version = words[0].partition("==")
+            if not equal:
+                raise InstallError(f"{path}:{number}: {line!r} is no `name==version`")
+            pins[name] = version
+    return pins
 
 
 def exclusive(path: Path) -> TextIO:

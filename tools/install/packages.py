@@ -26,6 +26,7 @@ _OPTIONS = {
     "no-index": "UV_NO_INDEX",  # ours, for --no-index
 }
 """pip's option to the variable by which uv takes the same."""
+_NEW_NAMES = {"UV_INDEX_URL": "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL": "UV_INDEX"}
 
 
 class InstallError(RuntimeError):
@@ -49,7 +50,7 @@ def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, s
     for option, name in _OPTIONS.items():
         if told.get(option):
             variables[name] = ("," if name == "UV_FIND_LINKS" else " ").join(told[option].split())
-    return {name: value for name, value in variables.items() if name not in environment}
+    return {n: value for n, value in variables.items() if not {n, _NEW_NAMES.get(n)} & environment.keys()}
 
 
 class Packages:
