@@ -29,13 +29,19 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(source / "config.yaml" if source.is_dir() else source, overrides)
 
 
+def _interrupt(*_: object) -> None:
+    """What SIGINT would do; a KeyboardInterrupt where it is ignored, as in a shell's background."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
+
+
 def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:
     """A command that ends with FINISHED, or with INEXACT where `compare` returns False."""
 
     @functools.wraps(compare)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             same = compare(*args, **kwargs)
         except KeyboardInterrupt:

@@ -1,0 +1,39 @@
+"""One signal stops `eval` with what is judged saved; a second one does not wait for the servers' end."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dapo.cli.exit_codes import ExitCode
+from tests.processes import ROOT
+
+PROGRAM = """
+import asyncio, sys
+from megatron_dapo.cli import eval, main
+async def slow_to_end(*_):
+    print("asked", flush=True)
+    try:
+        await asyncio.sleep(100)
+    finally:
+        print("ending", flush=True)
+        await asyncio.sleep(ENDING_S)
+eval._evaluate_once = slow_to_end
+sys.argv[1:] = ["eval", "examples/quickstart/dapo.yaml"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("ending_s", "code"), [(0.1, ExitCode.CONTINUE), (100, ExitCode.INTERRUPTED)])
+def test_the_first_signal_ends_it_in_order_and_the_second_at_once(word, ending_s, code):
+    program = PROGRAM.replace("ENDING_S", str(ending_s))
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in ("asked", "ending"):
+        assert process.stdout.readline().strip() == line
+        process.send_signal(word)
+        if code == ExitCode.CONTINUE:
+            break
+    assert process.wait(60) == code
