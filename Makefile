@@ -94,7 +94,7 @@ data: install ## write the quickstart's prompt files anew
 	$(BIN)/python examples/quickstart/make_data.py
 
 docs: install ## write the generated pages anew
-	$(BIN)/megatron-dapo docs
+	$(BIN)/python -m tools.docs_pages
 
 clean: ## remove caches and build products (runs stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

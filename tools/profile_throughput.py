@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.diagnostics.recorded_spans import Span, SpanError
 from megatron_dapo.monitor.writer import MetricsError
 from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.report.source import ReportError, Run
 from tools.arguments import count, positive, share
 from tools.calibrate import calibration_file
+from tools.recorded_spans import Span, SpanError
 from tools.throughput import Profile, as_json, markdown, model_shape_of, page, profile_run
 from tools.timeline_figures import RecordedStep
 

@@ -11,13 +11,13 @@ import numpy as np
 import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.diagnostics.recorded_spans import read_spans
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.trainer_time import forward_flops
 from megatron_dapo.report.page import page_environment
 from megatron_dapo.report.source import ReportError, Run, look_up
+from tools.recorded_spans import read_spans
 from tools.timeline_figures import Figures, RecordedStep, over, rank_rows, recorded_steps, timeline_figures
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.diagnostics.recorded_spans import ProcessStep, Span
+from tools.recorded_spans import ProcessStep, Span
 
 Figures = dict[str, float | None]
 PASSES = ("forward-compute", "backward-compute")

@@ -171,17 +171,6 @@ def doctor(
 
 
 @app.command()
-def docs(folder: Annotated[Path, typer.Argument(help="Folder of the generated pages.")] = Path("docs")) -> None:
-    """Write the pages that are made from the code: config.md and metrics.md."""
-    from megatron_dapo.config.config_page import reference_page
-    from megatron_dapo.report.page import metrics_page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.md").write_text(reference_page())
-    (folder / "metrics.md").write_text(metrics_page())
-
-
-@app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
     from megatron_dapo.config.load import dump_config, load_with_sources

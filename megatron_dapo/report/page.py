@@ -10,7 +10,6 @@ from markupsafe import Markup
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.config.config_diff import departures, differences, shown
 from megatron_dapo.config.load import flatten
-from megatron_dapo.monitor.catalog import GROUPS
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
@@ -59,8 +58,3 @@ def report_page(runs: Sequence[Run]) -> str:
             sections=sections,
         )
     )
-
-
-def metrics_page() -> str:
-    """The metrics reference as Markdown, made from the catalog, so that it cannot drift."""
-    return page_environment().get_template("metrics.md.j2").render(groups=GROUPS)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.monitor.catalog import CATALOG, GROUPS, UndeclaredMetricError, check_declared
-from megatron_dapo.report.page import metrics_page
+from tools.docs_pages import metrics_page
 
 WATCHED = {
     "rollout_step",

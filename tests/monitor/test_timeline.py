@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.diagnostics.recorded_spans import SpanError, read_spans
 from megatron_dapo.monitor.timeline import FOLDER, SpanFile, Timeline
 from rollout.generation import FinishReason, ServedPart
+from tools.recorded_spans import SpanError, read_spans
 
 PART = ServedPart(
     request_id="p3-v0-s1.",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_dapo.diagnostics.recorded_spans import Span, read_spans
 from tests.tools.timelines import write_timeline
 from tools.profile_throughput import chrome_trace, tracks_without_overlap
+from tools.recorded_spans import Span, read_spans
 from tools.timeline_figures import rank_rows, recorded_steps, timeline_figures
 
 

@@ -1,9 +1,19 @@
+"""The pages of the documentation that are made from the code: docs/config.md and docs/metrics.md.
+
+python -m tools.docs_pages
+"""
+
 import dataclasses
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatron_dapo.config.config_diff import shown
 from megatron_dapo.config.root import Config
+from megatron_dapo.monitor.catalog import GROUPS
+from megatron_dapo.report.page import page_environment
+
+ROOT = Path(__file__).parents[1]
 
 HEADER = """# Configuration reference
 
@@ -14,7 +24,7 @@ starts. In brackets: type and default. Defaults are the paper's where the paper 
 """
 
 
-def reference_page() -> str:
+def config_page() -> str:
     """Markdown: a list a section. A key that an earlier section has too, with the same meaning, is named only."""
     parts, seen = [HEADER], dict[tuple[str, str], str]()
     for field in dataclasses.fields(Config):
@@ -68,3 +78,18 @@ def _type(annotation: Any) -> str:
     if dataclasses.is_dataclass(annotation):
         return "section"
     return "none" if annotation is type(None) else annotation.__name__
+
+
+def metrics_page() -> str:
+    """Markdown: every metric of the catalog."""
+    return page_environment(ROOT / "tools" / "templates").get_template("metrics.md.j2").render(groups=GROUPS)
+
+
+def main() -> None:
+    """Write both pages."""
+    (ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
+    (ROOT / "docs" / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
