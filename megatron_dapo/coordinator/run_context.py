@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster.engines import (
-    api_key,
-    gpus_for_servers,
-    own_engines,
-    placed_engines,
-    visible_gpus,
-)
+from megatron_dapo.cluster.engines import api_key, gpus_for_servers, own_engines, placed_engines, visible_gpus
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster

@@ -41,9 +41,7 @@ def judge(request: VerificationRequest) -> Judgement:
     stated = _STATED.findall(request.response[-WINDOW:])
     given = normalise(stated[-1] if stated else UNSTATED)
     return Judgement(
-        accuracy=given == _truth(request.ground_truth),
-        extracted=given[:EXTRACTED_LIMIT] if stated else None,
-        rule=RULE,
+        accuracy=given == _truth(request.ground_truth), extracted=given[:EXTRACTED_LIMIT] if stated else None, rule=RULE
     )
 
 

@@ -60,7 +60,7 @@ def same(given: Any, wanted: Any) -> bool:
 
 
 _IN_PLACE = ("not", "if", "then", "else")
-_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
+_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SHALLOW = 20
 """Levels of a value that no schema needs Python's whole stack for."""
@@ -109,7 +109,16 @@ def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
 
     Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
     """
-    parts = {id(each): [id(part) for part in _in_place(each, lookup)] for each in _objects(schema)}
+    parts: dict[int, list[int]] = {}
+    found = [schema]
+    for each in found:
+        found += _children(each)
+        if isinstance(each, dict):
+            # What is applied to the value itself, not to a part of it.
+            applied = [lookup(each[key]) for key in _REFERENCES if isinstance(each.get(key), str)]
+            applied += [each[key] for key in _IN_PLACE if key in each]
+            applied += [part for key in _IN_PLACE_LISTS for part in _children(each.get(key))]
+            parts[id(each)] = list(map(id, applied))
     try:
         TopologicalSorter(parts).prepare()
     except CycleError:
@@ -118,26 +127,8 @@ def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
         ) from None
 
 
-def _in_place(schema: dict[str, Any], lookup: Callable[[str], Any]) -> Iterator[Any]:
-    """The subschemas that are applied to the value itself, not to a part of it."""
-    yield from (lookup(schema[key]) for key in _REFERENCES if isinstance(schema.get(key), str))
-    yield from (schema[key] for key in _IN_PLACE if key in schema)
-    for key in _IN_PLACE_LISTS:
-        yield from schema.get(key, ())
-    dependent = schema.get("dependentSchemas")
-    yield from dependent.values() if isinstance(dependent, dict) else ()
-
-
 def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
-
-
-def _objects(schema: Any) -> list[dict[str, Any]]:
-    """Every object of the schema, itself included."""
-    found = [schema]
-    for each in found:
-        found += _children(each)
-    return [each for each in found if isinstance(each, dict)]
 
 
 def _depth(value: Any) -> int:
