@@ -14,9 +14,9 @@ import numpy as np
 import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.plan.calibration import Calibration, load_calibration
 from megatron_dapo.plan.memory import kv_bytes_per_token
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.scenario import Calibration, load_calibration
 from megatron_dapo.plan.sync import readers_of_a_node
 from megatron_dapo.plan.trainer_time import attention_flops, forward_flops
 from megatron_dapo.report.source import ReportError, Run

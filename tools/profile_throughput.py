@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.monitor.writer import MetricsError
-from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.scenario import load_calibration
 from megatron_dapo.report.source import ReportError, Run
 from tools.arguments import count, positive, share
 from tools.calibrate import calibration_file

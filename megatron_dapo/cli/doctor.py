@@ -2,48 +2,57 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_dapo.cli.command_line import Overrides
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.doctor.config_checks import dry_run
-from megatron_dapo.doctor.examine import examine, findings_of
-from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 
-_STYLES = {Status.PASS: "green", Status.WARNING: "yellow", Status.FAIL: "bold red"}
+if TYPE_CHECKING:
+    from megatron_dapo.doctor.probing import Finding
+
+_STYLES = {"pass": "green", "warning": "yellow", "fail": "bold red"}
 _WIDEST = 200
 """Columns where the output is no terminal."""
 
 
-def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run: bool) -> ExitCode:
-    """Print every check as it is made. FAILED if one of them says fail; the dry run is made only if none does."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
-    if with_dry_run and path is None:
-        raise typer.BadParameter("--dry-run: give the config that is to be run")
-    counts: Counter[Status] = Counter()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What is to be run here.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
+) -> None:
+    """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
+    from megatron_dapo.doctor import config_checks
+    from megatron_dapo.doctor.examine import examine, findings_of
+    from megatron_dapo.doctor.probing import Facts, failed
 
-    def show(name: str, finding: Finding) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
+    if dry_run and config is None:
+        raise typer.BadParameter("--dry-run: give the config that is to be run")
+    counts: Counter[str] = Counter()
+
+    def show(name: str, finding: "Finding") -> None:
         counts[finding.status] += 1
         label = (f"{finding.status:<8}", _STYLES[finding.status])
         console.print(Text.assemble(label, (f"{name}: ", "bold"), finding.found))
         if finding.fix:
             console.print(Text(f"        fix: {finding.fix}"))
 
-    config = None
+    loaded = None
     try:
-        config = None if path is None else load_config(path, overrides)
+        loaded = None if config is None else load_config(config, overrides or [])
     except ConfigError as error:
         show("config", failed(str(error), "correct the config as the message says"))
-    for name, finding in examine(Facts(config)):
+    for name, finding in examine(Facts(loaded)):
         show(name, finding)
-    if with_dry_run and path is not None and config is not None and not counts[Status.FAIL]:
+    if dry_run and config is not None and loaded is not None and not counts["fail"]:
         console.print("dry run: starting trainer and servers")
-        for finding in findings_of(dry_run(path, overrides, config)):
+        for finding in findings_of(config_checks.dry_run(config, overrides or [], loaded)):
             show("dry run", finding)
-    console.print(", ".join(f"{counts[status]} {status}" for status in Status))
-    return ExitCode.FAILED if counts[Status.FAIL] else ExitCode.FINISHED
+    console.print(", ".join(f"{counts[status]} {status}" for status in _STYLES))
+    raise typer.Exit(ExitCode.FAILED if counts["fail"] else ExitCode.FINISHED)

@@ -14,6 +14,7 @@ from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.diff import diff
+from megatron_dapo.cli.doctor import doctor
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
@@ -145,29 +146,18 @@ def plan(
         raise typer.BadParameter(
             f"{', '.join(unread)}: not read {'with' if trace else 'without'} --trace; leave it out"
         )
-    if trace:
-        from megatron_dapo.cli.trace import trace_command
+    from megatron_dapo.cli.plan import plan_command, trace_command
 
+    if trace:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end too, and their folder is removed
         code = trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
         raise typer.Exit(code)
-    from megatron_dapo.cli.plan import plan_command
-
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
     assumed["pass_rate"] = pass_rate
     raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
-@app.command()
-def doctor(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="What is to be run here.")] = None,
-    overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
-) -> None:
-    """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
-    from megatron_dapo.cli.doctor import doctor_command
-
-    raise typer.Exit(doctor_command(config, overrides or [], with_dry_run=dry_run))
+app.command()(doctor)
 
 
 @app.command()

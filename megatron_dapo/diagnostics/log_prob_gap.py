@@ -12,8 +12,9 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ STAGES = DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageGap:
+class StageGap(NamedTuple):
     """Two neighbouring stages on the same tokens."""
 
     before: str
@@ -140,11 +140,4 @@ def _gap(before: str, after: str, scores: Mapping[str, np.ndarray], responses: R
     worst = int(gap.argmax())  # a NaN counts as the largest
     starts = np.concatenate([[0], np.cumsum(responses.response_lengths)])
     response = int(np.searchsorted(starts, worst, side="right")) - 1
-    return StageGap(
-        before=before,
-        after=after,
-        mean_abs=float(gap.mean()),
-        max_abs=float(gap.max()),
-        response=response,
-        token=worst - int(starts[response]),
-    )
+    return StageGap(before, after, float(gap.mean()), float(gap.max()), response, worst - int(starts[response]))

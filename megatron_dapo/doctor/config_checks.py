@@ -12,10 +12,9 @@ import psutil
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.probing import Facts, Finding, failed, needed_gpus, passed, run, warning
-from megatron_dapo.plan.calibration import load_calibration
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.scenario import Scenario, load_calibration
 from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
 
 _OPTIMIZER_BYTES = 12

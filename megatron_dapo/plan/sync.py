@@ -1,7 +1,6 @@
 """New weights on their way to the servers, in seconds and bytes, by `rollout.weight_sync` (docs/weight_sync.md)."""
 
-from megatron_dapo.plan.calibration import Calibration
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.scenario import Calibration, Scenario
 
 EXPORT_FILE_BYTES = 5 * 10**9
 """Of a weight file (`actor.weights.hf_weights.EXPORT_FILE_BYTES`; a test compares)."""

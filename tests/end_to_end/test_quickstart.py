@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.scenario import load_calibration
 from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import read_ledger
 from tests.ledger_check import check_ledger

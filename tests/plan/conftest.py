@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.plan.calibration import Calibration, load_calibration
+from megatron_dapo.plan.scenario import Calibration, load_calibration
 
 RECIPES = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.plan.calibration import load_calibration
+from megatron_dapo.plan.scenario import load_calibration
 
 
 @pytest.fixture

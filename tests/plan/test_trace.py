@@ -23,12 +23,11 @@ from typer.testing import CliRunner
 from megatron_dapo.cli import trace as trace_cli
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import app
-from megatron_dapo.cli.trace import trace_command
+from megatron_dapo.cli.plan import trace_command
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.scenario import model_dimensions
+from megatron_dapo.plan.scenario import Calibration, model_dimensions
 from megatron_dapo.plan.trace import one_rank, rank_processes
 from megatron_dapo.plan.trace.findings import (
     CLOSE,

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.scenario import model_dimensions
+from megatron_dapo.plan.scenario import load_calibration, model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.rank_processes import read_trace, stub_environment
 from tests.symbolic.test_recipes import FOLDER

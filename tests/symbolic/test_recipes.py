@@ -7,10 +7,9 @@ from typing import Literal
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.cli.trace import trace_command
+from megatron_dapo.cli.plan import trace_command
 from megatron_dapo.config import load_config
-from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.scenario import model_dimensions
+from megatron_dapo.plan.scenario import load_calibration, model_dimensions
 from megatron_dapo.plan.trace.findings import Findings
 from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
 from tests.symbolic.conftest import NO_MACHINE

@@ -9,8 +9,7 @@ import yaml
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.timeline import SpanFile
-from megatron_dapo.plan.calibration import load_calibration
-from megatron_dapo.plan.scenario import Scenario, changed
+from megatron_dapo.plan.scenario import Scenario, changed, load_calibration
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import forward_flops
 from tests.plan.conftest import RECIPES

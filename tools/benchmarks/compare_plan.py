@@ -13,9 +13,8 @@ import numpy as np
 import yaml
 
 from megatron_dapo.config import load_config
-from megatron_dapo.plan.calibration import Calibration, load_calibration
 from megatron_dapo.plan.memory import server_memory, trainer_memory
-from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Calibration, Scenario, changed, load_calibration
 from megatron_dapo.plan.step_plan import plan_step
 
 RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
-from megatron_dapo.plan.calibration import Calibration
 from megatron_dapo.plan.memory import PHASES, trainer_memory
 from megatron_dapo.plan.plan_pages import page
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.scenario import Calibration, Scenario
 
 CLOSE = 0.03
 """How far a traced peak may be from the planned one, relative."""
