@@ -132,9 +132,8 @@ def entropy_collapse(run: HealthMonitor) -> str | None:
     """Below a fifth of its start. Low entropy while accuracy rises is only certainty."""
     early, recent, accuracy = run.early("entropy"), run.recent("entropy"), run.recent("accuracy/mean")
     still = run.gain("accuracy/mean") <= STANDSTILL and accuracy < SOLVED
-    if still and recent <= 0.2 * early:
-        return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy stands at {accuracy:.1%}"
-    return None
+    seen = f"entropy {recent:.3g} after {early:.3g} at the start, accuracy stands at {accuracy:.1%}"
+    return seen if still and recent <= 0.2 * early else None
 
 
 @_rule("Responses drift into gibberish.", "actor.optimizer.lr")
@@ -155,9 +154,8 @@ def repetition(run: HealthMonitor) -> str | None:
 def length_explosion(run: HealthMonitor) -> str | None:
     before, recent = run.before("response_length/mean"), run.recent("response_length/mean")
     gain = run.gain("accuracy/mean")
-    if recent >= 1.5 * before and gain <= STANDSTILL:
-        return f"mean length {recent:.0f} tokens after {before:.0f}, accuracy {_points(gain)}"
-    return None
+    seen = f"mean length {recent:.0f} tokens after {before:.0f}, accuracy {_points(gain)}"
+    return seen if recent >= 1.5 * before and gain <= STANDSTILL else None
 
 
 @_rule("The length penalty (eq. 13) of all-wrong groups rewards giving up.", "algorithm.dynamic_sampling.filter")
@@ -166,9 +164,8 @@ def length_collapse(run: HealthMonitor) -> str | None:
     early, recent = run.early("response_length/mean"), run.recent("response_length/mean")
     was, now = run.early("accuracy/mean"), run.recent("accuracy/mean")
     falls = len(run.lines) >= 2 * WINDOW and now <= was - STANDSTILL
-    if falls and recent <= 0.5 * early:
-        return f"mean length {recent:.0f} tokens after {early:.0f} at the start, accuracy {now:.1%} after {was:.1%}"
-    return None
+    seen = f"mean length {recent:.0f} tokens after {early:.0f} at the start, accuracy {now:.1%} after {was:.1%}"
+    return seen if falls and recent <= 0.5 * early else None
 
 
 @_rule("They are wrong, sound or not: noise (section 3.4).", "rollout.max_new_tokens or algorithm.overlong.filter")
@@ -189,9 +186,8 @@ def verdict_errors(run: HealthMonitor) -> str | None:
 @_rule("The length penalty is learnt instead of the task (eq. 13 outweighs eq. 7).", "algorithm.overlong.factor")
 def reward_without_accuracy(run: HealthMonitor) -> str | None:
     reward, accuracy = run.gain("reward_shaped/mean"), run.gain("accuracy/mean")
-    if reward >= 0.05 and accuracy <= -STANDSTILL:
-        return f"shaped reward {reward:+.2f} while accuracy {_points(accuracy)}"
-    return None
+    seen = f"shaped reward {reward:+.2f} while accuracy {_points(accuracy)}"
+    return seen if reward >= 0.05 and accuracy <= -STANDSTILL else None
 
 
 @_rule("Training reward says little about held-out accuracy (section 4.3).", "data.path or run.rollout_steps")
@@ -211,9 +207,8 @@ def overfitting(run: HealthMonitor) -> str | None:
 def all_correct(run: HealthMonitor) -> str | None:
     right, *others = (run.recent(f"sampling/{name}") for name in ("all_correct", "kept", "all_wrong"))
     share = right / (right + sum(others)) if right > 0 else 0.0
-    if share >= 0.6 and not run.recent("accuracy/mean") >= SOLVED:
-        return f"{share:.0%} of the groups are all right and filtered"
-    return None
+    above = share >= 0.6 and not run.recent("accuracy/mean") >= SOLVED
+    return f"{share:.0%} of the groups are all right and filtered" if above else None
 
 
 @_rule("Groups without spread have advantage 0 (eq. 9, section 3.2).", "algorithm.dynamic_sampling.filter or data.path")

@@ -17,8 +17,8 @@ from pydantic.dataclasses import dataclass as checked
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.base import Fraction, NonNegativeFloat, PositiveFloat
-from megatron_dapo.plan.lengths import Workload
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.rollout import Workload
 
 _MODELS = yaml.safe_load((resources.files(__package__) / "models.yaml").read_text())
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dapo.plan.lengths import groups
 from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rank_state import StateBytes
-from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
+from megatron_dapo.plan.rollout import Fleet, fill_batches, groups, mean_running_context
 from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.plan.lengths import Group, Workload, groups
-from megatron_dapo.plan.rollout import Fleet, fill_batches, mean_running_context
+from megatron_dapo.plan.rollout import Fleet, Group, Workload, fill_batches, groups, mean_running_context
 
 WORKLOAD = Workload(
     mean_response=4000,

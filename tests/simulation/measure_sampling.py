@@ -5,7 +5,7 @@ python -m tests.simulation.measure_sampling --json figures.json > table.md      
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
 the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
 `async` (`ahead` groups of the next batches stay in flight). simulation/modelled_engine.py states the model of a server,
-simulation/policies.py the other policies, megatron_dapo/plan/lengths.py the lengths and verdicts.
+simulation/policies.py the other policies, megatron_dapo/plan/rollout.py the lengths and verdicts.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.plan.lengths import Workload
+from megatron_dapo.plan.rollout import Workload
 from tests.simulation.modelled_engine import Speed
 from tests.simulation.modelled_fleet import Prompts
 from tests.simulation.policies import BatchSynchronous, FirstCompleted, Ours

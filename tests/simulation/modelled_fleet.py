@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from megatron_dapo.plan.lengths import Group, Workload, draw_group
+from megatron_dapo.plan.rollout import Group, Workload, draw_group
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.simulation.modelled_engine import Engine, Response, Speed

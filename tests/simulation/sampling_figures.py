@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dapo.experience.groups import ScoredGroup
-from megatron_dapo.plan.lengths import Workload
+from megatron_dapo.plan.rollout import Workload
 from tests.simulation.modelled_engine import Speed
 from tests.simulation.modelled_fleet import ModelledFleet, Prompts
 from tests.simulation.policies import Policy

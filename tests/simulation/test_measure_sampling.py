@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.plan.lengths import Group, Workload
-from megatron_dapo.plan.rollout import Fleet, fill_batches
+from megatron_dapo.plan.rollout import Fleet, Group, Workload, fill_batches
 from megatron_dapo.storage.ledger import read_ledger
 from tests.ledger_check import check_ledger
 from tests.simulation.measure_sampling import main

@@ -170,13 +170,11 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
 
 def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
     ranks = config.layout.data * config.layout.context
+    because = why_not or f"TransformerEngine {found.transformer_engine} is importable"
+    attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
     if why_not is None:
-        because = f"TransformerEngine {found.transformer_engine} is importable"
         attention = "TransformerEngine's dot-product attention"
         norm = "TransformerEngine's RMSNorm, fused with the linear after it"
-    else:
-        because = why_not
-        attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
     products = f"{dtype} (actor.fp8 is none)"
     if config.fp8 != "none":
         products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling (actor.fp8 asks for it)"

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import fmean
 from typing import Protocol, cast
 
-from megatron_dapo.plan.lengths import Workload
+from megatron_dapo.plan.rollout import Workload
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State
 from rollout.server.engine import RemoteServer
