@@ -19,9 +19,10 @@ from megatron_dapo.actor.step_data import (
 )
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank
+from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank, read_count, write_count
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
+from megatron_dapo.monitor.console import Count
 from rollout.weights.checksums import Checksums
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest
@@ -113,8 +114,13 @@ class Trainer:
     async def update(self, batches: list[MiniBatch], objective: Objective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
-        temperature = self._config.rollout.temperature
-        return await self._everyone("update", lambda rank: rank.actor.update(batches, objective, temperature))
+        temperature, folder, total = self._config.rollout.temperature, self._run_dir, len(batches)
+        write_count(folder, 0)
+        return await self._everyone(
+            "update",
+            lambda rank: rank.actor.update(rank.counted(batches), objective, temperature),
+            lambda: Count(read_count(folder), total, "mini-batches"),
+        )
 
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
@@ -157,23 +163,37 @@ class Trainer:
             ray.kill(rank)
         self._ranks = []
 
-    async def _everyone(self, name: str, call: Callable[[TrainerRank], T | None]) -> T:
+    async def _everyone(
+        self, name: str, call: Callable[[TrainerRank], T | None], count: Callable[[], Count] | None = None
+    ) -> T:
         """Rank 0's answer to a call that all ranks make, and write into the timeline as `name`."""
-        return (await self._each(name, call, self.recorded_step))[0]
+        return (await self._each(name, call, self.recorded_step, count))[0]
 
-    async def _each(self, name: str, call: Callable[[TrainerRank], Any], step: int | None = None) -> list[Any]:
+    async def _each(
+        self,
+        name: str,
+        call: Callable[[TrainerRank], Any],
+        step: int | None = None,
+        count: Callable[[], Count] | None = None,
+    ) -> list[Any]:
         """All ranks' answers. The call travels by value, with all that it refers to; so it must not refer to `self`."""
         shared = ray.put(call)
         calls = [rank.perform.remote(name, step, shared) for rank in self._ranks]
-        return await self._all_of(name, self._config.run.step_deadline_s, calls)
+        return await self._all_of(name, self._config.run.step_deadline_s, calls, count)
 
-    async def _all_of(self, what: str, deadline_s: float, calls: list[Any]) -> list[Any]:
-        """All ranks' answers; the first failure ends the wait, since the others then wait in vain."""
+    async def _all_of(
+        self, what: str, deadline_s: float, calls: list[Any], count: Callable[[], Count] | None = None
+    ) -> list[Any]:
+        """All ranks' answers; the first failure ends the wait, since the others then wait in vain.
+
+        `count`: how far they are; None: how many have answered.
+        """
         what, owner = f"trainer {what}", f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(call) for call in calls]
         first = asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        count = count or (lambda: Count(sum(answer.done() for answer in answers), len(answers), "ranks"))
         try:
-            await self._waits.wait_for(what, owner, deadline_s, first)
+            await self._waits.wait_for(what, owner, deadline_s, first, count=count)
             if reasons := _errors(answers):
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,18 @@ from rollout.wire.reply import Reply, check_reply, join_segments
 
 CONTEXT_RESERVE = 8
 """SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
+
+
+class Load(NamedTuple):
+    """What servers do at a moment. Load(tokens=812_000, running=96, longest_s=38.2, longest_tokens=1200)"""
+
+    tokens: int
+    """That they have drawn since the start; of running responses those that they have streamed."""
+    running: int
+    longest_s: float
+    """Since the oldest running response was asked for."""
+    longest_tokens: int
+    """That it has streamed."""
 
 
 @dataclass(slots=True)
@@ -87,6 +99,8 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
     """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
+    _drawn: int = field(default=0, init=False)
+    """Tokens of all answers."""
     _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -106,6 +120,13 @@ class RequestLoop:
             if failure is not None:
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
+
+    def load(self) -> Load:
+        """See `RolloutFleet.load`."""
+        owed, each = list(self._awaited.values()), self.config.stream_every
+        asked, come = owed[0][2:] if owed else (time.monotonic(), ())
+        streamed = sum(len(come) for *_, come in owed) * each
+        return Load(self._drawn + streamed, len(owed), time.monotonic() - asked, len(come) * each)
 
     async def watch(self, report: Callable[[str], None]) -> None:
         """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth
@@ -161,6 +182,7 @@ class RequestLoop:
             reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
         if reply is not None:
             response.parts.append((reply, version))
+            self._drawn += reply.token_ids.size
             part = ServedPart(
                 request_id=request.request_id,
                 url=member.url,

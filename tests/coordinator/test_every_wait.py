@@ -21,6 +21,7 @@ from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop, publish
 from megatron_dapo.coordinator.run_context import RunContext
+from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
 from reward.pool import pool as pool_module
@@ -28,6 +29,7 @@ from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
 from rollout.fleet.member import Timing
+from rollout.fleet.request_loop import Load
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
@@ -199,17 +201,19 @@ def _context(**parts: object) -> Any:
         waits=waits,
         handover=handover,
         sampler=SimpleNamespace(fill=never),
-        generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
-        evaluator=SimpleNamespace(run=never),
+        generator=SimpleNamespace(take_reward_seconds=lambda: 0.0, finished=3),
+        evaluator=SimpleNamespace(run=never, count=lambda: Count(5, 9, "answers")),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
-        **{"trainer": None} | parts,
+        **{"trainer": None, "fleet": SimpleNamespace(load=lambda: Load(900, 4, 7.0, 0))} | parts,
     )
 
 
 def test_a_batch_of_groups() -> None:
     async def test() -> None:
         progress = SimpleNamespace(rollout_step=4, weight_version=4)
-        with pytest.raises(Stalled, match=r"batch of groups: rollout servers gave no answer within 0\.2 s"):
+        with pytest.raises(
+            Stalled, match=r"(?s)batch of groups: rollout servers gave no answer within 0\.2 s.*; 0 of 32 g"
+        ):
             await loop.fill_batch(_context(), progress, StepTimer())
 
     asyncio.run(test())
@@ -217,7 +221,9 @@ def test_a_batch_of_groups() -> None:
 
 def test_an_evaluation() -> None:
     async def test() -> None:
-        with pytest.raises(Stalled, match=r"held-out answers: rollout servers gave no answer within 0\.2 s"):
+        with pytest.raises(
+            Stalled, match=r"(?s)held-out answers: rollout servers gave no answer within 0\.2 s.*5 of 9"
+        ):
             await RunContext.evaluate(_context(), "step5")
 
     asyncio.run(test())
@@ -246,7 +252,7 @@ def test_a_publish_as_a_whole() -> None:
             return {}
 
         trainer = SimpleNamespace(write_weights=written)
-        context = _context(fleet=SimpleNamespace(kinds=(), publish=never), trainer=trainer)
+        context = _context(fleet=SimpleNamespace(kinds=(), publish=never, members=()), trainer=trainer)
         with pytest.raises(Stalled, match=r"weight version 7: rollout servers gave no answer within 0\.2 s"):
             await publish.publish_weights(context, 7)
 
