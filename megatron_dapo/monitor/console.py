@@ -129,12 +129,15 @@ class Console:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             self._screen.quiet = True
+            self._bar, self._rows = None, {}
             with suppress(OSError):  # what is still buffered goes nowhere, also when Python ends
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)
 
     def _draw_bar(self, name: str, done: int, total: int, text: str) -> None:
+        if self._screen.quiet:
+            return
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[text]}"))
             self._bar = Progress(*columns, console=self._screen, transient=True)

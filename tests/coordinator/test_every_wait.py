@@ -19,7 +19,7 @@ from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator import loop, publish
+from megatron_dapo.coordinator import loop, publish, run_context
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.timeline import StepTimer
@@ -28,7 +28,7 @@ from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.member import Timing
+from rollout.fleet.member import State, Timing
 from rollout.fleet.request_loop import Load
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
@@ -208,6 +208,22 @@ def _context(**parts: object) -> Any:
     )
 
 
+def test_the_start_says_how_many_servers_are_ready() -> None:
+    async def test() -> None:
+        run_config, waits = SimpleNamespace(start_deadline_s=60.0, mode="async"), Waits()
+        members = [SimpleNamespace(state=state) for state in (State.READY, State.STARTING)]
+        fleet: Any = SimpleNamespace(start=never, members=members, engines=[None, None])
+        context: Any = SimpleNamespace(config=SimpleNamespace(run=run_config), waits=waits)
+        starting = asyncio.ensure_future(run_context._start_both(context, never(), fleet))
+        await asyncio.sleep(0.01)
+        assert waits.counts() == {"server start": Count(1, 2, "servers")}
+        members.clear()  # before the fleet has made them
+        assert waits.counts() == {"server start": Count(0, 2, "servers")}
+        starting.cancel()
+
+    asyncio.run(test())
+
+
 def test_a_batch_of_groups() -> None:
     async def test() -> None:
         progress = SimpleNamespace(rollout_step=4, weight_version=4)
@@ -252,8 +268,10 @@ def test_a_publish_as_a_whole() -> None:
             return {}
 
         trainer = SimpleNamespace(write_weights=written)
-        context = _context(fleet=SimpleNamespace(kinds=(), publish=never, members=()), trainer=trainer)
-        with pytest.raises(Stalled, match=r"weight version 7: rollout servers gave no answer within 0\.2 s"):
+        servers = [SimpleNamespace(weight_version=version) for version in (6, 7, 7)]
+        context = _context(fleet=SimpleNamespace(kinds=(), publish=never, members=servers), trainer=trainer)
+        stalled = r"(?s)weight version 7: rollout servers gave no answer within 0\.2 s.*; 2 of 3 servers"
+        with pytest.raises(Stalled, match=stalled):
             await publish.publish_weights(context, 7)
 
     asyncio.run(test())

@@ -61,3 +61,25 @@ def test_what_was_passed_on_before_the_silence_is_counted() -> None:
         assert len(reports) == said  # what is cancelled is not owed
 
     run(test)
+
+
+def test_the_load_is_what_runs_and_what_was_drawn() -> None:
+    async def test() -> None:
+        server = StandIn(seconds_a_token=0.02)
+        server.stream_interval = 4
+        async with fleet_of(server, stream_every=4) as fleet:
+            assert fleet.load()[:2] == (0, 0)
+            await fleet.generate(request("short", tokens=5))
+            idle = fleet.load()
+            assert (idle.tokens, idle.running, idle.longest_tokens) == (5, 0, 0)
+            assert idle.longest_s < 0.01
+            answers = [asyncio.ensure_future(fleet.generate(request(name, tokens=30))) for name in ("long", "other")]
+            await until(lambda: fleet.load().longest_tokens >= 8)
+            load = fleet.load()
+            assert load.running == 2
+            assert 0.1 < load.longest_s < 5.0
+            assert load.longest_tokens <= load.tokens - 5 <= 2 * 30
+            await asyncio.gather(*answers)
+            assert fleet.load().tokens == 65
+
+    run(test)
