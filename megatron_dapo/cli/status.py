@@ -26,18 +26,12 @@ def status_command(folder: Path, *, follow: bool = False) -> None:
     """
     screen = Console(highlight=False, soft_wrap=True)
     with suppress(KeyboardInterrupt):
-        while True:
-            with screen:  # written at once: nothing flickers
-                if follow:
-                    screen.clear()
-                alive = _show(screen, folder)
-            if not (follow and alive):
-                return
+        while _show(screen, folder, clear=follow) and follow:
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
-def _show(screen: Console, folder: Path) -> bool:
-    """Whether the run goes on."""
+def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
+    """Whether the run goes on. `clear`: a terminal first."""
     beat = read_heartbeat(folder)
     try:
         run = Run(folder)
@@ -45,6 +39,9 @@ def _show(screen: Console, folder: Path) -> bool:
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
+    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
+    if clear:  # everything is read: what follows is there at once
+        screen.clear()
     _print(screen, "run", [str(folder.resolve())])
     _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
@@ -56,7 +53,6 @@ def _show(screen: Console, folder: Path) -> bool:
     _print(screen, "last error", _error(beat))
     for note in run.notes:
         _print(screen, "note", [note])
-    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:

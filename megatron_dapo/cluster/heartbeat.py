@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from megatron_dapo.cluster.waits import StopRequested, Waits
-from megatron_dapo.monitor.console import Count
+from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 FILE = "status.json"
@@ -74,24 +74,19 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
 
 
 @asynccontextmanager
-async def heartbeat(
-    run_dir: RunDir,
-    waits: Waits,
-    rollout_steps: int,
-    show: Callable[[Mapping[str, Count]], None] = lambda progress: None,
-) -> AsyncIterator[None]:
+async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[None]:
     """Writes `status.json` as long as the body runs; an error that leaves the body is its last entry, and goes on.
 
     Args:
         waits: whose open waits are written down.
         rollout_steps: how many the run is to make.
-        show: gets `Heartbeat.progress` each time.
+        console: shows `Heartbeat.progress` each time.
     """
     earlier = read_heartbeat(run_dir.path)
     beat = Heartbeat(pid=os.getpid(), host=socket.gethostname(), started=time.time(), rollout_steps=rollout_steps)
     if earlier:
         beat.error, beat.error_at = earlier.error, earlier.error_at
-    beating = asyncio.create_task(_beat(run_dir, waits, beat, show))
+    beating = asyncio.create_task(_beat(run_dir, waits, beat, console))
     try:
         yield
         beat.state = "finished"
@@ -104,21 +99,19 @@ async def heartbeat(
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        beat.waits, beat.progress = [], {}
-        _write(run_dir, beat)
+        _write(run_dir, beat, [], {})
 
 
-async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, show: Callable[[Mapping[str, Count]], None]) -> None:
+async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, console: Console) -> None:
     while True:
-        beat.waits, beat.progress = waits.lines(), waits.counts()
-        _write(run_dir, beat)
+        _write(run_dir, beat, waits.lines(), waits.counts())
         with suppress(OSError):  # what the run itself prints says that its output cannot be written
-            show(beat.progress)
+            console.working(beat.progress)
         await asyncio.sleep(INTERVAL_S)
 
 
-def _write(run_dir: RunDir, beat: Heartbeat) -> None:
-    beat.written = time.time()
+def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str], progress: dict[str, Count]) -> None:
+    beat.written, beat.waits, beat.progress = time.time(), waits, progress
     # A full disk must not end a run whose own files still fit, nor hide the error that it is ending with.
     with suppress(OSError):
         run_dir.write_json(FILE, asdict(beat), durable=False)

@@ -114,12 +114,10 @@ class Trainer:
     async def update(self, batches: list[MiniBatch], objective: Objective) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
-        temperature, folder, total = self._config.rollout.temperature, self._run_dir, len(batches)
-        write_count(folder, 0)
+        temperature = self._config.rollout.temperature
+        write_count(self._run_dir, 0, len(batches))
         return await self._everyone(
-            "update",
-            lambda rank: rank.actor.update(rank.counted(batches), objective, temperature),
-            lambda: Count(read_count(folder), total, "mini-batches"),
+            "update", lambda rank: rank.actor.update(rank.counted(batches), objective, temperature)
         )
 
     async def device_memory(self) -> list[GpuMemory]:
@@ -163,35 +161,27 @@ class Trainer:
             ray.kill(rank)
         self._ranks = []
 
-    async def _everyone(
-        self, name: str, call: Callable[[TrainerRank], T | None], count: Callable[[], Count] | None = None
-    ) -> T:
+    async def _everyone(self, name: str, call: Callable[[TrainerRank], T | None]) -> T:
         """Rank 0's answer to a call that all ranks make, and write into the timeline as `name`."""
-        return (await self._each(name, call, self.recorded_step, count))[0]
+        return (await self._each(name, call, self.recorded_step))[0]
 
-    async def _each(
-        self,
-        name: str,
-        call: Callable[[TrainerRank], Any],
-        step: int | None = None,
-        count: Callable[[], Count] | None = None,
-    ) -> list[Any]:
+    async def _each(self, name: str, call: Callable[[TrainerRank], Any], step: int | None = None) -> list[Any]:
         """All ranks' answers. The call travels by value, with all that it refers to; so it must not refer to `self`."""
         shared = ray.put(call)
         calls = [rank.perform.remote(name, step, shared) for rank in self._ranks]
-        return await self._all_of(name, self._config.run.step_deadline_s, calls, count)
+        return await self._all_of(name, self._config.run.step_deadline_s, calls)
 
-    async def _all_of(
-        self, what: str, deadline_s: float, calls: list[Any], count: Callable[[], Count] | None = None
-    ) -> list[Any]:
-        """All ranks' answers; the first failure ends the wait, since the others then wait in vain.
-
-        `count`: how far they are; None: how many have answered.
-        """
+    async def _all_of(self, what: str, deadline_s: float, calls: list[Any]) -> list[Any]:
+        """All ranks' answers; the first failure ends the wait, since the others then wait in vain."""
         what, owner = f"trainer {what}", f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(call) for call in calls]
         first = asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-        count = count or (lambda: Count(sum(answer.done() for answer in answers), len(answers), "ranks"))
+
+        def count() -> Count:
+            if what == "trainer update":
+                return Count(*read_count(self._run_dir), "mini-batches")
+            return Count(sum(answer.done() for answer in answers), len(answers), "ranks")
+
         try:
             await self._waits.wait_for(what, owner, deadline_s, first, count=count)
             if reasons := _errors(answers):

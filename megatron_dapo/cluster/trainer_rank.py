@@ -109,10 +109,8 @@ class TrainerRank:
         """The same, and rank 0 writes down how many are done."""
         for done, mini_batch in enumerate(mini_batches):
             if self._rank == 0:
-                write_count(self._run_dir, done)
+                write_count(self._run_dir, done, len(mini_batches))
             yield mini_batch
-        if self._rank == 0:
-            write_count(self._run_dir, len(mini_batches))
 
     def _log_to_file(self) -> None:
         log = self._run_dir / "logs" / f"trainer-rank{self._rank}.log"
@@ -123,17 +121,18 @@ class TrainerRank:
                 os.dup2(file.fileno(), stream.fileno())
 
 
-def write_count(run_dir: Path, done: int) -> None:
+def write_count(run_dir: Path, done: int, total: int) -> None:
     """For who shows it: not written, it does no harm."""
     with suppress(OSError):
-        (run_dir / "logs" / MINI_BATCHES).write_text(str(done))
+        (run_dir / "logs" / MINI_BATCHES).write_text(f"{done} {total}")
 
 
-def read_count(run_dir: Path) -> int:
-    """0 as long as nothing can be read."""
+def read_count(run_dir: Path) -> tuple[int, int]:
+    """(done, total); zeros as long as nothing can be read."""
     with suppress(OSError, ValueError):  # while it is written, it is empty
-        return int((run_dir / "logs" / MINI_BATCHES).read_text())
-    return 0
+        done, total = map(int, (run_dir / "logs" / MINI_BATCHES).read_text().split())
+        return done, total
+    return 0, 0
 
 
 class RankTimeline:

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from megatron_dapo.monitor.console import Count
 
 T = TypeVar("T")
+HowFar = Callable[[], Count] | None
+"""Says how far an answer is, if that is known. Called now and then; it must not block."""
 
 
 class Stalled(RuntimeError):
@@ -41,8 +43,7 @@ class Wait:
     deadline_s: float
     since: float
     """time.monotonic() at its start."""
-    count: Callable[[], Count] | None = None
-    """Says how far the answer is, if that is known."""
+    count: HowFar = None
 
     def line(self) -> str:
         seconds = f"{time.monotonic() - self.since:.0f} of {self.deadline_s:g} s"
@@ -65,9 +66,7 @@ class Waits:
             self._lost.set_result(error)
 
     @contextmanager
-    def register(
-        self, what: str, owner: str, deadline_s: float, count: Callable[[], Count] | None = None
-    ) -> Iterator[Wait]:
+    def register(self, what: str, owner: str, deadline_s: float, count: HowFar = None) -> Iterator[Wait]:
         wait = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic(), count=count)
         self._open.append(wait)
         try:
@@ -83,13 +82,12 @@ class Waits:
         answer: Awaitable[T],
         *,
         stoppable: bool = False,
-        count: Callable[[], Count] | None = None,
+        count: HowFar = None,
     ) -> T:
         """The answer. What asked for it is cancelled, and has ended, when anything else is raised.
 
         Args:
             stoppable: whether a stop request ends this wait.
-            count: says how far the answer is; called now and then, it must not block.
 
         Raises:
             Stalled: `deadline_s` passed; with every open wait of the process.

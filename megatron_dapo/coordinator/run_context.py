@@ -84,9 +84,8 @@ class RunContext(RunBase):
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
         await self.handover.to_servers()
         deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
-        return await self.waits.wait_for(
-            "held-out answers", "rollout servers", deadline, answering, stoppable=True, count=self.evaluator.count
-        )
+        wait_for, count = self.waits.wait_for, self.evaluator.count
+        return await wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True, count=count)
 
 
 async def start_run(run: RunBase) -> RunContext:
@@ -234,20 +233,18 @@ async def _start_trainer(
 
 async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
     """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
+
+    def ready() -> Count:
+        return Count(sum(member.state is State.READY for member in fleet.members), len(fleet.engines), "servers")
+
     deadline, building = run.config.run.start_deadline_s, asyncio.ensure_future(trainer)
     if run.config.run.mode == "colocated":
         # First, and out of the memory again: a server takes its share of what is free when it starts.
         await building
     # The fleet has the same deadline and the better explanation: it gets the first word.
-    starting = run.waits.wait_for(
-        "server start", "SGLang servers", deadline + 30, fleet.start(deadline), count=lambda: _ready(fleet)
-    )
+    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), count=ready)
     await gather_or_cancel([building, starting])
     return building.result()
-
-
-def _ready(fleet: RolloutFleet) -> Count:
-    return Count(sum(member.state is State.READY for member in fleet.members), len(fleet.engines), "servers")
 
 
 async def first_progress(config: Config, run_dir: RunDir) -> Progress:

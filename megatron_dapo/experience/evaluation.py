@@ -112,7 +112,7 @@ class Evaluator:
         return [(mode.name, name, n) for mode in self.modes for name in names for n in range(mode.samples)]
 
     def count(self) -> Count:
-        """Of the evaluation under way."""
+        """Of the evaluation under way, of which no answer is known before."""
         return Count(self._answered, len(self.prompts) * sum(mode.samples for mode in self.modes), "answers")
 
     async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
@@ -148,7 +148,6 @@ class Evaluator:
         async def one(mode: DecodingMode, at: int, sample: int) -> Answer:
             key = mode.name, problem_id(self.prompts[at]), sample
             if known is not None and key in known:
-                self._answered += 1
                 return known[key]
             answer = await self._answer(f"{name}-{mode.name}-{at}", at, sample, mode.sampling, forbid)
             if record is not None:

@@ -26,6 +26,7 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 
 T = TypeVar("T")
+OnKept = Callable[[ScoredGroup], None]
 
 
 class EngineAborted(RuntimeError):
@@ -185,15 +186,9 @@ class GroupGenerator:
 class BatchCounter:
     """How far a batch of groups is. Made when it is begun; `keep` passes each group on that is kept."""
 
-    def __init__(
-        self,
-        generator: GroupGenerator,
-        fleet: RolloutFleet,
-        wanted: int,
-        on_kept: Callable[[ScoredGroup], None],
-    ) -> None:
+    def __init__(self, generator: GroupGenerator, fleet: RolloutFleet, wanted: int, on_kept: OnKept) -> None:
         self._generator, self._fleet, self._wanted, self._on_kept = generator, fleet, wanted, on_kept
-        self._kept, self._finished, self._drawn = 0, generator.finished, fleet.load().tokens
+        self._kept, self._finished, self._drawn = 0, generator.finished, fleet.load()[0]
         self._since = time.monotonic()
 
     def keep(self, group: ScoredGroup) -> None:
@@ -202,11 +197,10 @@ class BatchCounter:
 
     def count(self) -> Count:
         """The rate of tokens is the mean since the batch was begun."""
-        load, seconds = self._fleet.load(), max(time.monotonic() - self._since, 1e-3)
-        figures = {"tokens/s": (load.tokens - self._drawn) / seconds, "longest_running_s": load.longest_s}
-        if load.longest_tokens:  # else its server does not stream, or has not begun to
-            figures["longest_running_tokens"] = load.longest_tokens
-        figures |= {"responses_running": load.running, "groups_finished": self._generator.finished - self._finished}
+        tokens, running, longest_s = self._fleet.load()
+        rate = (tokens - self._drawn) / max(time.monotonic() - self._since, 1e-3)
+        figures = {"tokens/s": rate, "longest_running_s": longest_s, "responses_running": running}
+        figures["groups_finished"] = self._generator.finished - self._finished
         return Count(self._kept, self._wanted, "groups kept", figures)
 
 

@@ -65,6 +65,7 @@ class Console:
         self._file = file or sys.stdout
         self._screen = _Screen(file=self._file, force_terminal=terminal, highlight=False)
         self._bar: Progress | None = None
+        self._draws = self._screen.is_terminal
         self._rows: dict[str, TaskID] = {}
         self._printed = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -80,7 +81,7 @@ class Console:
     def working(self, works: Mapping[str, Count]) -> None:
         """How far each work is: on a terminal a bar that stays until a call without that work, in a log a line, each
         time nothing was printed for `QUIET_S`."""
-        if not self._screen.is_terminal:
+        if not self._draws:
             if time.monotonic() - self._printed >= QUIET_S:
                 for name, count in works.items():
                     self.note(f"  {name}: {count.text()}")
@@ -104,12 +105,11 @@ class Console:
         self.note(step_line(metrics, total=total, seconds_left=left))
         if metrics["rollout_step"] >= total:
             self.close()
-        elif self._screen.is_terminal:
+        elif self._draws:
             done, accuracy = metrics["rollout_step"], metrics["accuracy/mean"]
+            text = f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
             with self._unless_gone():
-                self._draw_bar(
-                    STEPS, done, total, f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
-                )
+                self._draw_bar(STEPS, done, total, text)
 
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
@@ -129,15 +129,13 @@ class Console:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             self._screen.quiet = True
-            self._bar, self._rows = None, {}
+            self._bar, self._rows, self._draws = None, {}, False
             with suppress(OSError):  # what is still buffered goes nowhere, also when Python ends
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)
 
     def _draw_bar(self, name: str, done: int, total: int, text: str) -> None:
-        if self._screen.quiet:
-            return
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[text]}"))
             self._bar = Progress(*columns, console=self._screen, transient=True)

@@ -10,7 +10,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
-from rollout.fleet.request_loop import Load, RequestLoop
+from rollout.fleet.request_loop import RequestLoop
 from rollout.fleet.supervision import Supervisor
 from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.generation import Generation, GenerationRequest, ServedPart
@@ -125,8 +125,9 @@ class RolloutFleet:
         """What the servers say of themselves, each kind once."""
         return tuple(dict.fromkeys(member.info for member in self.members if member.info is not None))
 
-    def load(self) -> Load:
-        """What the servers do now."""
+    def load(self) -> tuple[int, int, float]:
+        """Tokens that the servers have drawn since the start, with those that they have streamed of running responses;
+        running responses; seconds since the oldest of these was asked for."""
         return self._requests.load()
 
     async def release_memory(self) -> tuple[float | None, ...]:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,18 +31,6 @@ from rollout.wire.reply import Reply, check_reply, join_segments
 
 CONTEXT_RESERVE = 8
 """SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
-
-
-class Load(NamedTuple):
-    """What servers do at a moment. Load(tokens=812_000, running=96, longest_s=38.2, longest_tokens=1200)"""
-
-    tokens: int
-    """That they have drawn since the start; of running responses those that they have streamed."""
-    running: int
-    longest_s: float
-    """Since the oldest running response was asked for."""
-    longest_tokens: int
-    """That it has streamed."""
 
 
 @dataclass(slots=True)
@@ -121,12 +109,11 @@ class RequestLoop:
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
 
-    def load(self) -> Load:
+    def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""
-        owed, each = list(self._awaited.values()), self.config.stream_every
-        asked, come = owed[0][2:] if owed else (time.monotonic(), ())
-        streamed = sum(len(come) for *_, come in owed) * each
-        return Load(self._drawn + streamed, len(owed), time.monotonic() - asked, len(come) * each)
+        owed = list(self._awaited.values())
+        streamed = sum(len(come) for *_, come in owed) * self.config.stream_every
+        return self._drawn + streamed, len(owed), time.monotonic() - owed[0][2] if owed else 0.0
 
     async def watch(self, report: Callable[[str], None]) -> None:
         """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth

@@ -5,13 +5,14 @@ import json
 import os
 import socket
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.cluster import heartbeat as module
 from megatron_dapo.cluster.heartbeat import Heartbeat, heartbeat, read_heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.waits import StopRequested, Waits
-from megatron_dapo.monitor.console import Count
+from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 
@@ -25,7 +26,7 @@ def run_dir(tmp_path):
 def live(run_dir, body, steps=7):
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, steps):
+        async with heartbeat(run_dir, waits, steps, Console()):
             await body(waits)
 
     asyncio.run(run())
@@ -155,7 +156,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, 7, show):
+        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show)):
             with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
                 await asyncio.sleep(0.05)
                 seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])

@@ -29,7 +29,6 @@ from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
 from rollout.fleet.member import State, Timing
-from rollout.fleet.request_loop import Load
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
@@ -204,7 +203,7 @@ def _context(**parts: object) -> Any:
         generator=SimpleNamespace(take_reward_seconds=lambda: 0.0, finished=3),
         evaluator=SimpleNamespace(run=never, count=lambda: Count(5, 9, "answers")),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
-        **{"trainer": None, "fleet": SimpleNamespace(load=lambda: Load(900, 4, 7.0, 0))} | parts,
+        **{"trainer": None, "fleet": SimpleNamespace(load=lambda: (900, 4, 7.0))} | parts,
     )
 
 

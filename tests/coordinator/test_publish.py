@@ -32,7 +32,7 @@ class Recorded(Trainer):
         self.asked: list[str] = []
         self.requests: list[SendRequest] = []
 
-    async def _everyone(self, name: str, call: Callable[..., object], *_: object) -> Any:
+    async def _everyone(self, name: str, call: Callable[..., object]) -> Any:
         self.asked.append(name)
         if name == "send":
             sending = SimpleNamespace(send=lambda request, _: self.requests.append(request))
