@@ -8,7 +8,7 @@ Nothing here imports Megatron before the constructor has prepared the device for
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -175,7 +175,7 @@ class MegatronActor:
             return self.passes.log_probs(responses, plan, temperature)
 
     def update(
-        self, mini_batches: Sequence[MiniBatch], objective: Objective, temperature: float
+        self, mini_batches: Iterable[MiniBatch], objective: Objective, temperature: float
     ) -> list[UpdateMetrics]:
         """One optimizer step a mini-batch, in order. The same report on every rank.
 

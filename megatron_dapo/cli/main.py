@@ -57,11 +57,14 @@ app.command("eval")(evaluate)
 
 
 @app.command()
-def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until the run has ended.")] = False,
+) -> None:
     """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
     from megatron_dapo.cli.status import status_command
 
-    status_command(run)
+    status_command(run, follow=follow)
 
 
 app.command()(diff)

@@ -1,25 +1,37 @@
 """`megatron-dapo status`: where a run is, what it waits for, what went wrong, what looks wrong."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from megatron_dapo.cluster.heartbeat import FILE, Heartbeat, read_heartbeat
-from megatron_dapo.monitor.console import RECENT, duration, step_line
+from megatron_dapo.cluster.heartbeat import FILE, INTERVAL_S, Heartbeat, read_heartbeat
+from megatron_dapo.monitor.console import QUIET_S, RECENT, duration, step_line
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run
 from megatron_dapo.storage.run_dir import newest_step
 
 
-def status_command(folder: Path) -> None:
+def status_command(folder: Path, *, follow: bool = False) -> None:
     """Print it. A dead run is no error of this command.
+
+    Args:
+        follow: print it again and again until the run has ended; on a terminal in the same place.
 
     Raises:
         ReportError, MetricsError, RunDirError: the folder holds no run, or one that cannot be read.
     """
+    screen = Console(highlight=False, soft_wrap=True)
+    with suppress(KeyboardInterrupt):
+        while _show(screen, folder, clear=follow) and follow:
+            time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
+
+
+def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
+    """Whether the run goes on. `clear`: a terminal first."""
     beat = read_heartbeat(folder)
     try:
         run = Run(folder)
@@ -27,7 +39,9 @@ def status_command(folder: Path) -> None:
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
-    screen = Console(highlight=False, soft_wrap=True)
+    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
+    if clear:  # everything is read: what follows is there at once
+        screen.clear()
     _print(screen, "run", [str(folder.resolve())])
     _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
@@ -39,12 +53,12 @@ def status_command(folder: Path) -> None:
     _print(screen, "last error", _error(beat))
     for note in run.notes:
         _print(screen, "note", [note])
-    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
+    return state.alive
 
 
 def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from megatron_dapo.cluster.waits import StopRequested, Waits
+from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 FILE = "status.json"
@@ -37,6 +38,8 @@ class Heartbeat:
     rollout_steps: int
     waits: list[str] = field(default_factory=list)
     """Open waits when it was written, oldest first."""
+    progress: dict[str, Count] = field(default_factory=dict)
+    """How far those waits are of which that is known: {"held-out answers": {"done": 120, "total": 1000, ...}}."""
     error: str | None = None
     """The last error, also of an earlier start of the same run."""
     error_at: float | None = None
@@ -72,18 +75,19 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
 
 
 @asynccontextmanager
-async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int) -> AsyncIterator[None]:
+async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[None]:
     """Writes `status.json` as long as the body runs; an error that leaves the body is its last entry, and goes on.
 
     Args:
         waits: whose open waits are written down.
         rollout_steps: how many the run is to make.
+        console: shows `Heartbeat.progress` each time.
     """
     earlier = read_heartbeat(run_dir.path)
     beat = Heartbeat(pid=os.getpid(), host=socket.gethostname(), started=time.time(), rollout_steps=rollout_steps)
     if earlier:
         beat.error, beat.error_at = earlier.error, earlier.error_at
-    beating = asyncio.create_task(_beat(run_dir, waits, beat))
+    beating = asyncio.create_task(_beat(run_dir, waits, beat, console))
     try:
         yield
         beat.state = "finished"
@@ -96,17 +100,19 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int) -> AsyncI
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        _write(run_dir, beat, [])
+        _write(run_dir, beat, [], {})
 
 
-async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat) -> None:
+async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, console: Console) -> None:
     while True:
-        _write(run_dir, beat, waits.lines())
+        _write(run_dir, beat, waits.lines(), waits.counts())
+        with suppress(OSError):  # what the run itself prints says that its output cannot be written
+            console.working(beat.progress)
         await asyncio.sleep(INTERVAL_S)
 
 
-def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str]) -> None:
-    beat.written, beat.waits = time.time(), waits
+def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str], progress: dict[str, Count]) -> None:
+    beat.written, beat.waits, beat.progress = time.time(), waits, progress
     # A full disk must not end a run whose own files still fit, nor hide the error that it is ending with.
     with suppress(OSError):
         run_dir.write_json(FILE, asdict(beat), durable=False)

@@ -19,9 +19,10 @@ from megatron_dapo.actor.step_data import (
 )
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank
+from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank, read_count, write_count
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
+from megatron_dapo.monitor.console import Count
 from rollout.weights.checksums import Checksums
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest
@@ -114,7 +115,10 @@ class Trainer:
         """One optimizer step a mini-batch, in order."""
         self.weight_changes += 1
         temperature = self._config.rollout.temperature
-        return await self._everyone("update", lambda rank: rank.actor.update(batches, objective, temperature))
+        write_count(self._run_dir, 0, len(batches))
+        return await self._everyone(
+            "update", lambda rank: rank.actor.update(rank.counted(batches), objective, temperature)
+        )
 
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""
@@ -172,8 +176,14 @@ class Trainer:
         what, owner = f"trainer {what}", f"{len(calls)} trainer rank(s)"
         answers = [asyncio.ensure_future(call) for call in calls]
         first = asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+
+        def count() -> Count:
+            if what == "trainer update":
+                return Count(*read_count(self._run_dir), "mini-batches")
+            return Count(sum(answer.done() for answer in answers), len(answers), "ranks")
+
         try:
-            await self._waits.wait_for(what, owner, deadline_s, first)
+            await self._waits.wait_for(what, owner, deadline_s, first, count=count)
             if reasons := _errors(answers):
                 # The loss of one rank shows first as an error of a rank that talked to it.
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))

@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GIB = 2**30
+MINI_BATCHES = ".mini-batches"
+"""In the logs of a run: how many mini-batches of the update under way are done. A rank at work answers no call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,13 @@ class TrainerRank:
         with nullcontext() if recorded_step is None else self._timeline.call(recorded_step, name):
             return call(self)
 
+    def counted(self, mini_batches: Sequence[T]) -> Iterator[T]:
+        """The same, and rank 0 writes down how many are done."""
+        for done, mini_batch in enumerate(mini_batches):
+            if self._rank == 0:
+                write_count(self._run_dir, done, len(mini_batches))
+            yield mini_batch
+
     def _log_to_file(self) -> None:
         log = self._run_dir / "logs" / f"trainer-rank{self._rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +119,20 @@ class TrainerRank:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(file.fileno(), stream.fileno())
+
+
+def write_count(run_dir: Path, done: int, total: int) -> None:
+    """For who shows it: not written, it does no harm."""
+    with suppress(OSError):
+        (run_dir / "logs" / MINI_BATCHES).write_text(f"{done} {total}")
+
+
+def read_count(run_dir: Path) -> tuple[int, int]:
+    """(done, total); zeros as long as nothing can be read."""
+    with suppress(OSError, ValueError):  # while it is written, it is empty
+        done, total = map(int, (run_dir / "logs" / MINI_BATCHES).read_text().split())
+        return done, total
+    return 0, 0
 
 
 class RankTimeline:

@@ -12,12 +12,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_dapo.monitor.console import Count
+
 T = TypeVar("T")
+HowFar = Callable[[], Count] | None
+"""Says how far an answer is, if that is known. Called now and then; it must not block."""
 
 LAST_WORD_S = 30.0
 """Seconds past the deadline of a blocking call after which the process is ended: such a call handles no signal."""
@@ -43,9 +47,12 @@ class Wait:
     deadline_s: float
     since: float
     """time.monotonic() at its start."""
+    count: HowFar = None
 
     def line(self) -> str:
-        return f"{self.what}: waiting for {self.owner} for {time.monotonic() - self.since:.0f} of {self.deadline_s:g} s"
+        seconds = f"{time.monotonic() - self.since:.0f} of {self.deadline_s:g} s"
+        far = f"; {self.count().text()}" if self.count else ""
+        return f"{self.what}: waiting for {self.owner} for {seconds}{far}"
 
 
 class Waits:
@@ -63,8 +70,8 @@ class Waits:
             self._lost.set_result(error)
 
     @contextmanager
-    def register(self, what: str, owner: str, deadline_s: float) -> Iterator[Wait]:
-        wait = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic())
+    def register(self, what: str, owner: str, deadline_s: float, count: HowFar = None) -> Iterator[Wait]:
+        wait = Wait(what=what, owner=owner, deadline_s=deadline_s, since=time.monotonic(), count=count)
         self._open.append(wait)
         try:
             yield wait
@@ -72,7 +79,14 @@ class Waits:
             self._open.remove(wait)
 
     async def wait_for(
-        self, what: str, owner: str, deadline_s: float, answer: Awaitable[T], *, stoppable: bool = False
+        self,
+        what: str,
+        owner: str,
+        deadline_s: float,
+        answer: Awaitable[T],
+        *,
+        stoppable: bool = False,
+        count: HowFar = None,
     ) -> T:
         """The answer. What asked for it is cancelled, and has ended, when anything else is raised.
 
@@ -86,7 +100,7 @@ class Waits:
         """
         asked = asyncio.ensure_future(answer)
         endings: list[asyncio.Future[Any]] = [asked, self._lost, *([self._stop] if stoppable else [])]
-        with self.register(what, owner, deadline_s) as wait:
+        with self.register(what, owner, deadline_s, count) as wait:
             try:
                 await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
                 if asked.done():
@@ -146,6 +160,10 @@ class Waits:
     def lines(self) -> list[str]:
         """Open waits, oldest first."""
         return [wait.line() for wait in self._open]
+
+    def counts(self) -> dict[str, Count]:
+        """How far each open wait is of which that is known, by name."""
+        return {wait.what: wait.count() for wait in self._open if wait.count}
 
 
 def _stacks() -> list[str]:

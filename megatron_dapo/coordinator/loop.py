@@ -24,6 +24,7 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
+from megatron_dapo.experience.generator import BatchCounter
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import save_batch
 
@@ -51,9 +52,10 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
         context.generator.take_reward_seconds()  # those of the update before belong to no phase
         with timer.measure("rollout"):
             ahead, deadline = groups_ahead(config, step), config.run.step_deadline_s
-            filling = context.sampler.fill(step, progress.weight_version, stream.add, ahead=ahead)
+            counter = BatchCounter(context.generator, context.fleet, config.algorithm.prompts_per_step, stream.add)
+            filling = context.sampler.fill(step, progress.weight_version, counter.keep, ahead=ahead)
             admission = await context.waits.wait_for(
-                "batch of groups", "rollout servers", deadline, filling, stoppable=True
+                "batch of groups", "rollout servers", deadline, filling, stoppable=True, count=counter.count
             )
         timer.move("rollout", "reward", context.generator.take_reward_seconds())
         with timer.measure("handover"):

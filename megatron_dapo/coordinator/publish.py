@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_dapo.cluster.engines import key_file
 from megatron_dapo.coordinator.run_context import RunContext
+from megatron_dapo.monitor.console import Count
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
@@ -29,7 +30,11 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
     started = time.monotonic()
     config, fleet, handover = context.config, context.fleet, context.handover
     deadline = config.run.step_deadline_s
-    in_time = partial(context.waits.wait_for, f"weight version {version}", "rollout servers", deadline)
+
+    def count() -> Count:
+        return Count(sum(member.weight_version == version for member in fleet.members), len(fleet.members), "servers")
+
+    in_time = partial(context.waits.wait_for, f"weight version {version}", "rollout servers", deadline, count=count)
     folder = context.run_dir.path / "weights" / f"v{version}"
     context.run_dir.check_there()
     await handover.to_trainer()

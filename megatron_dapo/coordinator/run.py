@@ -88,6 +88,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
     async with AsyncExitStack() as stack:
         run_dir = RunDir(config.run.dir, resume=config.run.resume)
         stack.callback(run_dir.close)
+        stack.callback(console.close)
         console.note(f"run directory: {run_dir.path}")
         watching = asyncio.create_task(stop_on_file(run_dir.path / STOP_FILE, stop, console))
         stack.callback(watching.cancel)
@@ -97,7 +98,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         console.note("starting trainer and servers")
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
-        await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps))
+        await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()

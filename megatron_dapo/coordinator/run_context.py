@@ -24,7 +24,7 @@ from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
-from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
@@ -34,6 +34,7 @@ from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import State
 from rollout.generation import SamplingParams
 
 RAY_STOP_DEADLINE_S = 120.0
@@ -78,7 +79,8 @@ class RunContext(RunBase):
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
         await self.handover.to_servers()
         deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
-        return await self.waits.wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True)
+        wait_for, count = self.waits.wait_for, self.evaluator.count
+        return await wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True, count=count)
 
 
 async def start_run(run: RunBase) -> RunContext:
@@ -227,12 +229,16 @@ async def _start_trainer(
 
 async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
     """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
+
+    def ready() -> Count:
+        return Count(sum(member.state is State.READY for member in fleet.members), len(fleet.engines), "servers")
+
     deadline, building = run.config.run.start_deadline_s, asyncio.ensure_future(trainer)
     if run.config.run.mode == "colocated":
         # First, and out of the memory again: a server takes its share of what is free when it starts.
         await building
     # The fleet has the same deadline and the better explanation: it gets the first word.
-    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline))
+    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), count=ready)
     await gather_or_cancel([building, starting])
     return building.result()
 

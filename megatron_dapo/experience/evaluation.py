@@ -15,6 +15,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
+from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.statistics import (
     RESAMPLES,
     Accuracy,
@@ -94,6 +95,7 @@ class Evaluator:
         """`folder`: gets a folder of results for each `run`, by its name."""
         self.prompts: Sequence[Prompt] = heldout.prompts[: config.evaluation.limit or None]
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
+        self._answered = 0
         self.stop_token_ids = text.stop_token_ids
         common = SamplingParams(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=text.stop_token_ids)
         wanted = config.evaluation
@@ -108,6 +110,10 @@ class Evaluator:
         """Of every answer there is to be."""
         names = [problem_id(prompt) for prompt in self.prompts]
         return [(mode.name, name, n) for mode in self.modes for name in names for n in range(mode.samples)]
+
+    def count(self) -> Count:
+        """Of the evaluation under way, of which no answer is known before."""
+        return Count(self._answered, len(self.prompts) * sum(mode.samples for mode in self.modes), "answers")
 
     async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """An evaluation of a run, by decoding mode; its results are then in files too.
@@ -146,8 +152,10 @@ class Evaluator:
             answer = await self._answer(f"{name}-{mode.name}-{at}", at, sample, mode.sampling, forbid)
             if record is not None:
                 record(key, answer)
+            self._answered += 1
             return answer
 
+        self._answered = 0
         answers: dict[str, ProblemAnswers] = {}
         for mode in self.modes:  # in turn: SGLang draws from a batch that mixes modes in another way, even with seeds
             asked = (one(mode, at, sample) for at in range(len(self.prompts)) for sample in range(mode.samples))

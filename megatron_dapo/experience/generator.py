@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
@@ -18,6 +18,7 @@ from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.monitor.console import Count
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
@@ -25,6 +26,7 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 
 T = TypeVar("T")
+OnKept = Callable[[ScoredGroup], None]
 
 
 class EngineAborted(RuntimeError):
@@ -117,6 +119,8 @@ class GroupGenerator:
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
         self._clock = RewardClock()
+        self.finished = 0
+        """Groups written and judged, since the start."""
 
     def prompt_at(self, position: int) -> int:
         """Index of the prompt at `position` of the shuffled order."""
@@ -134,6 +138,7 @@ class GroupGenerator:
             )
         with self._clock.measure("judging"):
             responses = await self._judge(place, prompt, generations)
+        self.finished += 1
         return ScoredGroup(
             position=position,
             prompt_index=index,
@@ -180,6 +185,27 @@ class GroupGenerator:
             )
             for at, request in enumerate(requests)
         )
+
+
+class BatchCounter:
+    """How far a batch of groups is. Made when it is begun; `keep` passes each group on that is kept."""
+
+    def __init__(self, generator: GroupGenerator, fleet: RolloutFleet, wanted: int, on_kept: OnKept) -> None:
+        self._generator, self._fleet, self._wanted, self._on_kept = generator, fleet, wanted, on_kept
+        self._kept, self._finished, self._drawn = 0, generator.finished, fleet.load()[0]
+        self._since = time.monotonic()
+
+    def keep(self, group: ScoredGroup) -> None:
+        self._kept += 1
+        self._on_kept(group)
+
+    def count(self) -> Count:
+        """The rate of tokens is the mean since the batch was begun."""
+        tokens, running, longest_s = self._fleet.load()
+        rate = (tokens - self._drawn) / max(time.monotonic() - self._since, 1e-3)
+        figures = {"tokens/s": rate, "longest_running_s": longest_s, "responses_running": running}
+        figures["groups_finished"] = self._generator.finished - self._finished
+        return Count(self._kept, self._wanted, "groups kept", figures)
 
 
 class RewardClock:

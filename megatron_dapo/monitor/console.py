@@ -6,14 +6,16 @@ Without a terminal (a batch job's log) the same text comes as plain lines, flush
 import errno
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +27,28 @@ _MADE_TO_WORK_NOTE = (
     "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
     "the choice to work the answer out.\n"
 )
+STEPS, BAR = "rollout step", 20
+"""Name of the bar of the whole run; width of a bar, in characters."""
 RECENT = 5
 """Rollout steps whose mean duration predicts the time left."""
+QUIET_S = 30.0
+"""A log without a new line for so long gets one that says how far the work under way is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How far a work is. Count(12, 32, "groups kept", {"tokens/s": 1240.0, "longest_running_s": 38.2})"""
+
+    done: int
+    total: int
+    unit: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else is known of it, by name."""
+
+    def text(self) -> str:
+        """`12 of 32 groups kept, tokens/s 1240, longest running s 38`."""
+        figures = [f"{name.replace('_', ' ')} {value:.0f}" for name, value in self.figures.items()]
+        return ", ".join([f"{self.done} of {self.total} {self.unit}", *figures])
 
 
 class _Screen(Terminal):
@@ -43,6 +65,9 @@ class Console:
         self._file = file or sys.stdout
         self._screen = _Screen(file=self._file, force_terminal=terminal, highlight=False)
         self._bar: Progress | None = None
+        self._draws = self._screen.is_terminal
+        self._rows: dict[str, TaskID] = {}
+        self._printed = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
     def note(self, text: str, style: str = "") -> None:
@@ -51,10 +76,26 @@ class Console:
         with self._unless_gone():
             self._screen.print(Text(text, style=style), soft_wrap=True)
             self._file.flush()
+        self._printed = time.monotonic()
+
+    def working(self, works: Mapping[str, Count]) -> None:
+        """How far each work is: on a terminal a bar that stays until a call without that work, in a log a line, each
+        time nothing was printed for `QUIET_S`."""
+        if not self._draws:
+            if time.monotonic() - self._printed >= QUIET_S:
+                for name, count in works.items():
+                    self.note(f"  {name}: {count.text()}")
+            return
+        with self._unless_gone():
+            for name in self._rows.keys() - works.keys() - {STEPS}:
+                if self._bar is not None:
+                    self._bar.remove_task(self._rows.pop(name))
+            for name, count in works.items():
+                self._draw_bar(name, count.done, count.total, count.text())
 
     def error(self, text: str) -> None:
         """Why the run ends. Takes the bar down first, so that nothing is drawn over it."""
-        self._close_bar()
+        self.close()
         self.note(text, "bold red")
 
     def step(self, metrics: Figures, *, total: int) -> None:
@@ -63,14 +104,16 @@ class Console:
         left = (total - metrics["rollout_step"]) * sum(self._seconds) / len(self._seconds)
         self.note(step_line(metrics, total=total, seconds_left=left))
         if metrics["rollout_step"] >= total:
-            self._close_bar()
-        elif self._screen.is_terminal:
+            self.close()
+        elif self._draws:
+            done, accuracy = metrics["rollout_step"], metrics["accuracy/mean"]
+            text = f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
             with self._unless_gone():
-                self._draw_bar(metrics, total, left)
+                self._draw_bar(STEPS, done, total, text)
 
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
-        self._close_bar()
+        self.close()
         made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
         with self._unless_gone():
             for part in (*made, _accuracy_table(summary), _cost_lines(summary), *_example_lines(summary)):
@@ -86,26 +129,28 @@ class Console:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             self._screen.quiet = True
+            self._bar, self._rows, self._draws = None, {}, False
             with suppress(OSError):  # what is still buffered goes nowhere, also when Python ends
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)
 
-    def _draw_bar(self, metrics: Figures, total: int, left: float) -> None:
+    def _draw_bar(self, name: str, done: int, total: int, text: str) -> None:
         if self._bar is None:
-            columns = (TextColumn("rollout step"), BarColumn(), TextColumn("{task.fields[text]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[text]}"))
             self._bar = Progress(*columns, console=self._screen, transient=True)
-            self._bar.add_task("", total=total, text="")
             self._bar.start()
-        done, accuracy = metrics["rollout_step"], metrics["accuracy/mean"]
-        text = f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
-        self._bar.update(self._bar.task_ids[0], completed=done, text=text)
+        if name not in self._rows:
+            self._rows[name] = self._bar.add_task(name, text="")
+        room = self._screen.width - BAR - 2 - max(map(len, self._rows))  # else the bar would give way
+        self._bar.update(self._rows[name], completed=done, total=total, text=text[: max(0, room)])
 
-    def _close_bar(self) -> None:
+    def close(self) -> None:
+        """Take the bars down; a later call may draw new ones."""
         if self._bar is not None:
             with self._unless_gone():
                 self._bar.stop()
-            self._bar = None
+            self._bar, self._rows = None, {}
 
 
 def step_line(metrics: Figures, *, total: int, seconds_left: float) -> str:

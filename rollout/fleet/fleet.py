@@ -125,6 +125,11 @@ class RolloutFleet:
         """What the servers say of themselves, each kind once."""
         return tuple(dict.fromkeys(member.info for member in self.members if member.info is not None))
 
+    def load(self) -> tuple[int, int, float]:
+        """Tokens that the servers have drawn since the start, with those that they have streamed of running responses;
+        running responses; seconds since the oldest of these was asked for."""
+        return self._requests.load()
+
     async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`.
 

@@ -87,6 +87,8 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
     """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
+    _drawn: int = field(default=0, init=False)
+    """Tokens of all answers."""
     _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -106,6 +108,12 @@ class RequestLoop:
             if failure is not None:
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
+
+    def load(self) -> tuple[int, int, float]:
+        """See `RolloutFleet.load`."""
+        owed = list(self._awaited.values())
+        streamed = sum(len(come) for *_, come in owed) * self.config.stream_every
+        return self._drawn + streamed, len(owed), time.monotonic() - owed[0][2] if owed else 0.0
 
     async def watch(self, report: Callable[[str], None]) -> None:
         """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth
@@ -161,6 +169,7 @@ class RequestLoop:
             reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
         if reply is not None:
             response.parts.append((reply, version))
+            self._drawn += reply.token_ids.size
             part = ServedPart(
                 request_id=request.request_id,
                 url=member.url,

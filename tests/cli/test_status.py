@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cli import status
 from megatron_dapo.cli.status import status_command
 from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
+from megatron_dapo.monitor.console import QUIET_S
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
@@ -150,3 +152,32 @@ STRANGE = (
 def test_a_sign_of_life_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "status.json").write_text(content)
     assert read_heartbeat(tmp_path) is None
+
+
+@pytest.mark.parametrize("stop", ["the run's end", "a key"])
+def test_following_a_run(tmp_path, capsys, monkeypatch, stop):
+    def write(done, **changes):
+        what = f"held-out answers: waiting for rollout servers for 3 of 600 s; {done} of 9 answers"
+        sign = beat(**({"waits": [what], "written": time.time(), "host": "node-9"} | changes))
+        write_lines(tmp_path / "status.json", [asdict(sign)])
+
+    passed = []
+
+    def sleep(seconds):
+        passed.append(seconds)
+        if len(passed) == 3:
+            if stop == "a key":
+                raise KeyboardInterrupt
+            write(9, state="finished", waits=[])
+        else:
+            write(len(passed))
+
+    write(0)
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    status_command(tmp_path, follow=True)
+    text = capsys.readouterr().out
+    said = [line.split("; ")[-1] for line in text.splitlines() if line.startswith("waits")]
+    assert said == ["0 of 9 answers", "1 of 9 answers", "2 of 9 answers"]
+    assert ("state       finished" in text) == (stop != "a key")
+    assert passed == [QUIET_S] * 3, "a log gets a few lines, a terminal many"
+    assert "\x1b" not in text

@@ -5,12 +5,14 @@ import json
 import os
 import socket
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.cluster import heartbeat as module
 from megatron_dapo.cluster.heartbeat import Heartbeat, heartbeat, read_heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.waits import StopRequested, Waits
+from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 
@@ -24,7 +26,7 @@ def run_dir(tmp_path):
 def live(run_dir, body, steps=7):
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, steps):
+        async with heartbeat(run_dir, waits, steps, Console()):
             await body(waits)
 
     asyncio.run(run())
@@ -142,3 +144,37 @@ def test_a_dead_one_is_not(run_dir, monkeypatch, host, state):
     monkeypatch.setattr(module, "INTERVAL_S", 0.04)
     sign_of(run_dir, host=host, state=state)
     asyncio.run(refuse_live_elsewhere(run_dir))
+
+
+def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+    seen, shown = [], []
+    count = Count(12, 32, "groups kept", {"tokens/s": 1240.5})
+
+    def show(progress):
+        shown.append(dict(progress))
+        raise OSError(28, "No space left on device")  # of the log: the run's own lines end the run, not these
+
+    async def run():
+        waits = Waits()
+        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show)):
+            with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
+                await asyncio.sleep(0.05)
+                seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])
+                seen.append(read_heartbeat(run_dir.path).progress)
+
+    asyncio.run(run())
+    as_json = {"done": 12, "total": 32, "unit": "groups kept", "figures": {"tokens/s": 1240.5}}
+    assert seen == [{"batch of groups": as_json}, {"batch of groups": count}]
+    assert shown.count({"batch of groups": count}) > 1
+    beat = read_heartbeat(run_dir.path)
+    assert (beat.waits, beat.progress) == ([], {})
+
+
+def test_a_file_of_an_earlier_version_has_no_progress(run_dir):
+    live(run_dir, nothing)
+    file = run_dir.path / "status.json"
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "progress"})
+    )
+    assert read_heartbeat(run_dir.path).progress == {}

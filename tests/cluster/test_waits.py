@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
+from megatron_dapo.monitor.console import Count
 
 
 class Asked:
@@ -84,5 +85,25 @@ def test_the_parts_own_timeout_is_not_the_waits():
     async def test():
         with pytest.raises(TimeoutError, match="the server's"):
             await Waits().wait_for("batch", "servers", 60, own())
+
+    asyncio.run(test())
+
+
+def test_a_wait_says_how_far_its_answer_is():
+    async def test():
+        waits, done = Waits(), 0
+        count = lambda: Count(done, 9, "answers", {"tokens/s": 12.6})  # noqa: E731
+        other = asyncio.ensure_future(waits.wait_for("start", "servers", 60, Asked(60).answer()))
+        waiting = asyncio.ensure_future(
+            waits.wait_for("held-out answers", "servers", 0.2, Asked(60).answer(), count=count)
+        )
+        await asyncio.sleep(0.01)
+        assert waits.counts() == {"held-out answers": Count(0, 9, "answers", {"tokens/s": 12.6})}
+        done = 5
+        assert waits.lines()[1].endswith(" of 0.2 s; 5 of 9 answers, tokens/s 13")
+        with pytest.raises(Stalled, match=r"held-out answers: waiting for .*; 5 of 9 answers, tokens/s 13"):
+            await waiting
+        assert waits.counts() == {}
+        other.cancel()
 
     asyncio.run(test())

@@ -20,15 +20,16 @@ from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Trainer, TrainerStalled
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config import load_config
-from megatron_dapo.coordinator import loop, publish
+from megatron_dapo.coordinator import loop, publish, run_context
 from megatron_dapo.coordinator.run_context import RunContext
+from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.timeline import StepTimer
 from reward.config import RewardConfig
 from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest
 from rollout.errors import FleetLost, ServerStartError
-from rollout.fleet.member import Timing
+from rollout.fleet.member import State, Timing
 from tests.processes import ROOT
 from tests.rollout.conftest import folders  # noqa: F401 - a fixture
 from tests.rollout.fleet.test_fleet_stream import FromMemory
@@ -200,17 +201,35 @@ def _context(**parts: object) -> Any:
         waits=waits,
         handover=handover,
         sampler=SimpleNamespace(fill=never),
-        generator=SimpleNamespace(take_reward_seconds=lambda: 0.0),
-        evaluator=SimpleNamespace(run=never),
+        generator=SimpleNamespace(take_reward_seconds=lambda: 0.0, finished=3),
+        evaluator=SimpleNamespace(run=never, count=lambda: Count(5, 9, "answers")),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
-        **{"trainer": None} | parts,
+        **{"trainer": None, "fleet": SimpleNamespace(load=lambda: (900, 4, 7.0))} | parts,
     )
+
+
+def test_the_start_says_how_many_servers_are_ready() -> None:
+    async def test() -> None:
+        run_config, waits = SimpleNamespace(start_deadline_s=60.0, mode="async"), Waits()
+        members = [SimpleNamespace(state=state) for state in (State.READY, State.STARTING)]
+        fleet: Any = SimpleNamespace(start=never, members=members, engines=[None, None])
+        context: Any = SimpleNamespace(config=SimpleNamespace(run=run_config), waits=waits)
+        starting = asyncio.ensure_future(run_context._start_both(context, never(), fleet))
+        await asyncio.sleep(0.01)
+        assert waits.counts() == {"server start": Count(1, 2, "servers")}
+        members.clear()  # before the fleet has made them
+        assert waits.counts() == {"server start": Count(0, 2, "servers")}
+        starting.cancel()
+
+    asyncio.run(test())
 
 
 def test_a_batch_of_groups() -> None:
     async def test() -> None:
         progress = SimpleNamespace(rollout_step=4, weight_version=4)
-        with pytest.raises(Stalled, match=r"batch of groups: rollout servers gave no answer within 0\.2 s"):
+        with pytest.raises(
+            Stalled, match=r"(?s)batch of groups: rollout servers gave no answer within 0\.2 s.*; 0 of 32 g"
+        ):
             await loop.fill_batch(_context(), progress, StepTimer())
 
     asyncio.run(test())
@@ -218,7 +237,9 @@ def test_a_batch_of_groups() -> None:
 
 def test_an_evaluation() -> None:
     async def test() -> None:
-        with pytest.raises(Stalled, match=r"held-out answers: rollout servers gave no answer within 0\.2 s"):
+        with pytest.raises(
+            Stalled, match=r"(?s)held-out answers: rollout servers gave no answer within 0\.2 s.*5 of 9"
+        ):
             await RunContext.evaluate(_context(), "step5")
 
     asyncio.run(test())
@@ -247,8 +268,10 @@ def test_a_publish_as_a_whole() -> None:
             return {}
 
         trainer = SimpleNamespace(write_weights=written)
-        context = _context(fleet=SimpleNamespace(kinds=(), publish=never), trainer=trainer)
-        with pytest.raises(Stalled, match=r"weight version 7: rollout servers gave no answer within 0\.2 s"):
+        servers = [SimpleNamespace(weight_version=version) for version in (6, 7, 7)]
+        context = _context(fleet=SimpleNamespace(kinds=(), publish=never, members=servers), trainer=trainer)
+        stalled = r"(?s)weight version 7: rollout servers gave no answer within 0\.2 s.*; 2 of 3 servers"
+        with pytest.raises(Stalled, match=stalled):
             await publish.publish_weights(context, 7)
 
     asyncio.run(test())

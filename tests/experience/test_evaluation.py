@@ -12,6 +12,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answer, Evaluator, problem_id
 from megatron_dapo.experience.generator import EngineAborted, Responder
+from megatron_dapo.monitor.console import Count
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.processes import ROOT
@@ -116,3 +117,22 @@ def test_a_response_that_no_server_finished_is_no_wrong_answer(tmp_path):
     with pytest.raises(EngineAborted, match=r"held-out f:1: a server gave up on response step1-sampled-0-0\."):
         asyncio.run(evaluator(Script(FinishReason.ABORT), tmp_path).run("step1"))
     assert not (tmp_path / "step1").exists()
+
+
+def test_answers_are_counted_as_they_come(tmp_path):
+    counts = []
+
+    class Counting(Script):
+        async def verify(self, requests):
+            counts.append(asking.count())
+            return await super().verify(requests)
+
+    asking = evaluator(Counting(), tmp_path)
+    for _ in range(2):
+        asyncio.run(asking.answer("eval"))
+        assert asking.count() == Count(15, 15, "answers")
+    assert {count.total for count in counts} == {15}
+    done = [count.done for count in counts]
+    assert done[:15] == sorted(done[:15])
+    assert done[0] == done[15] == 0
+    assert done[12] >= 12, "greedy answers come after all sampled ones"

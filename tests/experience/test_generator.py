@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from megatron_dapo.coordinator.sampler import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
-from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
+from megatron_dapo.experience.generator import BatchCounter, GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import ScoredResponse
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
@@ -144,3 +145,25 @@ def test_truncation_is_what_the_server_says_whatever_the_last_token_is():
     assert not scored([5, stop.stop_token_ids[0]], FinishReason.STOP).truncated
     assert scored([5, stop.stop_token_ids[0]], FinishReason.LENGTH).truncated
     assert scored([5], FinishReason.LENGTH).truncated
+
+
+def test_a_batch_is_counted_from_its_own_beginning():
+    load, kept = (5000, 0, 0.0), []
+    generator = SimpleNamespace(finished=7)
+    counter = BatchCounter(generator, SimpleNamespace(load=lambda: load), 32, kept.append)
+    assert (
+        counter.count().text()
+        == "0 of 32 groups kept, tokens/s 0, longest running s 0, responses running 0, groups finished 0"
+    )
+    time.sleep(0.1)
+    load, generator.finished = (6000, 96, 38.2), 27
+    for group in ("first", "second"):
+        counter.keep(group)
+    count = counter.count()
+    assert kept == ["first", "second"]
+    assert (count.done, count.total, count.unit) == (2, 32, "groups kept")
+    rate = count.figures.pop("tokens/s")
+    assert 1000 < rate <= 10_000
+    assert count.figures == {
+        "longest_running_s": 38.2, "responses_running": 96, "groups_finished": 20
+    }  # fmt: skip

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from megatron_dapo.monitor.console import Console, duration, step_line
+from megatron_dapo.monitor import console as module
+from megatron_dapo.monitor.console import Console, Count, duration, step_line
 from tests.monitor.runs import summary
 
 METRICS = {
@@ -124,3 +125,65 @@ def test_a_full_disk_under_the_log_is_not_hidden():
 
     with pytest.raises(OSError, match="No space left"):
         Console(Full()).note("x")
+
+
+BATCH = Count(12, 32, "groups kept", {"tokens/s": 1240.3, "longest_running_s": 38.2, "groups_finished": 20})
+
+
+def test_a_quiet_log_says_how_far_the_work_is(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    file = io.StringIO()
+    console = Console(file, terminal=False)
+
+    def at(seconds, works):
+        nonlocal now
+        now = 100.0 + seconds
+        console.working(works)
+
+    for seconds in range(0, 61, 2):
+        at(seconds, {"batch of groups": BATCH})
+    console.note("said")  # at 60 s
+    at(89, {"trainer update": Count(3, 16, "mini-batches")})
+    at(91, {"trainer update": Count(4, 16, "mini-batches"), "checkpoint": Count(1, 2, "ranks")})
+    at(200, {})
+    batch = "  batch of groups: 12 of 32 groups kept, tokens/s 1240, longest running s 38, groups finished 20"
+    update = ["  trainer update: 4 of 16 mini-batches", "  checkpoint: 1 of 2 ranks"]
+    assert file.getvalue().splitlines() == [batch, batch, "said", *update]
+
+
+def test_a_terminal_has_a_bar_for_each_work_as_long_as_it_goes_on(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def use(console):
+        console.working({"server start": Count(0, 1, "servers"), "trainer build": Count(1, 2, "ranks")})
+        console.step(METRICS, total=40)
+        console.working({"batch of groups": BATCH})
+        console.close()
+        console.working({"trainer update": Count(3, 16, "mini-batches")})
+        console.error("the end")
+
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(terminal=True, use=use))
+    for row in (
+        r"server start +━{20} 0 of 1 servers",
+        r"trainer build ━{10}╺━{9} 1 of 2 ranks",
+        r"rollout step +━╸━{18} 3 of 40   accuracy 41.2%   7 min left",
+        r"batch of groups ━{7}╸━{12} 12 of 32 groups kept, tokens/s 1240, lon",  # 80 columns hold no more
+        r"trainer update ━{3}╸━{16} 3 of 16 mini-batches",
+    ):
+        assert re.search(row, text), row
+    last = text[text.index("trainer update") :]
+    assert "batch of groups" not in last, "its bar went with the others"
+    assert "server start" not in text[text.rindex("batch of groups") :]
+    assert text.index("the end") > text.rindex("━")
+
+
+def test_a_terminal_that_hung_up_under_a_bar_does_not_end_the_run():
+    class HungUp(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    console = Console(HungUp(), terminal=True)
+    for works in ({"batch of groups": BATCH}, {}, {"batch of groups": BATCH}):
+        console.working(works)
+    console.close()
