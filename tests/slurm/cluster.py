@@ -30,7 +30,7 @@ CredType=cred/munge
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
+SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -92,7 +92,7 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int, gpus: int = 2) -> Iter
     host = socket.gethostname().split(".")[0]
     ports = _free_ports(nodes + 1)
     first = ports[1]
-    name = f"port{first}n"  # their cgroups are named so, and another cluster may be there
+    name = f"p{first}n"  # their cgroups are named so, and another cluster may be there
     text = CONFIG.format(
         host=host,
         name=name,
@@ -119,7 +119,7 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int, gpus: int = 2) -> Iter
         daemons.append(_munged(folder / "munge"))
         daemons.append(_daemon(["slurmctld", "-D"], environment))
         for number in range(1, nodes + 1):
-            (folder / f"spool.{name}{number}").mkdir()
+            (folder / f"{name}{number}").mkdir()
             daemons.append(_daemon(["slurmd", "-D", "-N", f"{name}{number}"], environment))
         _wait_until_idle(nodes, environment, folder)
         yield environment

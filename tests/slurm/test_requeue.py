@@ -99,7 +99,7 @@ def test_a_run_on_one_node_starts_its_own_ray_as_on_any_machine(slurm, tmp_path)
 
 
 PROBE = """#!/bin/sh
-echo "node $SLURM_NODEID: $(nproc) of $SLURM_CPUS_PER_TASK cores, $SLURM_GPUS_ON_NODE GPUs"
+echo "node $SLURM_NODEID: $(env -u OMP_NUM_THREADS nproc) of $SLURM_CPUS_PER_TASK cores, $SLURM_GPUS_ON_NODE GPUs"
 """
 GPUS = ["--gpus-per-node=2", "--cpus-per-node=2", "--time=60:00"]
 
