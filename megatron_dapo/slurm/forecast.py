@@ -18,9 +18,7 @@ def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tupl
         warn_s: what the user asks for; None: `MARGIN` times what the plan says.
         gpus: whether the run is on GPUs: the plan knows nothing else.
     """
-    unknown = (
-        f"the warning comes {LEAST_WARN_S} s before the limit; --warn must be longer than an update and a checkpoint"
-    )
+    unknown = f"--warn is {LEAST_WARN_S}, and should be longer than an update and a checkpoint"
     try:
         if not gpus:
             raise ConfigError("it knows GPUs only")
@@ -47,6 +45,6 @@ def saving_seconds(plan: Plan) -> float:
     way; both are taken to be written at the rate of one process."""
     case, step = plan.case, plan.step
     assert step is not None
-    state = model_parameters(case.hf) * (MASTER_BYTES + MOMENT_BYTES) + case.model_bytes
-    writing = state / case.constants.disk_write
+    optimizer = model_parameters(case.hf) * (MASTER_BYTES + MOMENT_BYTES)
+    writing = (optimizer + case.model_bytes) / case.constants.disk_write
     return step.log_prob_s + step.update_s + step.sync_s + 2 * (step.handover_s + writing)

@@ -167,9 +167,12 @@ with slurm_cluster(pathlib.Path({str(folder)!r}), nodes=1, cpus=1) as environmen
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert any(line == "up\n" for line in iter(process.stdout.readline, ""))
-    until(lambda: any("sleep" in left.name() for left in left_of(folder)), 120, folder / "slurmctld.log", os.environ)
-    process.send_signal(number)
-    process.wait(150)
+    try:
+        log = folder / "slurmctld.log"
+        until(lambda: any("sleep" in left.name() for left in left_of(folder)), 120, log, os.environ)
+    finally:
+        process.send_signal(number)
+        process.wait(150)
     assert not left_of(folder)
 
 
