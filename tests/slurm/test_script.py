@@ -229,3 +229,20 @@ def test_a_warning_reaches_the_run_and_one_of_an_earlier_job_does_not(job, tmp_p
     assert "left over" not in job(75, "[ -e stop ] && echo left over")
     warn = "kill -USR1 $PPID; for _ in {1..100}; do [ -e stop ] && { echo seen; break; }; read -t 0.1 <> <(:); done"
     assert "seen" in job(75, warn)
+
+
+def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
+    """As bash reads the script, with names that need quotes."""
+    image = f"{tmp_path}/it's here.sif"
+    text = script(overrides=[f"run.dir={tmp_path}/a run"], container=image, mounts="/my data:/data,/b:/b")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    srun = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    for name, content in (("srun", srun), ("apptainer", 'printf "<%s>\\n" "$@"')):
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=True)
+    words = [line[1:-1] for line in done.stdout.splitlines()]
+    assert words[:5] == ["exec", "--nv", "--bind=/my data:/data,/b:/b", f"--pwd={Path.cwd()}", image]
+    assert words[5:10] == ["python", "-m", "megatron_dapo.slurm.node", "--run-dir", f"{tmp_path}/a run"]
