@@ -94,9 +94,9 @@ def slurm(
     cpus_per_node: Annotated[int, typer.Option(min=1)] = 64,
     nodes: Annotated[int | None, typer.Option(min=1, help="Otherwise as few as the run fits on.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of one job; the run goes on in the next one.")] = "24:00:00",
-    warn: Annotated[int, typer.Option(min=1, help="Seconds before the limit at which the run saves.")] = 600,
+    warn: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the limit; else by the plan.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="More options of sbatch: --sbatch=--partition=h100")] = None,
-    container: Annotated[str | None, typer.Option(help="Image for enroot/pyxis.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for pyxis; a .sif file: for Apptainer.")] = None,
     mounts: Annotated[str | None, typer.Option(help="Mounts of the container: FROM:TO,...")] = None,
     setup: Annotated[list[str] | None, typer.Option(help='Shell line before the run: "module load cuda"')] = None,
 ) -> None:
@@ -109,13 +109,12 @@ def slurm(
         cpus_per_node=cpus_per_node,
         nodes=nodes,
         time=time,
-        warn_s=warn,
         sbatch=tuple(sbatch or ()),
         container=container,
         mounts=mounts,
         setup=tuple(setup or ()),
     )
-    slurm_command(config, overrides or [], options, out)
+    slurm_command(config, overrides or [], options, warn, out)
 
 
 app.command()(certify)

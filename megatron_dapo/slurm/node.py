@@ -1,9 +1,9 @@
 """What the batch script starts on every node: `python -m megatron_dapo.slurm.node --run-dir DIR -- train ...`.
 
-The first node starts Ray's head, writes its address below the run directory, waits until every node has joined, runs
-`megatron-dapo ARGUMENTS` and says when it is done. The others join at that address and leave when it is done, or when
-the first node's Ray is gone. Everything that is waited for has a deadline and a name, and what this program starts ends
-with it, however it ends.
+On one node it only runs `megatron-dapo ARGUMENTS`. On several the first starts Ray's head, writes its address below the
+run directory, waits until every node has joined, runs `megatron-dapo ARGUMENTS` and says when it is done. The others
+join at that address and leave when it is done, or when the first node's Ray is gone. Everything that is waited for has
+a deadline and a name, and what this program starts ends with it, however it ends.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,12 +74,17 @@ def main() -> int:
     try:
         job = Job.of(options.run_dir.resolve(), options.start_deadline, os.environ)
         os.environ |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(job.folder / "token"),
             "RAY_USAGE_STATS_ENABLED": "0",
             # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
             "RAY_worker_niceness": "0",
+            # It would kill a rank when the node's memory is nearly full, also when another job has filled it.
+            "RAY_memory_monitor_refresh_ms": "0",
         }
+        if (bound := len(os.sched_getaffinity(0))) < _cores():
+            print(f"node {job.rank}: {_cores()} cores were asked for, and this step may use {bound}", file=sys.stderr)
+        if job.nodes == 1:  # the run starts its own Ray, as on any machine; trainer and server may then share one GPU
+            return _run(job, options.arguments)
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.folder / "token")}
         return lead(job, options.arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
@@ -89,32 +95,42 @@ def lead(job: Job, arguments: list[str]) -> int:
     """Ray's head and the run."""
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / "token", secrets.token_hex(32), private=True)
-    port = free_port("0.0.0.0")
+    host, port = _head_host(), free_port("0.0.0.0")
+    address = f"{host}:{port}"
     # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
     dashboard = ("--include-dashboard=false", f"--dashboard-port={free_port('0.0.0.0')}")
-    ray = _start_ray(job, "--head", f"--port={port}", *dashboard)
+    ray = _start_ray(job, host, "--head", f"--port={port}", *dashboard)
     try:
-        address = _until(job, "Ray's head", lambda: _head_address(port), ray)
+        _until(job, "Ray's head", lambda: address if _asked(address) == 0 else None, ray)
         replace_file(job.folder / "address", address, private=True)
         _until(job, f"{job.nodes} nodes to join", lambda: _all_joined(job, address), ray)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
-        if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
-            print("told to stop before the run began", flush=True)
-            return ExitCode.CONTINUE
-        command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
-        # The run ends with this process.
-        ending, environment = partial(end_with, os.getpid()), os.environ | {"RAY_ADDRESS": address}
-        return subprocess.run(command, env=environment, preexec_fn=ending, check=False).returncode
+        return _run(job, arguments, RAY_ADDRESS=address)
     finally:
         (job.folder / "done").touch()
         _end(ray)
+
+
+def _run(job: Job, arguments: list[str], **variables: str) -> int:
+    """Exit code of `megatron-dapo ARGUMENTS`, which ends with this process."""
+    if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
+        print("told to stop before the run began", flush=True)
+        return ExitCode.CONTINUE
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
+    ending, environment = partial(end_with, os.getpid()), os.environ | variables
+    return subprocess.run(command, env=environment, preexec_fn=ending, check=False).returncode
 
 
 def follow(job: Job) -> int:
     """Join, and leave when the run is done or the first node is gone; how the run ended is the first node's to say."""
     place, done = job.folder / "address", job.folder / "done"
     address = _until(job, "the head node", lambda: place.read_text() if place.exists() else None)
-    ray = _start_ray(job, f"--address={address}")
+    heard = time.monotonic()
+    while _asked(address) and not done.exists():
+        if time.monotonic() - heard > SILENT_S:
+            raise NodeError(f"Ray's head is at {address}, and from here nothing answers there; see docs/slurm.md")
+        time.sleep(LOOK_S)
+    ray = _start_ray(job, _towards(address), f"--address={address}")
     heard = time.monotonic()
     try:
         while not done.exists():
@@ -135,10 +151,15 @@ def follow(job: Job) -> int:
         _end(ray)
 
 
-def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
-    """`ray start` in the foreground, its output below the job's folder."""
-    cpus, gpus = os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count()), os.environ.get("SLURM_GPUS_ON_NODE", 0)
-    limits = [f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--disable-usage-stats"]
+def _cores() -> int:
+    """Of this node, for the job."""
+    return int(os.environ.get("SLURM_CPUS_PER_TASK") or len(os.sched_getaffinity(0)))
+
+
+def _start_ray(job: Job, own: str, *options: str) -> subprocess.Popen[bytes]:
+    """`ray start` in the foreground, its output below the job's folder. `own`: this node's host for the others."""
+    limits = [f"--num-cpus={_cores()}", f"--num-gpus={os.environ.get('SLURM_GPUS_ON_NODE', 0)}"]
+    limits += [f"--node-ip-address={own}", "--disable-usage-stats"]
     # Fixed ports of Ray's own would meet those of another job on a shared node.
     limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0", "--block"]
     with _output(job).open("ab") as output:
@@ -176,12 +197,25 @@ def _until(job: Job, what: str, condition: Callable[[], str | None], ray: subpro
     return found
 
 
-def _head_address(port: int) -> str | None:
-    """HOST:PORT once the head listens, on the address that Ray itself has chosen for this node."""
+def _head_host() -> str:
+    """This node's, as the others reach it: the one that srun, which runs here, started the tasks from. Ray's own choice
+    is the way to the internet; without one it is often 127.0.0.1."""
     from ray.util import get_node_ip_address
 
-    address = f"{get_node_ip_address()}:{port}"
-    return address if _asked(address) == 0 else None
+    told = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.")
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((told, 0))  # no other node's: srun was started elsewhere
+        if not told.startswith("127."):
+            return told
+    return str(get_node_ip_address())
+
+
+def _towards(address: str) -> str:
+    """This node's own address on the way to HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _asked(address: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.plan.scenario import share_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +23,14 @@ class SlurmOptions:
     cpus_per_node: int
     time: str
     """Time limit of one job, as Slurm writes it."""
-    warn_s: int
-    """Seconds before it at which the run is told to save."""
     nodes: int | None = None
     """None: as few as trainer and servers fit on."""
     sbatch: tuple[str, ...] = ()
     """More options of sbatch: "--partition=h100"."""
     container: str | None = None
-    """Image for enroot/pyxis; None: the environment of this Python, seen by all nodes."""
+    """Image for enroot/pyxis, or a .sif file for Apptainer; None: the environment of this Python, seen by all nodes."""
     mounts: str | None = None
+    """None: what the config names, the run directory and the current folder."""
     setup: tuple[str, ...] = ()
     """Shell lines before the run starts: "module load cuda"."""
 
@@ -51,18 +51,18 @@ def limit_s(time: str) -> int | None:
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
-def nodes_needed(config: Config, options: SlurmOptions) -> int:
-    """Fewest nodes that hold the trainer's tensor-parallel groups and the servers, none of which spans two nodes. With
-    `run.mode: colocated` the servers are on the trainer's GPUs.
+def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
+    """GPUs, or CPUs of a run on CPUs, that are used on each of the fewest nodes that hold the trainer's tensor-parallel
+    groups and the servers, none of which spans two nodes. Servers may be on the trainer's GPUs (`share_gpus`).
 
     Raises:
         ConfigError: one of them is larger than a node.
     """
     layout, rollout = config.actor.layout, config.rollout
-    apart = not rollout.urls and config.run.mode != "colocated"
+    shared = share_gpus(config) and (options.gpus_per_node > 0 or config.run.mode == "colocated")
     size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
     pieces = [layout.tensor] * (layout.world_size // layout.tensor)
-    pieces += [rollout.tensor_parallel] * (rollout.servers if apart else 0)
+    pieces += [rollout.tensor_parallel] * (0 if shared or rollout.urls else rollout.servers)
     if max(*pieces, rollout.tensor_parallel if not rollout.urls else 0) > size:
         raise ConfigError(
             f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
@@ -71,20 +71,46 @@ def nodes_needed(config: Config, options: SlurmOptions) -> int:
     room = [size] * len(pieces)  # of a node for each, more than are needed
     for piece in sorted(pieces, reverse=True):
         room[next(at for at, free in enumerate(room) if free >= piece)] -= piece
-    return sum(free < size for free in room)
+    return [size - free for free in room if free < size]
 
 
-def batch_script(config_file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions) -> str:
+def mounted(config: Config, *others: Path) -> str:
+    """`FROM:TO,...` of `others` and of model and data that are there, each under its own name. What a link leads to is
+    mounted too: a model's folder may hold nothing but links."""
+    model, data = Path(config.model.path), config.data
+    texts = [config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file]
+    named = {Path(text) for text in (*texts, *(part.path for part in data.mixture)) if text and Path(text).exists()}
+    named |= {file.resolve().parent for file in (model.iterdir() if model.is_dir() else ())}
+    places = {place for path in {*others, *named} for place in (path.absolute(), path.resolve())}
+    return ",".join(f"{place}:{place}" for place in sorted(places) if places.isdisjoint(place.parents))
+
+
+def launcher(options: SlurmOptions, cwd: Path, mounts: str) -> list[str]:
+    """Words between `srun` with its cores and the program: none, pyxis's options or Apptainer's command."""
+    if options.container is None:
+        return []
+    if options.container.endswith(".sif"):
+        gpus = ["--nv"] if options.gpus_per_node else []
+        return ["apptainer", "exec", *gpus, f"--bind={mounts}", f"--pwd={cwd}", options.container]
+    return [f"--container-image={options.container}", f"--container-mounts={mounts}", f"--container-workdir={cwd}"]
+
+
+def batch_script(
+    config_file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions, warn_s: int
+) -> str:
     """The script's text. The run always resumes: a fresh run directory starts at its beginning.
+
+    Args:
+        warn_s: seconds before the time limit at which the run is told to save.
 
     Raises:
         ConfigError: the run does not fit on `options.nodes` nodes, would save at once or go back at every start, or a
             name would be read as a line of the script.
     """
     limit = limit_s(options.time)
-    if limit is not None and options.warn_s >= limit:
+    if limit is not None and warn_s >= limit:
         raise ConfigError(
-            f"--warn {options.warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
+            f"--warn {warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
             "be told to save when it starts; lower the one or raise the other"
         )
     if config.run.resume_step is not None:
@@ -92,15 +118,20 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
             f"run.resume_step = {config.run.resume_step}: every start of the job would go back to it; go back once by "
             "`megatron-dapo train`, and leave it out here"
         )
-    nodes = nodes_needed(config, options)
-    if options.nodes is not None and options.nodes < nodes:
-        raise ConfigError(f"--nodes {options.nodes}: trainer and servers need at least {nodes} nodes of this size")
+    used = used_of_nodes(config, options)
+    nodes = options.nodes or len(used)
+    if nodes < len(used):
+        raise ConfigError(f"--nodes {nodes}: trainer and servers need at least {len(used)} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir = Path(config.run.dir).resolve()
     cwd = Path.cwd()
     for text in (str(run_dir), str(config_file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
+    # Of a run on one node only its GPUs, with their part of the cores; else whole nodes.
+    gpus = used[0] if nodes == 1 and options.gpus_per_node else options.gpus_per_node
+    cpus = max(1, options.cpus_per_node * gpus // options.gpus_per_node) if gpus else options.cpus_per_node
+    mounts = options.mounts or (mounted(config, cwd, run_dir, config_file) if options.container else "")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
@@ -110,7 +141,11 @@ def batch_script(config_file: Path, overrides: Sequence[str], config: Config, op
         options=options,
         config=config_file.name,
         name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
-        nodes=options.nodes or nodes,
+        nodes=nodes,
+        gpus=gpus,
+        cpus=cpus,
+        warn_s=warn_s,
+        launcher=shlex.join(launcher(options, cwd, mounts)),
         run_dir=str(run_dir),
         cwd=str(cwd),
         python="python" if options.container else sys.executable,

@@ -30,20 +30,31 @@ CredType=cred/munge
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
+SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task}
+# A task without a number of its own gets one core.
+TaskPluginParam=Cores
 SelectType=select/cons_tres
+GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=5
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=1000
+NodeName={name}[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} RealMemory=1000 \
+Gres=gpu:{gpus}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_CONFIG = f"""\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint={CGROUPS}
+ConstrainCores=yes
+"""
+"""Only where the machine has version 1 of cgroups: for version 2 slurmd wants a systemd."""
 
 
 def why_not() -> str | None:
@@ -71,16 +82,22 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, str]]:
+def slurm_cluster(folder: Path, *, nodes: int, cpus: int, gpus: int = 2) -> Iterator[dict[str, str]]:
     """A cluster of idle nodes. Yields the environment in which sbatch, squeue and scontrol reach it.
+
+    Its GPUs are files without content: Slurm counts and hands them out.
 
     No job and no process of it is left at the end, also when the test is interrupted, or told to end.
     """
     host = socket.gethostname().split(".")[0]
     ports = _free_ports(nodes + 1)
     first = ports[1]
+    name = f"p{first}n"  # their cgroups are named so, and another cluster may be there
     text = CONFIG.format(
         host=host,
+        name=name,
+        gpus=gpus,
+        task="task/affinity,task/cgroup" if has_cgroups() else "task/affinity",
         controller=ports[0],
         folder=folder,
         user="root",
@@ -91,6 +108,10 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, 
     )
     (folder / "state").mkdir(parents=True)
     (folder / "slurm.conf").write_text(text)
+    (folder / "cgroup.conf").write_text(CGROUP_CONFIG)
+    for gpu in range(gpus):
+        (folder / f"gpu{gpu}").touch()
+    (folder / "gres.conf").write_text(f"NodeName={name}[1-{nodes}] Name=gpu File={folder}/gpu[0-{gpus - 1}]\n")
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     daemons: list[subprocess.Popen[bytes]] = []
     handler = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -98,8 +119,8 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, 
         daemons.append(_munged(folder / "munge"))
         daemons.append(_daemon(["slurmctld", "-D"], environment))
         for number in range(1, nodes + 1):
-            (folder / f"spool.n{number}").mkdir()
-            daemons.append(_daemon(["slurmd", "-D", "-N", f"n{number}"], environment))
+            (folder / f"{name}{number}").mkdir()
+            daemons.append(_daemon(["slurmd", "-D", "-N", f"{name}{number}"], environment))
         _wait_until_idle(nodes, environment, folder)
         yield environment
     finally:
@@ -112,7 +133,23 @@ def slurm_cluster(folder: Path, *, nodes: int, cpus: int) -> Iterator[dict[str, 
                 daemon.kill()
         for process in left_of(folder):
             process.kill()
+        _remove_cgroups(name)
         signal.signal(signal.SIGTERM, handler)
+
+
+def has_cgroups() -> bool:
+    """Whether Slurm can hold tasks to their cores by cgroups here."""
+    return os.access(CGROUPS / "cpuset" / "cgroup.procs", os.W_OK)
+
+
+def _remove_cgroups(name: str) -> None:
+    """Of nodes `name`1, `name`2, ..., whose processes are gone."""
+    for node in CGROUPS.glob(f"*/slurm_{name}*"):
+        for inner in sorted((path for path in node.rglob("*") if path.is_dir()), reverse=True):
+            with suppress(OSError):
+                inner.rmdir()
+        with suppress(OSError):
+            node.rmdir()
 
 
 def left_of(folder: Path) -> list[psutil.Process]:

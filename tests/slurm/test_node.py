@@ -1,8 +1,12 @@
 """The program on each node, without Slurm: what it starts ends with it, and meets no other job on the same node."""
 
+import socket
+import time
+
 import psutil
 import pytest
 
+from megatron_dapo.slurm import node
 from tests.processes import Running
 
 
@@ -51,3 +55,63 @@ def test_nothing_outlives_a_killed_first_node_and_no_port_is_fixed(nodes):
     assert left.code == 0, "the exit code is the first node's"
     assert "is gone; leaving" in left.output
     assert (*left.left_behind, *first.finish(10, passing=AGENTS).left_behind) == ()
+
+
+def test_the_head_is_where_srun_started_the_tasks_from(monkeypatch):
+    """Not where the way to the internet begins, and no address of another node or of this one alone."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "the way to the internet")
+    for told in ("127.0.0.1", "127.0.1.1", "203.0.113.7"):  # the last is for examples: nobody's
+        monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", told)
+        assert node._head_host() == "the way to the internet"
+    monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
+    assert node._head_host() == "the way to the internet"
+    own = next(
+        (
+            found.address
+            for all_of in psutil.net_if_addrs().values()
+            for found in all_of
+            if found.family == socket.AF_INET and not found.address.startswith("127.")
+        ),
+        None,
+    )
+    if own:
+        monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", own)
+        assert node._head_host() == own
+        assert node._towards(f"{own}:1") == own
+    assert node._towards("127.0.0.1:1") == "127.0.0.1"
+
+
+def test_a_node_that_the_heads_address_does_not_reach_ends_the_job_at_once(tmp_path, monkeypatch):
+    """Else the first node would wait for it until `run.start_deadline_s`."""
+    monkeypatch.setattr(node, "SILENT_S", 0.5)
+    job = node.Job(rank=1, nodes=2, folder=tmp_path, deadline_s=60.0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # listens to nobody
+        (tmp_path / "address").write_text(f"127.0.0.1:{closed.getsockname()[1]}")
+        begin = time.monotonic()
+        with pytest.raises(node.NodeError, match="from here nothing answers there"):
+            node.follow(job)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_run_on_one_node_starts_its_own_ray(nodes, tmp_path, monkeypatch):
+    """Only there may trainer and server share a GPU."""
+    seen = {}
+    monkeypatch.setattr(node, "lead", lambda job, arguments: seen.update(lead=job.nodes) or 0)
+    monkeypatch.setattr(node, "_run", lambda job, arguments, **variables: seen.update(variables, alone=True) or 75)
+    monkeypatch.setattr("sys.argv", ["node", f"--run-dir={tmp_path}", "--start-deadline=1", "--", "train"])
+    monkeypatch.setattr(node.os, "environ", {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": nodes})
+    code = node.main()
+    assert (code, seen) == ((75, {"alone": True}) if nodes == "1" else (0, {"lead": 2}))
+    assert ("RAY_AUTH_MODE" in node.os.environ) == (nodes == "2"), "alone, the run makes a token of its own"
+    assert node.os.environ["RAY_memory_monitor_refresh_ms"] == "0"
+
+
+def test_cores_that_a_step_does_not_get_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node, "_run", lambda job, arguments: 0)
+    monkeypatch.setattr("sys.argv", ["node", f"--run-dir={tmp_path}", "--start-deadline=1", "--", "train"])
+    given = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "8192"}
+    monkeypatch.setattr(node.os, "environ", given)
+    node.main()
+    assert "8192 cores were asked for, and this step may use" in capsys.readouterr().err

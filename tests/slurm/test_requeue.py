@@ -77,13 +77,76 @@ def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
 
 
 def test_a_run_that_does_not_fit_says_why_before_anything_loads(slurm, tmp_path):
-    script, run_dir = write_script(tmp_path)
-    script.write_text(script.read_text().replace("--nodes=2", "--nodes=1"))
+    script, run_dir = write_script(tmp_path, "rollout.servers=4")
+    script.write_text(script.read_text().replace("--nodes=3", "--nodes=2"))
     job = submit(script, slurm)
     log = run_dir / "logs" / f"slurm-{job}.log"
     until(lambda: state(job, slurm) == "FAILED", 300, log, slurm)
     assert "no node has room for a server (TP 1)" in text(log)
     until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+def test_a_run_on_one_node_starts_its_own_ray_as_on_any_machine(slurm, tmp_path):
+    script, run_dir = write_script(tmp_path, "run.rollout_steps=1", "actor.layout.tensor=1")
+    assert "#SBATCH --nodes=1" in script.read_text()
+    job = submit(script, slurm)
+    log = run_dir / "logs" / f"slurm-{job}.log"
+    until(lambda: state(job, slurm) == "COMPLETED", 600, log, slurm)
+    assert (run_dir / "summary.json").exists()
+    assert not (run_dir / "slurm").exists()
+    assert "cores were asked for" not in text(log)
+    until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+PROBE = """#!/bin/sh
+echo "node $SLURM_NODEID: $(env -u OMP_NUM_THREADS nproc) of $SLURM_CPUS_PER_TASK cores, $SLURM_GPUS_ON_NODE GPUs"
+"""
+GPUS = ["--gpus-per-node=2", "--cpus-per-node=2", "--time=60:00"]
+
+
+def run_probe(script: Path, folder: Path, environment: dict[str, str]) -> tuple[list[str], str]:
+    """(what the program on each node sees, how Slurm describes the job)."""
+    probe = folder / "probe"
+    probe.write_text(PROBE)
+    probe.chmod(0o700)
+    script.write_text(script.read_text().replace(f"  {sys.executable} -m", f"  {probe} -m"))
+    job = submit(script, environment)
+    log = folder / "run" / "logs" / f"slurm-{job}.log"
+    until(lambda: state(job, environment) == "COMPLETED", 60, log, environment)
+    shown = subprocess.run(["scontrol", "show", "job", job, "-o"], env=environment, capture_output=True, text=True)
+    return sorted(line for line in text(log).splitlines() if line.startswith("node ")), shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "seen", "shown"),
+    [
+        (
+            "h100_32",
+            ["actor.layout.tensor=2", "actor.layout.pipeline=1", "rollout.tensor_parallel=2", "rollout.servers=1"],
+            ["node 0: 2 of 2 cores, 2 GPUs", "node 1: 2 of 2 cores, 2 GPUs"],
+            ["OverSubscribe=NO", "TresPerNode=gres:gpu:2", "MinMemoryNode=0"],
+        ),
+        ("qwen2.5_1.5b_1gpu", [], ["node 0: 1 of 1 cores, 1 GPUs"], ["OverSubscribe=OK", "TresPerNode=gres:gpu:1"]),
+    ],
+)
+def test_nodes_get_the_cores_gpus_and_exclusivity_of_the_recipe(recipe, overrides, seen, shown, slurm, tmp_path):
+    script = tmp_path / "run.sbatch"
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "slurm", f"examples/qwen2.5_32b/{recipe}.yaml"]
+    command += [*overrides, *GPUS, f"run.dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
+    script.write_text(done.stdout)  # the log's folder is there also for a printed script
+    lines, job = run_probe(script, tmp_path, slurm)
+    assert lines == seen
+    assert all(word in job for word in shown), job
+
+
+def test_this_cluster_would_show_a_step_that_does_not_ask_for_its_cores(slurm, tmp_path):
+    script, _ = write_script(tmp_path)
+    with_cores = "srun --kill-on-bad-exit=1 --cpus-per-task=2"
+    assert with_cores in script.read_text()
+    script.write_text(script.read_text().replace(with_cores, "srun --kill-on-bad-exit=1"))
+    lines, _ = run_probe(script, tmp_path, slurm)
+    assert lines == ["node 0: 1 of 2 cores,  GPUs", "node 1: 1 of 2 cores,  GPUs"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -104,9 +167,12 @@ with slurm_cluster(pathlib.Path({str(folder)!r}), nodes=1, cpus=1) as environmen
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert any(line == "up\n" for line in iter(process.stdout.readline, ""))
-    until(lambda: any("sleep" in left.name() for left in left_of(folder)), 120, folder / "slurmctld.log", os.environ)
-    process.send_signal(number)
-    process.wait(150)
+    try:
+        log = folder / "slurmctld.log"
+        until(lambda: any("sleep" in left.name() for left in left_of(folder)), 120, log, os.environ)
+    finally:
+        process.send_signal(number)
+        process.wait(150)
     assert not left_of(folder)
 
 

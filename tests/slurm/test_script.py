@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.slurm.node import Job, NodeError
-from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, nodes_needed
+from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, used_of_nodes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "qwen2.5_32b").glob("*.yaml"))
@@ -17,11 +17,16 @@ QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
 
 def options(**changed) -> SlurmOptions:
-    return SlurmOptions(**({"gpus_per_node": 8, "cpus_per_node": 64, "time": "24:00:00", "warn_s": 600} | changed))
+    return SlurmOptions(**({"gpus_per_node": 8, "cpus_per_node": 64, "time": "24:00:00"} | changed))
 
 
-def script(config=QUICKSTART, overrides=(), **changed) -> str:
-    return batch_script(config, list(overrides), load_config(config, list(overrides)), options(**changed))
+def script(config=QUICKSTART, overrides=(), warn_s=600, **changed) -> str:
+    return batch_script(config, list(overrides), load_config(config, list(overrides)), options(**changed), warn_s)
+
+
+def requested(text: str) -> list[str]:
+    """Options of sbatch in the script."""
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
 @pytest.mark.parametrize(
@@ -37,16 +42,21 @@ def script(config=QUICKSTART, overrides=(), **changed) -> str:
 )
 def test_a_recipe_asks_for_the_nodes_of_its_layout(name, nodes):
     config = ROOT / "examples" / "qwen2.5_32b" / f"{name}.yaml"
-    assert nodes_needed(load_config(config, []), options()) == nodes
+    assert len(used_of_nodes(load_config(config, []), options())) == nodes
     assert f"#SBATCH --nodes={nodes}\n" in script(config)
 
 
 def test_no_group_is_split_over_two_nodes():
     layout = ["actor.layout.tensor=4", "actor.layout.data=1", "rollout.servers=3", "rollout.tensor_parallel=2"]
     config = load_config(ROOT / "examples" / "qwen2.5_32b" / "paper.yaml", layout)
-    assert [nodes_needed(config, options(gpus_per_node=gpus)) for gpus in (10, 8, 6, 4)] == [1, 2, 2, 3]
+    assert [used_of_nodes(config, options(gpus_per_node=gpus)) for gpus in (10, 8, 6, 4)] == [
+        [10],
+        [8, 2],
+        [6, 4],
+        [4, 4, 2],
+    ]
     with pytest.raises(ConfigError, match="a node has 3 GPUs"):
-        nodes_needed(config, options(gpus_per_node=3))
+        used_of_nodes(config, options(gpus_per_node=3))
 
 
 def test_too_few_nodes_are_refused():
@@ -65,7 +75,7 @@ def test_every_recipe_gives_a_script_that_bash_can_read(recipe, container, tmp_p
 
 def test_the_step_gets_the_cores_that_the_job_asks_for():
     """srun has not read the batch script's own line since Slurm 22.05."""
-    text = script(cpus_per_node=48)
+    text = script(RECIPES[0].with_name("h100_32.yaml"), cpus_per_node=48)
     assert "#SBATCH --cpus-per-task=48\n" in text
     (step,) = [line for line in text.splitlines() if line.startswith("srun ")]
     assert "--cpus-per-task=48" in step.split()
@@ -80,13 +90,57 @@ def test_names_with_spaces_and_quotes_stay_whole(tmp_path):
     assert words == ["train", str(QUICKSTART), "data.path=my data.jsonl", overrides[0], "run.resume=true"]
 
 
-def test_the_container_gets_the_folders_and_the_bare_environment_its_python():
-    inside = script(container="image.sqsh", mounts="/data:/data")
-    assert "--container-image=image.sqsh" in inside
-    assert "--container-mounts=/data:/data" in inside
-    assert "\n  python -m megatron_dapo.slurm.node" in inside
-    assert f"\n  {sys.executable} -m megatron_dapo.slurm.node" in script()
+def test_whole_nodes_are_asked_for_whole_and_one_gpu_alone():
+    folder = ROOT / "examples" / "qwen2.5_32b"
+    for name in ("h100_32", "qwen2.5_7b_8gpu"):
+        assert {"--gpus-per-node=8", "--exclusive", "--mem=0", "--cpus-per-task=64"} <= set(
+            requested(script(folder / f"{name}.yaml"))
+        )
+    one = script(folder / "qwen2.5_1.5b_1gpu.yaml")
+    assert {"--nodes=1", "--gpus-per-node=1", "--cpus-per-task=8"} <= set(requested(one))
+    assert not {"--exclusive", "--mem=0"} & set(requested(one))
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=8 " in one
     assert "gpus-per-node" not in script(gpus_per_node=0)
+    assert "exclusive" not in script(gpus_per_node=0)
+
+
+def step_of(text: str) -> list[str]:
+    """Words of the command that starts the nodes."""
+    return shlex.split(text[text.index("\nsrun ") : text.index(" &\n")].replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("image", ["registry/image:1", "/images/it's here.sif"])
+def test_a_container_holds_model_and_data_wherever_they_are(image, tmp_path, monkeypatch):
+    """A model of a hub's cache is a folder of links; `models` is a link in the current folder."""
+    here, disk = tmp_path / "here", tmp_path / "disk"
+    for folder in (here, disk / "blobs", disk / "snapshot", tmp_path / "data"):
+        folder.mkdir(parents=True)
+    (disk / "blobs" / "1").touch()
+    (disk / "snapshot" / "config.json").symlink_to("../blobs/1")
+    (here / "models").symlink_to(disk)
+    (tmp_path / "data" / "a.jsonl").touch()
+    monkeypatch.chdir(here)
+    overrides = [
+        "model.path=models/snapshot",
+        f"data.path={tmp_path}/data/a.jsonl",
+        "evaluation.path=none.jsonl",
+        "run.dir=run",
+    ]
+    text = script(overrides=overrides, container=image)
+    places = [disk / "blobs", disk / "snapshot", here, tmp_path / "data" / "a.jsonl", QUICKSTART]
+    mounts = ",".join(sorted(f"{place}:{place}" for place in places))
+    words = step_of(text)
+    if image.endswith(".sif"):
+        assert words[3:9] == ["apptainer", "exec", "--nv", f"--bind={mounts}", f"--pwd={here}", image]
+    else:
+        assert words[3:6] == [
+            f"--container-image={image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={here}",
+        ]
+    assert "\n  python -m megatron_dapo.slurm.node" in text
+    assert f"\n  {sys.executable} -m megatron_dapo.slurm.node" in script()
+    assert "--container-mounts=/data:/data" in script(container="image.sqsh", mounts="/data:/data")
 
 
 def test_a_node_that_srun_did_not_start_says_so(tmp_path):
@@ -175,3 +229,20 @@ def test_a_warning_reaches_the_run_and_one_of_an_earlier_job_does_not(job, tmp_p
     assert "left over" not in job(75, "[ -e stop ] && echo left over")
     warn = "kill -USR1 $PPID; for _ in {1..100}; do [ -e stop ] && { echo seen; break; }; read -t 0.1 <> <(:); done"
     assert "seen" in job(75, warn)
+
+
+def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
+    """As bash reads the script, with names that need quotes."""
+    image = f"{tmp_path}/it's here.sif"
+    text = script(overrides=[f"run.dir={tmp_path}/a run"], container=image, mounts="/my data:/data,/b:/b")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    srun = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    for name, content in (("srun", srun), ("apptainer", 'printf "<%s>\\n" "$@"')):
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=True)
+    words = [line[1:-1] for line in done.stdout.splitlines()]
+    assert words[:5] == ["exec", "--nv", "--bind=/my data:/data,/b:/b", f"--pwd={Path.cwd()}", image]
+    assert words[5:10] == ["python", "-m", "megatron_dapo.slurm.node", "--run-dir", f"{tmp_path}/a run"]

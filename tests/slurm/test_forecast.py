@@ -1,0 +1,63 @@
+"""What `megatron-dapo slurm` takes from the plan: the warning, what a lost job costs, and that a run does not fit."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.config import load_config
+from megatron_dapo.plan.planner import make_plan
+from megatron_dapo.plan.rank_state import model_parameters
+from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
+from megatron_dapo.slurm.forecast import MARGIN, saving_seconds, warning_and_notes
+
+RECIPES = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
+FITTING = [file for file in sorted(RECIPES.glob("*.yaml")) if file.stem not in ("paper", "verl")]
+
+
+@pytest.mark.parametrize("file", FITTING, ids=lambda file: file.stem)
+def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
+    """A lost job costs an hour at most, or one step where that is longer; the warning outlasts update and save."""
+    config = load_config(file)
+    plan = make_plan(Scenario(config, model_dimensions(config.model.path)[0], load_calibration()))
+    every, seconds = config.run.checkpoint_every, plan.step.seconds
+    assert every == max(1, 3600 // seconds)
+    state = model_parameters(plan.case.hf) * (4 + 8 + 2)  # master weights, moments, weights
+    saving = saving_seconds(plan)
+    assert saving > plan.step.update_s + plan.step.sync_s + state / plan.case.constants.disk_write
+    assert warning_and_notes(config, None, gpus=True) == (max(600, int(MARGIN * saving)), [])
+    assert MARGIN * saving < 6 * 3600
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("h100_32", ["--warn=600"], "--warn 600: by the plan update and checkpoint take 2"),
+        ("h100_32", ["run.checkpoint_every=10"], "up to 17.9 hours; with run.checkpoint_every=1 up to 1.8"),
+        ("h100_32", ["run.checkpoint_every=0"], "run.checkpoint_every = 0: by the plan a lost job costs up to 1072"),
+        (
+            "paper",
+            [],
+            "`megatron-dapo plan` says that this run does not fit its GPUs: trainer, pipeline stage 0, update",
+        ),
+        ("h100_32", ["model.path=models/own"], "no plan of this run (model.path = models/own"),
+        ("h100_32", ["--gpus-per-node=0"], "it knows GPUs only"),
+    ],
+)
+def test_the_command_says_what_the_plan_says(name, arguments, said, tmp_path):
+    command = ["slurm", str(RECIPES / f"{name}.yaml"), f"run.dir={tmp_path}/run", "--time=48:00:00", *arguments]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert said in done.stderr
+    assert "#SBATCH --signal=B:USR1@" in done.stdout
+    assert "note:" not in done.stdout
+
+
+def test_slurm_finds_the_log_folder_however_the_script_was_made(tmp_path):
+    run = CliRunner().invoke
+    command = ["slurm", str(RECIPES / "h100_32.yaml")]
+    assert run(app, [*command, f"run.dir={tmp_path}/a"]).stdout.startswith("#!")
+    assert run(app, [*command, f"run.dir={tmp_path}/b", f"--out={tmp_path}/script"]).exit_code == 0
+    assert (tmp_path / "a" / "logs").is_dir()
+    assert (tmp_path / "b" / "logs").is_dir()
