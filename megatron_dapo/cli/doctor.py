@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.data.hub import with_local_paths
 from megatron_dapo.doctor.config_checks import dry_run
 from megatron_dapo.doctor.examine import examine, findings_of
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
@@ -36,7 +37,7 @@ def doctor_command(path: Path | None, overrides: Sequence[str], *, with_dry_run:
 
     config = None
     try:
-        config = None if path is None else load_config(path, overrides)
+        config = None if path is None else with_local_paths(load_config(path, overrides))
     except ConfigError as error:
         show("config", failed(str(error), "correct the config as the message says"))
     for name, finding in examine(Facts(config)):

@@ -12,7 +12,7 @@ import typer
 from megatron_dapo.cli.ask import ask
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
-from megatron_dapo.cli.command_line import ConfigFile, Overrides
+from megatron_dapo.cli.command_line import ConfigFile, Overrides, config_of
 from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
@@ -37,7 +37,7 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
     from megatron_dapo.data.order import PromptOrder
     from megatron_dapo.data.tokenizer import load_text_tools
 
-    loaded = load_config(config, overrides or [])
+    loaded = config_of(config, overrides or [])
     text = load_text_tools(loaded.model.path, loaded.model.stop_token_ids)
     prompts, _ = read_problems(loaded, text)
     print(f"prompts: {prompts.summary()}")

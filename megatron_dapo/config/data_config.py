@@ -43,7 +43,7 @@ class ColumnsConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SourceConfig(ColumnsConfig):
     path: Text
-    """Prompt file: JSON lines (.jsonl) or parquet (.parquet)."""
+    """As `data.path`."""
 
     weight: PositiveFloat = 1.0
     """Share of the prompts drawn from this file, against the other weights."""
@@ -63,7 +63,8 @@ class DataConfig(ColumnsConfig):
     """Section `data`: the prompts and the text that carries them."""
 
     path: Text | None = None
-    """Prompt file: JSON lines (.jsonl) or parquet (.parquet). None: `mixture`."""
+    """Prompt file (.jsonl, .json, .csv, .parquet, .arrow), shards as `train-*.parquet`, the folder of a dataset saved by
+    Hugging Face's `save_to_disk`, or `hf://datasets/OWNER/NAME/FILE`. None: `mixture`."""
 
     mixture: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
     """Several prompt files instead of `path`: a list of {path, weight, name, verifier, schema, and the keys above}."""

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
-from megatron_dapo.data.records import check_file, heldout_files, training_files
+from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import check_verifiers

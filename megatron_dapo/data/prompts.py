@@ -12,7 +12,8 @@ import numpy as np
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
 from megatron_dapo.data.order import Span
-from megatron_dapo.data.records import DataError, PromptFile, Row, nearest, parse_row, raw_rows
+from megatron_dapo.data.prompt_files import DataError, raw_rows
+from megatron_dapo.data.records import PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
 from reward.registry import find_named_by_data

@@ -9,8 +9,9 @@ import pytest
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.data_config import DataConfig, SourceConfig
+from megatron_dapo.data.prompt_files import DataError
 from megatron_dapo.data.prompts import VerifierChoice, read_prompts
-from megatron_dapo.data.records import DataError, training_files
+from megatron_dapo.data.records import training_files
 from reward.config import RewardConfig
 
 
