@@ -1,7 +1,7 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
@@ -52,8 +52,9 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     """
     training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, (*training, *held))
-    prompts = read_prompts(training, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    data = replace(config.data, max_prompt_tokens=config.longest_prompt)
+    prompts = read_prompts(training, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
     if unread := choice.unread_sources():
         raise ConfigError(unread)
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
@@ -67,7 +68,8 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
     held = heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, held)
-    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    data = replace(config.data, max_prompt_tokens=config.longest_prompt)
+    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
     _check_verifiers(config, {}, heldout.prompts)
     return heldout
 

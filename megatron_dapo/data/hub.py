@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.config import Config, ConfigError
 
@@ -21,17 +22,13 @@ def with_local_paths(config: Config) -> Config:
     Raises:
         ConfigError: the hub does not answer or has no such files.
     """
-    data, evaluation = config.data, config.evaluation
-    mixture = tuple(
-        replace(each, path=local_path(each.path, f"data.mixture.{number}.path"))
-        for number, each in enumerate(data.mixture)
-    )
-    return replace(
-        config,
-        model=replace(config.model, path=local_path(config.model.path, "model.path")),
-        data=replace(data, path=data.path and local_path(data.path, "data.path"), mixture=mixture),
-        evaluation=replace(evaluation, path=local_path(evaluation.path, "evaluation.path")),
-    )
+    mixture = tuple(_local(each, f"data.mixture.{number}") for number, each in enumerate(config.data.mixture))
+    data, model = replace(_local(config.data, "data"), mixture=mixture), _local(config.model, "model")
+    return replace(config, model=model, data=data, evaluation=_local(config.evaluation, "evaluation"))
+
+
+def _local(section: Any, name: str) -> Any:
+    return replace(section, path=section.path and local_path(section.path, f"{name}.path"))
 
 
 def local_path(path: str, setting: str) -> str:
@@ -48,26 +45,19 @@ def local_path(path: str, setting: str) -> str:
         raise ConfigError(f"{setting} = {path}: write hf://OWNER/NAME, or hf://datasets/OWNER/NAME/FILE for prompts")
     kind, wanted = ("dataset", [address["file"] or "*"]) if address["datasets"] else ("model", _MODEL_FILES)
     command = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", "--quiet", f"--repo-type={kind}"]
-    command += [f"--include={pattern}" for pattern in wanted]
-    command += [f"--revision={address['revision']}"] if address["revision"] else []
+    command += [f"--revision={address['revision'] or 'main'}", *(f"--include={pattern}" for pattern in wanted)]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     print(f"{setting} = {path}: taken from Hugging Face's cache, or the hub", file=sys.stderr, flush=True)
     done = subprocess.run([*command, address["name"]], stdout=subprocess.PIPE, text=True, env=environment)
-    folder = done.stdout.strip()
-    if done.returncode or not folder:
+    if done.returncode or not done.stdout.strip():
         by_hand = _by_hand(address["name"], kind, setting)
         raise ConfigError(f"{setting} = {path}: not in the cache, and the hub did not give it (why: above){by_hand}")
-    return str(Path(folder, address["file"] or ""))
+    return str(Path(done.stdout.strip(), address["file"] or ""))
 
 
 def download_hint(path: str | Path, kind: str, setting: str) -> str:
     """The end of a message that `path` is not there: how to get what has this name on the hub. Empty if none can."""
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) or Path(path).suffix in (
-        ".jsonl",
-        ".json",
-        ".csv",
-        ".parquet",
-    ):
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)", str(path)):
         return ""
     address = f"hf://{'datasets/' if kind == 'dataset' else ''}{path}"
     return f"; a {kind} of the hub is {setting}={address}{_by_hand(str(path), kind, setting)}"
@@ -75,7 +65,5 @@ def download_hint(path: str | Path, kind: str, setting: str) -> str:
 
 def _by_hand(name: str, kind: str, setting: str) -> str:
     target, option = f"{kind}s/{Path(name).name}", "--repo-type dataset " if kind == "dataset" else ""
-    return (
-        f"; without a network here, fetch it elsewhere with `hf download {name} {option}--local-dir {target}`, copy "
-        f"that folder and set {setting}={target}"
-    )
+    command = f"hf download {name} {option}--local-dir {target}"
+    return f"; without a network here, run `{command}` elsewhere, copy that folder and set {setting}={target}"

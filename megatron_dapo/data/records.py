@@ -38,6 +38,7 @@ class Columns:
     answer_after: str | None = None
     source_key: str | None = None
     verifier_key: str | None = None
+    instruction: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

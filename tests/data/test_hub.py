@@ -95,8 +95,9 @@ def test_models_and_datasets_come_from_the_hub_and_then_from_the_cache(hub, tmp_
 def test_what_the_hub_does_not_have_is_said_with_the_command_that_fetches_by_hand(hub):
     with pytest.raises(ConfigError) as error:
         local_path("hf://owner/none", "model.path")
-    assert "`hf download owner/none --local-dir models/none`, copy that folder and set model.path=models/none" in str(
-        error.value
+    assert (
+        "`hf download owner/none --local-dir models/none` elsewhere, copy that folder and set model.path=models/none"
+        in str(error.value)
     )
 
 
