@@ -116,6 +116,7 @@ def _function(name: str, path: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a user's module may fail in any way, and the pool must go on
         raise VerifierError(
             f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}"
+            f"{'; set PYTHONPATH to the folder of the module' if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
     if not callable(function):
         raise VerifierError(f"verifier {name!r}: module {module_name} has no function {function_name}")

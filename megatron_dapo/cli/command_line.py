@@ -27,6 +27,8 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     """
     if source.is_dir() and not (source / "config.yaml").is_file():
         raise ConfigError(f"{source}: no config.yaml there; give a config file, or the directory of a run")
+    if not source.exists():
+        raise ConfigError(f"{source}: is not there; give a config file, or the directory of a run")
     return with_local_paths(load_config(source / "config.yaml" if source.is_dir() else source, overrides))
 
 

@@ -4,6 +4,7 @@ import errno
 import signal
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +20,8 @@ from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
 from megatron_dapo.config import load_config
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+_HELP = "Train language models by DAPO, and plan, measure and understand runs. --version prints the version."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 
 
 @app.command()
@@ -192,6 +194,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 def main() -> None:
     """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    if sys.argv[1:] == ["--version"]:
+        print(f"megatron-dapo {version('megatron-dapo')}")
+        return
     try:
         app()
     except Exception as error:

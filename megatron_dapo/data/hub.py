@@ -60,7 +60,12 @@ def download_hint(path: str | Path, kind: str, setting: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)", str(path)):
         return ""
     address = f"hf://{'datasets/' if kind == 'dataset' else ''}{path}"
-    return f"; a {kind} of the hub is {setting}={address}{_by_hand(str(path), kind, setting)}"
+    return f"; for a {kind} of the Hugging Face hub set {setting}={address}{_by_hand(str(path), kind, setting)}"
+
+
+def model_hint(folder: Path) -> str:
+    """What to do where `folder` holds no model."""
+    return f"give the folder of a model in Hugging Face format{download_hint(folder, 'model', 'model.path')}"
 
 
 def _by_hand(name: str, kind: str, setting: str) -> str:

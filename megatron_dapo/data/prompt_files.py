@@ -28,9 +28,8 @@ def check_file(path: Path, setting: str) -> list[Path]:
     Raises:
         DataError: one is missing, unreadable, empty or of an unknown kind; the folder is no such dataset.
     """
-    files = _dataset(path, setting) if path.is_dir() else [path]
-    if "*" in path.name and not path.exists():
-        files = sorted(path.parent.glob(path.name)) or files
+    shards = [] if path.exists() else sorted(path.parent.glob(path.name))
+    files = _dataset(path, setting) if path.is_dir() else shards or [path]
     for file in files:
         if not file.is_file():
             fetch = download_hint(file, "dataset", setting)
@@ -61,9 +60,8 @@ def _dataset(folder: Path, setting: str) -> list[Path]:
         raise DataError(f"{folder}: its {state.name} or {splits.name} is damaged ({error!r}); save it anew") from None
     if len(choice) == 1:
         return _dataset(Path(choice[0]), setting) if Path(choice[0]).is_dir() else [Path(choice[0])]
-    if choice:
-        raise DataError(f"{folder}: holds more than one set of rows; set {setting} to one of: {', '.join(choice[:12])}")
-    raise DataError(f"{folder}: a folder without prompt files; set {setting} to a {_NAMED} file")
+    wanted = f"one of: {', '.join(choice[:12])}" if choice else f"a {_NAMED} file"
+    raise DataError(f"{folder}: holds {'several sets of' if choice else 'no'} prompts; set {setting} to {wanted}")
 
 
 def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:

@@ -92,7 +92,7 @@ def test_a_downloaded_repository_is_read_where_only_one_file_is_meant(tmp_path):
     with pytest.raises(DataError, match=r"data/p\.csv, .*data/p\.parquet"):
         check_file(tmp_path, "data.path")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="a folder without prompt files"):
+    with pytest.raises(DataError, match="holds no prompts"):
         check_file(tmp_path / "empty", "data.path")
 
 
