@@ -1,6 +1,7 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
 import errno
+import re
 import signal
 import sys
 import warnings
@@ -194,6 +195,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 def main() -> None:
     """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # No option of ours has a dot: `--run.dir=x` can only mean `run.dir=x`.
+    sys.argv[1:] = [re.sub(r"^--(?=[a-z_]+\.[\w.]+=)", "", word) for word in sys.argv[1:]]
     if sys.argv[1:] == ["--version"]:
         print(f"megatron-dapo {version('megatron-dapo')}")
         return

@@ -33,9 +33,7 @@ def check_file(path: Path, setting: str) -> list[Path]:
     for file in files:
         if not file.is_file():
             fetch = download_hint(file, "dataset", setting)
-            raise DataError(
-                f"{file}: no such prompt file; set {setting} to a {_NAMED} file or a dataset's folder{fetch}"
-            )
+            raise DataError(f"{file}: no such prompt file; set {setting} to a {_NAMED} file or a dataset{fetch}")
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: this user may not read it; change its permissions or name another file")
         if file.suffix not in KINDS:
@@ -83,20 +81,15 @@ def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet
+    from pyarrow import ArrowException, ipc, memory_map, parquet
 
-    at = 0
+    at, whole = 0, file.suffix == ".parquet"
     try:
-        whole = file.suffix == ".parquet"
-        for batch in (
-            pyarrow.parquet.ParquetFile(file).iter_batches()
-            if whole
-            else pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
-        ):
+        for batch in parquet.ParquetFile(file).iter_batches() if whole else ipc.open_stream(memory_map(str(file))):
             for row in batch.to_pylist():
                 at += 1
                 yield f"{file}: row {at}", row
-    except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
+    except (ArrowException, OSError) as error:  # a damaged page is an OSError
         raise DataError(f"{file}: damaged after row {at} ({error}); get the file anew") from None
 
 
@@ -122,7 +115,5 @@ def _array_rows(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file}: not valid JSON ({error}); it must be an array of objects, or one object a line"
-        ) from None
+        raise DataError(f"{file}: not valid JSON ({error}); write an array of objects, or one object a line") from None
     yield from ((f"{file}: row {at}", row) for at, row in enumerate(rows, start=1))

@@ -136,10 +136,8 @@ def read_prompts(
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
-    content_hash = digest.hexdigest()
-    return PromptSet(
-        prompts=tuple(reading.prompts), spans=tuple(spans), counts=reading.counts, content_hash=content_hash
-    )
+    prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
+    return PromptSet(prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash)
 
 
 class _Reading:

@@ -11,15 +11,7 @@ from reward.answer.option import OPTION, labelled, option
 from reward.answer.read import Answer, read, read_truth
 from reward.answer.rule_tables import WORDS, Rewriting, patterns
 from reward.answer.text import clean, compact, plain_characters
-from reward.verdict import (
-    EXTRACTED_LIMIT,
-    Deferred,
-    Judgement,
-    Rule,
-    VerificationRequest,
-    VerifierError,
-    check_length,
-)
+from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
 
 _PATTERNS = patterns("comparison")
 _PLAIN_INTEGER = _PATTERNS["plain_integer"]
