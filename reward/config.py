@@ -67,7 +67,8 @@ class RewardConfig:
 
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
-    reproduction. `choice`, `json`, `code`, `remote`: for other tasks. Or `module:function` (takes a
+    reproduction. `robust:#### {answer}`: as `robust`, but only what has this form of yours is an answer. `choice`,
+    `json`, `code`, `remote`: for other tasks. Or `module:function` (takes a
     VerificationRequest)."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)

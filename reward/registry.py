@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -35,7 +35,7 @@ VERIFIERS: dict[str, Entry] = {
 
 
 def find(name: str) -> Entry:
-    """The entry of a registered name or of a `module:function` path.
+    """The entry of a registered name, of `robust:FORM` or of a `module:function` path.
 
     Raises:
         VerifierError: the name is neither; the message gives the nearest name.
@@ -44,11 +44,18 @@ def find(name: str) -> Entry:
     if entry is not None:
         return entry
     module, colon, function = name.partition(":")
+    if module == "robust" and function.count("{answer}") == 1 and function.partition("{answer}")[0].strip(". "):
+        return replace(VERIFIERS["robust"], second="")  # `exact` knows one form alone
     if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
         return Entry(path=name)
     near = get_close_matches(name.lower(), VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(VERIFIERS)}, or 'module:function'"
     raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}")
+
+
+def stated_form(name: str) -> str | None:
+    """How a verifier wants the answer: "#### {answer}" for `robust:#### {answer}`. None: in a way of its own."""
+    return name.partition(":")[2] or "Answer: {answer}" if find(name).fast else None
 
 
 def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
@@ -59,7 +66,7 @@ def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
         VerifierError: unknown name, or code that is not allowed.
     """
     entry = find(name)
-    if name not in VERIFIERS and name not in allowed:
+    if name not in VERIFIERS and not entry.fast and name not in allowed:
         raise VerifierError(
             f"verifier {name[:80]!r} is code that only the file names; a data file may not choose code to run: "
             "name it in the command or in the config too"
@@ -109,6 +116,7 @@ def _function(name: str, path: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a user's module may fail in any way, and the pool must go on
         raise VerifierError(
             f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}"
+            f"{'; set PYTHONPATH to the folder of the module' if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
     if not callable(function):
         raise VerifierError(f"verifier {name!r}: module {module_name} has no function {function_name}")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_command
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_command, config_of
+from megatron_dapo.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from megatron_dapo.diagnostics.certificate import Difference
@@ -47,7 +47,7 @@ def certify(
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
 ) -> bool:
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
-    loaded = load_config(config, overrides or [])
+    loaded = config_of(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
     from megatron_dapo.diagnostics.certificate import measure_layouts
     from megatron_dapo.diagnostics.certificate_layouts import label

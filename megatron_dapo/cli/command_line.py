@@ -11,6 +11,7 @@ import typer
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.data.hub import with_local_paths
 
 P = ParamSpec("P")
 
@@ -19,14 +20,16 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=val
 
 
 def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a file, or of a run in its directory.
+    """The config in a file, or of a run in its directory, with what `hf://` paths name fetched.
 
     Raises:
-        ConfigError: a directory without a config.
+        ConfigError: a directory without a config; the hub does not answer.
     """
     if source.is_dir() and not (source / "config.yaml").is_file():
         raise ConfigError(f"{source}: no config.yaml there; give a config file, or the directory of a run")
-    return load_config(source / "config.yaml" if source.is_dir() else source, overrides)
+    if not source.exists():
+        raise ConfigError(f"{source}: is not there; give a config file, or the directory of a run")
+    return with_local_paths(load_config(source / "config.yaml" if source.is_dir() else source, overrides))
 
 
 def _interrupt(*_: object) -> None:

@@ -27,6 +27,7 @@ def doctor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
 ) -> None:
     """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
+    from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.doctor import config_checks
     from megatron_dapo.doctor.examine import examine, findings_of
     from megatron_dapo.doctor.probing import Facts, failed
@@ -45,7 +46,7 @@ def doctor(
 
     loaded = None
     try:
-        loaded = None if config is None else load_config(config, overrides or [])
+        loaded = None if config is None else with_local_paths(load_config(config, overrides or []))
     except ConfigError as error:
         show("config", failed(str(error), "correct the config as the message says"))
     for name, finding in examine(Facts(loaded)):

@@ -26,7 +26,7 @@ def evaluate(
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     if watch and (model or out or not (target / "config.yaml").is_file()):
-        raise ConfigError(f"{target}: --watch takes the directory of a run, and neither --model nor --out")
+        raise ConfigError(f"{target}: --watch takes the directory of a run, once it has begun; no --model, no --out")
     if every > 1 and not watch:
         raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
     from megatron_dapo.cli.train import prepare_environment

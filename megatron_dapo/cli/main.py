@@ -1,9 +1,11 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
 import errno
+import re
 import signal
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,15 +14,15 @@ import typer
 from megatron_dapo.cli.ask import ask
 from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
-from megatron_dapo.cli.command_line import ConfigFile, Overrides
+from megatron_dapo.cli.command_line import ConfigFile, Overrides, config_of
 from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.doctor import doctor
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
-from megatron_dapo.config import load_config
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+_HELP = "Train language models by DAPO, and plan, measure and understand runs. --version prints the version."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 
 
 @app.command()
@@ -38,7 +40,7 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
     from megatron_dapo.data.order import PromptOrder
     from megatron_dapo.data.tokenizer import load_text_tools
 
-    loaded = load_config(config, overrides or [])
+    loaded = config_of(config, overrides or [])
     text = load_text_tools(loaded.model.path, loaded.model.stop_token_ids)
     prompts, _ = read_problems(loaded, text)
     print(f"prompts: {prompts.summary()}")
@@ -173,6 +175,11 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 def main() -> None:
     """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    # No option of ours has a dot: `--run.dir=x` can only mean `run.dir=x`.
+    sys.argv[1:] = [re.sub(r"^--(?=[a-z_]+\.[\w.]+=)", "", word) for word in sys.argv[1:]]
+    if sys.argv[1:] == ["--version"]:
+        print(f"megatron-dapo {version('megatron-dapo')}")
+        return
     try:
         app()
     except Exception as error:

@@ -84,8 +84,10 @@ def _resume_command(path: Path, overrides: Sequence[str]) -> str:
 def _run(config: Config, console: Console) -> None:
     # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
     from megatron_dapo.coordinator.inputs import read_inputs
+    from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.storage.run_dir import RunDir, has_run
 
+    config = with_local_paths(config)
     if not config.run.resume and has_run(Path(config.run.dir)):
         RunDir(config.run.dir, resume=False).close()  # says whose run that is
     inputs = read_inputs(config)

@@ -39,11 +39,15 @@ class ColumnsConfig:
     """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
     or one that the config names too. None: no such column."""
 
+    instruction: Text | None = None
+    """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes
+    what the row's verifier reads: `#### ANSWER` for `robust:#### {answer}`. None: nothing is added."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SourceConfig(ColumnsConfig):
     path: Text
-    """Prompt file: JSON lines (.jsonl) or parquet (.parquet)."""
+    """As `data.path`."""
 
     weight: PositiveFloat = 1.0
     """Share of the prompts drawn from this file, against the other weights."""
@@ -63,7 +67,8 @@ class DataConfig(ColumnsConfig):
     """Section `data`: the prompts and the text that carries them."""
 
     path: Text | None = None
-    """Prompt file: JSON lines (.jsonl) or parquet (.parquet). None: `mixture`."""
+    """Prompt file (.jsonl, .json, .csv, .parquet, .arrow), shards as `train-*.parquet`, the folder of a dataset saved
+    by Hugging Face's `save_to_disk`, or `hf://datasets/OWNER/NAME/FILE`. None: `mixture`."""
 
     mixture: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
     """Several prompt files instead of `path`: a list of {path, weight, name, verifier, schema, and the keys above}."""
@@ -75,8 +80,9 @@ class DataConfig(ColumnsConfig):
     template: Annotated[str, Field(pattern=r"\{prompt\}")] | Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's chat template. `plain`: the prompt as it is. Else a text that holds `{prompt}`."""
 
-    max_prompt_tokens: PositiveInt = 2048
-    """Longer prompts are handled by `too_long`. Counted after the template."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are handled by `too_long`. Counted after the template. None: what `model.context_length` leaves
+    beside `rollout.max_new_tokens`."""
 
     too_long: Literal["stop", "drop"] = "stop"
     """A prompt over `max_prompt_tokens`: `stop` and name it, or `drop` and count it."""

@@ -39,6 +39,11 @@ class Config:
     actor: ActorConfig = ActorConfig()
     monitor: MonitorConfig = MonitorConfig()
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt, at most."""
+        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.max_new_tokens
+
 
 def contradictions(config: Config) -> Iterator[str]:
     """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
@@ -78,7 +83,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    longest, given = config.data.max_prompt_tokens + rollout.max_new_tokens, config.model.context_length
+    longest, given = (config.data.max_prompt_tokens or 1) + rollout.max_new_tokens, config.model.context_length
     if longest > given:
         yield (
             f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "

@@ -71,7 +71,8 @@ class ModelConfig:
     """Section `model`: which weights are trained."""
 
     path: str
-    """Folder in Hugging Face format: config.json, safetensors, tokenizer."""
+    """Folder in Hugging Face format: config.json, safetensors, tokenizer. Or `hf://OWNER/NAME`, with `@REVISION` behind
+    it if wanted: fetched from the Hugging Face hub before the run begins."""
 
     context_length: PositiveInt
     """Longest prompt plus response in tokens; also the server's context length."""

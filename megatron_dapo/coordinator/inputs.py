@@ -1,13 +1,14 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
-from megatron_dapo.data.records import check_file, heldout_files, training_files
+from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import check_verifiers
@@ -51,8 +52,9 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     """
     training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, (*training, *held))
-    prompts = read_prompts(training, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    data = replace(config.data, max_prompt_tokens=config.longest_prompt)
+    prompts = read_prompts(training, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
     if unread := choice.unread_sources():
         raise ConfigError(unread)
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
@@ -66,7 +68,8 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
     held = heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, held)
-    heldout = read_prompts(held, config.data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    data = replace(config.data, max_prompt_tokens=config.longest_prompt)
+    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
     _check_verifiers(config, {}, heldout.prompts)
     return heldout
 

@@ -12,10 +12,11 @@ import numpy as np
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
 from megatron_dapo.data.order import Span
-from megatron_dapo.data.records import DataError, PromptFile, Row, nearest, parse_row, raw_rows
+from megatron_dapo.data.prompt_files import DataError, raw_rows
+from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
-from reward.registry import find_named_by_data
+from reward.registry import find_named_by_data, stated_form
 from reward.verdict import VerifierError
 
 
@@ -135,10 +136,8 @@ def read_prompts(
         digest.update(json.dumps([prompt.text, prompt.answer]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
-    content_hash = digest.hexdigest()
-    return PromptSet(
-        prompts=tuple(reading.prompts), spans=tuple(spans), counts=reading.counts, content_hash=content_hash
-    )
+    prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
+    return PromptSet(prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash)
 
 
 class _Reading:
@@ -168,8 +167,9 @@ class _Reading:
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
             if self._is_copy(json.dumps(row.prompt), row.answer, self._by_raw):
                 continue
+            raw = instructed(row.prompt, file.columns.instruction, verifier)
             try:
-                text, ids = render(row.prompt, self._config.template, self._tokenizer)
+                text, ids = render(raw, self._config.template, self._tokenizer)
             except Exception as error:  # a chat template is a program of the model's author and may raise anything
                 raise DataError(
                     f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
@@ -197,7 +197,7 @@ class _Reading:
 
     def _too_long(self, ids: np.ndarray, place: str) -> bool:
         longest = self._config.max_prompt_tokens
-        if len(ids) <= longest:
+        if longest is None or len(ids) <= longest:
             return False
         if self._config.too_long == "stop":
             raise DataError(
@@ -208,7 +208,22 @@ class _Reading:
         return True
 
 
-def render(raw: str | list[dict[str, str]], template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
+def instructed(raw: str | Chat, instruction: str | None, verifier: str) -> str | Chat:
+    """The prompt with the instruction behind it, whose `{form}` becomes the form that the verifier reads.
+
+    Raises:
+        ConfigError: the verifier has no form.
+    """
+    if instruction is None:
+        return raw
+    form = stated_form(verifier)
+    if form is None and "{form}" in instruction:
+        raise ConfigError(f"instruction = {instruction!r}: verifier {verifier} has no {{form}}; say what it wants")
+    added = "\n\n" + instruction.replace("{form}", (form or "").replace("{answer}", "ANSWER"))
+    return raw + added if isinstance(raw, str) else [*raw[:-1], raw[-1] | {"content": raw[-1]["content"] + added}]
+
+
+def render(raw: str | Chat, template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text that the server gets and its ids, int32 [P]. A chat list goes through the chat template always."""
     if template == "chat" or isinstance(raw, list):
         messages = raw if isinstance(raw, list) else [{"role": "user", "content": raw}]

@@ -1,10 +1,8 @@
-"""Prompt files -> rows: which file and which columns the config's keys name, lines and records, and the columns of
-each."""
+"""Prompt files -> rows: which file and which columns the config's keys name, and how a record is read."""
 
 import json
 import math
-import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
@@ -12,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.data_config import ColumnsConfig, DataConfig, EvaluationConfig, Schema, SourceConfig
+from megatron_dapo.data.prompt_files import DataError
 
 Chat = list[dict[str, str]]
-
-
-class DataError(ValueError):
-    """A prompt file that cannot be used. The message names the file, the line and the remedy."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +38,7 @@ class Columns:
     answer_after: str | None = None
     source_key: str | None = None
     verifier_key: str | None = None
+    instruction: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,47 +96,6 @@ def resolve(config: ColumnsConfig, below: Columns) -> Columns:
     """`below`, but for the keys that the config gives."""
     given = asdict(config)
     return replace(below, **{name: given[name] for name in Columns.__slots__ if given[name] is not None})
-
-
-def check_file(path: Path, setting: str) -> None:
-    """Whether `path`, which the key `setting` names, can be a prompt file, without reading it.
-
-    Raises:
-        DataError: it is missing, unreadable, empty or of an unknown kind.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: no such prompt file; set {setting} to a .jsonl or .parquet file")
-    if not os.access(path, os.R_OK):
-        raise DataError(f"{path}: this user may not read it; change its permissions or name another file")
-    if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: no usable prompt, the file is empty")
-
-
-def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """(place, record) of each row; a line of JSON lines comes as its bytes.
-
-    Raises:
-        DataError: as `check_file`, or damaged.
-    """
-    check_file(path, setting)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        at = 0
-        try:
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-                for row in batch.to_pylist():
-                    at += 1
-                    yield f"{path}: row {at}", row
-        except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
-            raise DataError(f"{path}: damaged after row {at} ({error}); get the file anew") from None
-    else:
-        with path.open("rb") as lines:
-            for at, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:{at}", line
 
 
 def parse_row(record: Any, file: PromptFile, place: str) -> Row:

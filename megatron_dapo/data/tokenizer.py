@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_dapo.data.hub import model_hint
+
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
 
@@ -220,7 +222,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        raise TokenizerError(f"{file}: {error.strerror}; give the folder of a model in Hugging Face format") from None
+        raise TokenizerError(f"{file}: {error.strerror}; {model_hint(file.parent)}") from None
     except ValueError as error:
         raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
     if not isinstance(content, dict):

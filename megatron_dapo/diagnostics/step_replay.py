@@ -44,7 +44,7 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line of rollout step {step}: it did not end")
     checkpoint = run / "checkpoints" / f"step_{step - 1}" / "actor"
     if step > 1 and not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint} is not there: a replay of step {step} starts from the checkpoint before it")
+        raise ConfigError(f"{checkpoint}: step {step} starts from the checkpoint before it; raise run.keep_checkpoints")
     job = ActorJob(
         config=config,
         deadline_s=deadline_s,

@@ -172,7 +172,7 @@ class Scenario:
             mean_response=constants.mean_response,
             sigma=constants.response_sigma,
             difficulty_share=constants.difficulty_share,
-            mean_prompt=min(constants.mean_prompt, config.data.max_prompt_tokens),
+            mean_prompt=min(constants.mean_prompt, config.longest_prompt),
             pass_rate=min(rate, 1 - 2 * 0.5**group),  # no more are kept than where each is right in half the cases
             longest=config.rollout.max_new_tokens,
             group_size=group,

@@ -47,18 +47,21 @@ class _Found:
     is_line: bool
 
 
-def last_statement(response: str, prompt: str = "") -> Statement | None:
-    """The answer that `response` states last, None if it states none.
+def last_statement(response: str, prompt: str = "", form: str = "") -> Statement | None:
+    """The answer that `response` states last, None if it states none. With a `form`, `<answer>{answer}</answer>`, only
+    what has that form is a statement, and a line or box behind it a rival.
 
     Where there is neither line nor box, a heading `### Answer` is as good as a marker for the line below it.
     A marker with nothing behind it, a box that is never closed, a line copied from the prompt, and what stands in code,
     in comments or struck out are passed over. A response that takes its last statement back states nothing.
     """
-    found = _statements(response, prompt)
-    last = next(found, None) or _under_heading(response)
+    found = _in_form(response, prompt, form) if form else _statements(response, prompt)
+    last = next(found, None) or (None if form else _under_heading(response))
     if last is None or is_retracted(response, last.end):
         return None
-    return Statement(text=last.text, rivals=_rivals(response, last, found))
+    later = next(_statements(response, prompt), None) if form else None
+    beside = (later.text,) if later and later.start >= last.end else ()
+    return Statement(text=last.text, rivals=_rivals(response, last, found) + beside)
 
 
 def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
@@ -106,11 +109,34 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
             and box - marker < LINE_LIMIT
             and not _AROUND["line_end"].search(response, marker, max(box, marker))
         )
-        found = _line_statement(response, marker, marker + 6, end) if in_line else _box_statement(response, box, end)
+        found = _line_statement(response, marker, marker + 6, end) if in_line else _enclosed(response, box, end)
         start = found.start if found is not None else max(marker, box)
         if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
             yield found
         end = start
+
+
+def _in_form(response: str, prompt: str, form: str) -> Iterator[_Found]:
+    """What stands between the two texts around `{answer}`, or behind the first to the end of its line if the second is
+    a full stop at most; from the last to the first, in any case of letters."""
+    opening, _, closer = (part.strip(". ") for part in ascii_lower(form).partition("{answer}"))
+    lower, blocks = ascii_lower(response), code_blocks(response)
+    at = end = len(response.rstrip())
+    for _ in range(_ATTEMPTS):
+        if (at := lower.rfind(opening, 0, at)) < 0:
+            return
+        begin, found = at + len(opening), None
+        if not closer:
+            found = _line_statement(response, at, begin, end)
+            denied = _PROSE["denied_marker"].search(lower[max(at - 24, 0) : at])
+            before = (lower[max(at - 40, 0) : stop] for stop in (at, begin))
+            found = None if denied or any(map(_PROSE["denied_before"].search, before)) else found
+        elif (stop := lower.find(closer, begin, min(end, begin + LINE_LIMIT))) >= 0:
+            content = _open_boxes(response[begin:stop].strip())
+            found = None if "\n" in content else _enclosed(response, at, end, (content, stop + len(closer)))
+        if found and not _copied(response, at, prompt) and not is_hidden(response, at, blocks):
+            yield found
+            end = at
 
 
 def _last_marker(lower: str, end: int) -> int:
@@ -133,9 +159,10 @@ def _under_heading(response: str) -> _Found | None:
     return _line_statement(response, headings[-1].start(), headings[-1].end(), len(response.rstrip()))
 
 
-def _box_statement(response: str, at: int, end: int) -> _Found | None:
-    """The content of the box at `at`; with its line if it is an operand, or denied by the sentence around it."""
-    opened = open_box(response, at, end)
+def _enclosed(response: str, at: int, end: int, opened: tuple[str, int] | None = None) -> _Found | None:
+    """The content of the box at `at`, or of what is `opened` there; with its line if it is an operand, or denied by the
+    sentence around it."""
+    opened = opened or open_box(response, at, end)
     if opened is None or not _AROUND["content"].search(opened[0]):
         return None
     content, after = opened

@@ -31,7 +31,8 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         VerifierError: the ground truth is empty or longer than `TRUTH_LIMIT`.
     """
     check_length(request.ground_truth)
-    statement = last_statement(request.response, request.prompt)
+    _, _, form = request.verifier.partition(":")  # of `robust:#### {answer}`; a verifier of the user's may ask here too
+    statement = last_statement(request.response, request.prompt, form if "{answer}" in form else "")
     if statement is None:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)

@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dapo.config import ConfigError
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.data_config import DataConfig, SourceConfig
+from megatron_dapo.data.prompt_files import DataError
 from megatron_dapo.data.prompts import VerifierChoice, read_prompts
-from megatron_dapo.data.records import DataError, training_files
+from megatron_dapo.data.records import training_files
 from reward.config import RewardConfig
 
 
@@ -290,3 +291,30 @@ def test_a_source_that_no_row_has_is_named(tmp_path):
     choice = VerifierChoice(RewardConfig(by_source={"gsm8": "exact"}), training_files(config))
     read_prompts(training_files(config), config, choice, Letters(), vocab_size=100)
     assert "reward.by_source.gsm8: no prompt has this source; did you mean 'gsm8k'?" in choice.unread_sources()
+
+
+def test_an_instruction_names_the_form_that_the_rows_verifier_reads(tmp_path):
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"}]
+    file = write(tmp_path / "p.jsonl", rows)
+    by_form = RewardConfig(verifier="robust:#### {answer}")
+    got = read(file, reward=by_form, instruction="End with {form}")
+    assert [prompt.text for prompt in got.prompts] == [
+        "1+1\n\nEnd with #### ANSWER",
+        "<user>2+2\n\nEnd with #### ANSWER<assistant>",
+    ]
+    assert read(file, instruction="{form}").prompts[0].text == "1+1\n\nAnswer: ANSWER"
+    code = write(tmp_path / "c.jsonl", [{"prompt": "f", "answer": {"tests": "assert f"}}])
+    with pytest.raises(ConfigError, match=r"verifier code has no \{form\}"):
+        read(code, reward=RewardConfig(verifier="code"), instruction="End with {form}")
+
+
+def test_a_small_models_prompts_may_take_what_the_context_leaves(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "run: {dir: r, rollout_steps: 1}\nmodel: {path: m, context_length: 1024}\ndata: {path: p.jsonl}\n"
+        "evaluation: {path: h.jsonl}\nrollout: {max_new_tokens: 512}\nalgorithm: {overlong: {shape: none}}\n"
+    )
+    assert load_config(file).longest_prompt == 512
+    assert load_config(file, ["data.max_prompt_tokens=64"]).longest_prompt == 64
+    with pytest.raises(ConfigError, match="context_length = 1024"):
+        load_config(file, ["rollout.max_new_tokens=1024"])

@@ -27,7 +27,7 @@ def test_it_loads_strictly_without_model_or_data(name):
     config = load_config(RECIPES[name])
     assert not Path(config.model.path).exists()
     assert config.algorithm.mini_batches_per_step == 16, "section 4.1"
-    assert config.model.context_length == config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    assert config.longest_prompt == 2048
     assert config.data.deduplicate
 
 

@@ -183,7 +183,7 @@ def base_of(checkpoint: Path) -> Path:
             return Path(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise ConfigError(f"{run_config}: says no model.path ({error!r}); give --base") from None
-    raise ConfigError(f"{checkpoint}: give --base, the model.path of the run (config and tokenizer are not in here)")
+    raise ConfigError(f"{checkpoint}: no checkpoints/step_N of a run; name one, or give --base, its model.path")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError, PositiveFloat, PositiveInt
+from megatron_dapo.data.hub import model_hint
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,7 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
             fields = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
-            raise ConfigError(f"{file}: {reason}; give the folder of a model in Hugging Face format") from None
+            raise ConfigError(f"{file}: {reason}; {model_hint(folder)}") from None
         if not isinstance(fields, dict):
             raise ConfigError(f"{file}: no object but {type(fields).__name__}; fetch the model's own again")
         return cls.of(fields, shown=str(file))

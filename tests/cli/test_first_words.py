@@ -1,0 +1,41 @@
+"""What a newcomer types first: the version, a wrong path, keys with dashes."""
+
+import sys
+
+import pytest
+
+from megatron_dapo.cli.main import main
+from reward.registry import load
+from reward.verdict import VerifierError
+from tests.processes import ROOT
+
+QUICKSTART = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
+
+
+def typed(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["megatron-dapo", *words])
+    main()
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    typed(monkeypatch, "--version")
+    assert capsys.readouterr().out.startswith("megatron-dapo 0.")
+
+
+def test_keys_may_be_written_with_dashes(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        typed(monkeypatch, "check", QUICKSTART, "--run.dir=elsewhere", "--actor.layout.tensor=1")
+    assert ended.value.code == 0
+    assert "dir: elsewhere" in capsys.readouterr().out
+
+
+def test_a_run_that_is_not_there_is_no_config_that_is_not_there(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        typed(monkeypatch, "eval", "runs/nope")
+    assert ended.value.code == 2
+    assert "runs/nope: is not there; give a config file, or the directory of a run" in capsys.readouterr().err
+
+
+def test_a_verifier_in_another_folder_is_told_of_pythonpath():
+    with pytest.raises(VerifierError, match="No module named 'nowhere'; set PYTHONPATH to the folder of the module"):
+        load("nowhere:judge")
