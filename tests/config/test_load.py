@@ -240,6 +240,11 @@ def test_a_preset_lies_below_the_configs_own_keys_and_overrides(file):
         load_config(file("preset: scalrl\n"))
 
 
+def test_scalerl_takes_its_ratio_to_the_engine(file):
+    algorithm = load_config(file("preset: scalerl\n")).algorithm
+    assert (algorithm.policy_loss, algorithm.importance.upper, algorithm.importance_mode) == ("reinforce", 5.0, "none")
+
+
 def test_check_says_where_each_value_comes_from(file, tmp_path):
     path = file("preset: gspo\nalgorithm: {clip: {high: 5.0e-4}}\n")
     text = dump_config(*load_with_sources(path, ["algorithm.group_size=8", "rollout.extra_args=[--log-level, b]"]))
