@@ -39,7 +39,7 @@ def status_command(folder: Path) -> None:
     _print(screen, "last error", _error(beat))
     for note in run.notes:
         _print(screen, "note", [note])
-    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
+    alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:

@@ -31,7 +31,7 @@ from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.monitor.health import HealthMonitor
+from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
@@ -115,6 +115,7 @@ async def start_run(run: RunBase) -> RunContext:
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
     bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
+    bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
     sampling = SamplingParams(
         max_new_tokens=config.rollout.max_new_tokens,

@@ -342,16 +342,17 @@ class DynamicSampler:
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:
             return
-        found = (
-            f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts "
-            f"(algorithm.dynamic_sampling.max_oversampling = {self._config.dynamic_sampling.max_oversampling:g})"
-        )
+        sampling = self._config.dynamic_sampling
+        refill = sampling.filter == "refill"
+        key = f"max_oversampling = {sampling.max_oversampling:g}" if refill else f"filter = {sampling.filter}"
+        found = f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts"
+        found += f" (algorithm.dynamic_sampling.{key})"
         if not batch.kept:
             raise OversamplingLimit(
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )
-        if self._config.dynamic_sampling.filter == "refill" and self._config.dynamic_sampling.on_limit == "stop":
+        if refill and sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 
 

@@ -1,5 +1,6 @@
 """Metrics of what dynamic sampling saw, and the alarms that a step's metrics raise."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
-from megatron_dapo.coordinator.step_metrics import _sampling_metrics, repeated_share
+from megatron_dapo.coordinator.step_metrics import _response_metrics, _sampling_metrics, repeated_share
 from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.writer import MetricsWriter
@@ -48,6 +49,17 @@ def test_the_bias_ledger_sets_what_is_trained_on_against_all_that_was_written():
     assert metrics["bias/generated_length"] == (30 + 10 + 4 + 100) / 4
     assert metrics["bias/accepted_accuracy"] == (2 + 1) / (2 * GROUP)
     assert metrics["bias/generated_accuracy"] == (2 + 1 + GROUP + 0) / (4 * GROUP)
+
+
+def test_where_groups_were_given_up_the_decided_ones_stand_for_the_policy():
+    """Of those given up the short ones were finished: with them, responses would look shorter than they are."""
+    kept, filtered, surplus = group(1, 2, 30), group(0, 0, 100), group(2, 2, 1)
+    seen = replace(admission([kept], [filtered]), generated=(filtered, kept, surplus))
+    assert seen.judged == (filtered, kept, surplus)
+    seen = replace(seen, discarded=2)
+    assert seen.judged == (filtered, kept)
+    assert _response_metrics(seen.judged)["response_length/mean"] == 65
+    assert _sampling_metrics(seen, wanted=4)["sampling/batch_share"] == 1 / 4
 
 
 def test_tokens_are_told_by_what_became_of_them():
