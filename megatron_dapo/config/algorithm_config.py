@@ -95,7 +95,7 @@ class ImportanceConfig:
     correct by itself (`reinforce`), else `none`."""
 
     level: Literal["token", "sequence"] = "token"
-    """Whether w is a token's or a whole response's (product over its tokens)."""
+    """Whether w is a token's or a whole response's (product over its tokens), which suits `gspo` and `gmpo`."""
 
     upper: PositiveFloat = 2.0
     """Upper bound of w."""

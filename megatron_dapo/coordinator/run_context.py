@@ -92,7 +92,8 @@ async def start_run(run: RunBase) -> RunContext:
     config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
     objective_of(config.algorithm)  # a loss of one's own may be missing: said before a server starts
     if config.run.resume:
-        check_resume(config, inputs, run_dir)
+        for change in check_resume(config, inputs, run_dir):
+            run.console.note(change)
     progress = await first_progress(config, run_dir)
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
