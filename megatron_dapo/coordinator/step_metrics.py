@@ -37,8 +37,8 @@ BACKTRACKING = re.compile(
 REPEATED_TOKENS = 16
 """A response repeats itself where so many tokens in a row stood in it before."""
 
-REPETITION_GROUPS = 64
-"""So many groups, the first in prompt order, are looked at: a response of 20 000 tokens takes about 10 ms."""
+REPETITION_TOKENS = 1_000_000
+"""Repetition is looked for in a response a group, until it was in so many tokens: that takes about half a second."""
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 """Useful groups by their share of right responses, in percent; the upper end belongs to the next."""
@@ -152,7 +152,6 @@ def _mismatch_metrics(gap: Gap) -> dict[str, float]:
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     responses = [response for group in groups for response in group.responses]
-    watched = groups[:REPETITION_GROUPS]
     lengths = np.array([_length(response) for response in responses])
     log_probs = np.concatenate([response.generation.log_probs for response in responses])
     errors = sum(response.verdict.error is not None for response in responses)
@@ -169,7 +168,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
         **disagreement,
-        "repetition": float(np.mean([repeated_share(group.responses[0].generation.token_ids) for group in watched])),
+        "repetition": _repetition(groups),
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
         **reflection_metrics([response.text for response in responses], [response.accuracy for response in responses]),
     }
@@ -222,6 +221,12 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
     own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
     return metrics | own
+
+
+def _repetition(groups: Sequence[ScoredGroup]) -> float:
+    first = [group.responses[0].generation.token_ids for group in groups]
+    before = np.cumsum([0, *map(len, first[:-1])])
+    return float(np.mean([repeated_share(ids) for ids in first[: int((before < REPETITION_TOKENS).sum())]]))
 
 
 def repeated_share(token_ids: np.ndarray) -> float:

@@ -96,6 +96,13 @@ def test_repeated_runs_are_counted_as_loops_count_them():
     assert repeated_share(twice.astype(np.int32)) > 0.5
 
 
+def test_repetition_is_looked_for_in_so_many_tokens(monkeypatch):
+    groups = [group(0, 2, 40), group(1, 2, 40), group(2, 2, 15)]  # of equal tokens; the last is too short to repeat any
+    assert _response_metrics(groups)["repetition"] == pytest.approx(2 / 3 * 24 / 25)
+    monkeypatch.setattr(step_metrics, "REPETITION_TOKENS", 80)
+    assert _response_metrics(groups)["repetition"] == pytest.approx(24 / 25)
+
+
 def test_useful_groups_are_counted_by_their_share_of_right_responses():
     seen = admission([group(0, 1, 5), group(1, 2, 5), group(2, 2, 5), group(3, 3, 5)], [group(4, 0, 5)])
     metrics = _sampling_metrics(seen, wanted=4)
