@@ -17,7 +17,7 @@ from megatron_dapo.config.config_diff import (
     described,
     differences,
     flatten_config,
-    shown,
+    shown_of,
     stated,
 )
 from megatron_dapo.config.load import PRESETS
@@ -38,6 +38,7 @@ def diff(
     preset = other if other in PRESETS else PAPER
     first, known = flatten_config(load_config(one)), stated(preset)
     second = None if other in PRESETS else flatten_config(load_config(other))
+    stated_values = {key: each.value for key, each in known.items()}
     table = Table(box=SIMPLE_HEAD)
     for head in ("key", one, preset, "stated in") if second is None else ("key", one, other, "paper"):
         table.add_column(Text(head), overflow="fold")
@@ -45,9 +46,9 @@ def diff(
     leaving = [each.stated.key for each in departures(first, preset) if each.stated.key not in differing]
     for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
         for key in keys:
-            there = shown(known[key].value) if key in known else "not stated"
-            cells = (there, known[key].where) if second is None else (shown(second.get(key)), there)
-            table.add_row(*map(Text, (key, shown(first.get(key)), *cells)))
+            there = shown_of(stated_values, key) if key in known else "not stated"
+            cells = (there, known[key].where) if second is None else (shown_of(second, key), there)
+            table.add_row(*map(Text, (key, shown_of(first, key), *cells)))
         table.add_section()
     named = "the paper" if preset == PAPER else preset
     if table.row_count:

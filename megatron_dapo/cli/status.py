@@ -39,7 +39,7 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
-    alarms = HealthMonitor(run.lines, **run.mismatch_bounds).alarms
+    alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
     if clear:  # everything is read: what follows is there at once
         screen.clear()
     _print(screen, "run", [str(folder.resolve())])

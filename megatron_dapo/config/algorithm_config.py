@@ -95,7 +95,7 @@ class ImportanceConfig:
     correct by itself (`reinforce`), else `none`."""
 
     level: Literal["token", "sequence"] = "token"
-    """Whether w is a token's or a whole response's (product over its tokens)."""
+    """Whether w is a token's or a response's (product over its tokens; suits `gspo`, `gmpo`)."""
 
     upper: PositiveFloat = 2.0
     """Upper bound of w."""
@@ -108,8 +108,7 @@ class ImportanceConfig:
 class DynamicSamplingConfig:
     filter: Literal["refill", "drop", "off"] = "refill"
     """`refill`: keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full. `drop`:
-    leave the other groups out and train on fewer (ScaleRL). `off`: train on all. Its old name is `enabled`: true or
-    false."""
+    leave the other groups out and train on fewer (ScaleRL). `off`: train on all. Its old name is `enabled`."""
 
     max_oversampling: float = Field(default=10.0, ge=1.0)
     """At most this many times `prompts_per_step` prompts are decided for one batch."""

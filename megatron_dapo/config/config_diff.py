@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.load import PRESETS, flatten, read_yaml
 from megatron_dapo.config.root import Config
 
@@ -104,12 +105,20 @@ def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
     meant = dict(flat)
     if meant.get("algorithm.importance.mode") == "auto":
         stale = meant.get("algorithm.dynamic_sampling.max_staleness")
-        meant["algorithm.importance.mode"] = "truncated" if stale else "none"
+        entry = LOSSES.get(str(meant.get("algorithm.policy_loss")))
+        corrects = entry is not None and entry.needs_rollout_log_probs
+        meant["algorithm.importance.mode"] = "truncated" if stale and not corrects else "none"
     if meant.get("run.mode") == "colocated":
         meant["run.mode"] = "sync"
     if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):
         meant.setdefault("algorithm.dynamic_sampling.filter", "refill" if enabled else "off")
     return meant
+
+
+def shown_of(flat: Mapping[str, Any], key: str) -> str:
+    """A key's value as `shown`; of `auto` also what it stands for here, as in `auto (truncated)`."""
+    value, meant = flat.get(key), _meant(flat).get(key)
+    return f"{shown(value)} ({shown(meant)})" if value == "auto" != meant else shown(value)
 
 
 def shown(value: Any) -> str:

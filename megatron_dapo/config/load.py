@@ -68,7 +68,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         _override(tree, lines, override)
-    _old_names(tree)
+    _old_names(tree, lines)
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
@@ -110,14 +110,19 @@ def _values(node: yaml.MappingNode, above: tuple[str, ...]) -> Iterator[tuple[tu
             yield where, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
 
 
-def _old_names(tree: dict[str, Any]) -> None:
+def _old_names(tree: dict[str, Any], lines: Lines) -> None:
     """Runs that began before `filter` have stored `enabled`. And YAML takes `off` without quotes for false."""
     algorithm = tree.get("algorithm")
     sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
     if not isinstance(sampling, dict):
         return
     if isinstance(sampling.get("enabled"), bool):
-        sampling.setdefault("filter", "refill" if sampling.pop("enabled") else "off")
+        section = ("algorithm", "dynamic_sampling")
+        old, new = (*section, "enabled"), (*section, "filter")
+        if "filter" in sampling:
+            raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
+        sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
+        lines[new] = lines.pop(old, _place(section, lines))
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
 
@@ -127,7 +132,7 @@ def _apply_preset(tree: dict[str, Any], lines: Lines) -> None:
     name = tree.pop("preset", None)
     if name is None:
         return
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         near = get_close_matches(str(name), PRESETS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"valid: {', '.join(PRESETS)}"
         raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; {hint}")

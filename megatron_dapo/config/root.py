@@ -71,11 +71,17 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         for name in sorted(algorithm.loss_options.keys() - entry.options):
             valid = ", ".join(entry.options) or "none"
             yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
+        for name, value in algorithm.loss_options.items():
+            if value <= 0:
+                yield f"algorithm.loss_options.{name} = {value:g}: must be above 0"
         if entry.needs_rollout_log_probs and algorithm.importance_mode != "none":
             yield (
                 f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
                 "corrects for the engine by itself; set it to none"
             )
+    sampling = algorithm.dynamic_sampling
+    if sampling.retire_for is not None and sampling.retire_at is None:
+        yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
     importance = algorithm.importance
     if importance.mode == "masked" and importance.lower >= importance.upper:
         yield f"algorithm.importance.lower = {importance.lower:g}: must be below upper = {importance.upper:g}"

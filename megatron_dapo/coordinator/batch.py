@@ -11,6 +11,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 
 import asyncio
 import importlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -59,7 +60,7 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
     """What an optimizer step minimises.
 
     Raises:
-        ConfigError: `policy_loss` names no class that can be called with `loss_options`.
+        ConfigError: `policy_loss` names no class that can be called with `loss_options`, or that gives no PolicyLoss.
     """
     return PolicyObjective(
         loss=_policy_loss(algorithm),
@@ -78,10 +79,20 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
         options[field] = getattr(getattr(algorithm, section), field)
     module, _, item = (entry.path if entry else name).partition(":")
     try:
-        loss: PolicyLoss = getattr(importlib.import_module(module), item)(**options)
-    except (ImportError, AttributeError, TypeError) as error:
+        loss: object = getattr(importlib.import_module(module), item)(**options)
+        if not (isinstance(loss, PolicyLoss) and _takes_columns(loss)):
+            raise TypeError("it gives no PolicyLoss, which has stat_names and __call__(log_probs, columns)")
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
     return loss
+
+
+def _takes_columns(loss: PolicyLoss) -> bool:
+    try:
+        inspect.signature(loss).bind("log_probs", "columns")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:

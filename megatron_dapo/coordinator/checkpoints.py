@@ -52,6 +52,7 @@ def save_progress(progress: Progress, folder: Path) -> None:
     sampler = progress.sampler
     extra = {name: getattr(progress, name) for name in COUNTERS}
     extra |= {"cursor": sampler.cursor, "pass_rate": asdict(sampler.pass_rate), "sent_with": sampler.sent_with}
+    extra |= {"next": sampler.next, "passed_over": sampler.passed_over}
     extra["history"] = [[prompt, step, rates] for prompt, (step, rates) in sampler.history.items()]
     save_groups(folder, "progress", sampler.carried, extra)
 
@@ -68,6 +69,8 @@ def load_progress(folder: Path) -> Progress:
             cursor=extra["cursor"],
             pass_rate=PassRate(**extra["pass_rate"]),
             carried=carried,
+            next=extra.get("next"),
+            passed_over=tuple(extra.get("passed_over", ())),
             sent_with=tuple(extra.get("sent_with", ())),
             history={prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())},
         )

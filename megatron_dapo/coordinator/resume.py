@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import Config, load_config
+from megatron_dapo.config.config_diff import differences, flatten_config, shown
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import read_ledger
@@ -29,8 +30,9 @@ BEFORE = "heldout_before.json"
 """File of the accuracy before training."""
 
 
-def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
-    """Compare with the config and the prompts that the run was begun with.
+def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
+    """Compare with the config and the prompts that the run was begun with. Returns, for each other key of `algorithm`
+    that changes, a line with both values: a file that leaves it out may mean the default of an older version.
 
     Raises:
         RunDirError: one of them differs, and is named with both values; or a file of the run is damaged.
@@ -38,7 +40,7 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
     """
     stored, trained = run_dir.path / "config.yaml", run_dir.latest_checkpoint() is not None
     if not trained and not (stored.exists() and (run_dir.path / "manifest.json").exists()):
-        return  # it ended before anything was trained
+        return []  # it ended before anything was trained
     data = run_dir.read_json("manifest.json", "data")["data"]
     before = load_config(stored)
     for key in (*KEPT, *(MEASURED if trained else ())):
@@ -63,6 +65,11 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> None:
         read_metrics(run_dir.path)
         if run_dir.ledger.exists():
             read_ledger(run_dir.ledger)
+    return [
+        f"{each.key} = {shown(each.other)} from here on; the run in {run_dir.path} had {shown(each.one)}"
+        for each in differences(flatten_config(before), flatten_config(config))
+        if each.key.startswith("algorithm.")
+    ]
 
 
 def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.monitor.console import Console, Count
-from megatron_dapo.monitor.health import HealthMonitor
+from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
@@ -88,7 +88,8 @@ async def start_run(run: RunBase) -> RunContext:
     config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
     objective_of(config.algorithm)  # a loss of one's own may be missing: said before a server starts
     if config.run.resume:
-        check_resume(config, inputs, run_dir)
+        for change in check_resume(config, inputs, run_dir):
+            run.console.note(change)
     progress = await first_progress(config, run_dir)
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
@@ -111,6 +112,7 @@ async def start_run(run: RunBase) -> RunContext:
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
     bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
+    bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
     sampling = SamplingParams(
         max_new_tokens=config.rollout.max_new_tokens,

@@ -57,11 +57,15 @@ class SamplerState:
     cursor: int
     pass_rate: PassRate
     carried: tuple[ScoredGroup, ...]
-    """Finished groups of positions from cursor on, in order. Positions missing in between were in flight: a resumed run
-    sends them again."""
+    """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
+    over were in flight: a resumed run sends them again."""
     sent_with: tuple[int, ...] = ()
     """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
     token's counts."""
+    next: int | None = None
+    """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
+    passed_over: tuple[int, ...] = ()
+    """Positions from cursor on that were passed over."""
     history: Mapping[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
     """Prompt -> the step of its last group, and the shares of right responses of its last ones; with `retire_at`."""
 
@@ -98,6 +102,10 @@ class DynamicSampler:
         self._retired: frozenset[int] = frozenset()
         """Prompts that are not sent in this step."""
         self._passed_over = 0
+        self._skipped = set(state.passed_over)
+        """Positions passed over that the next snapshot may hold."""
+        self._resumed_next = state.next or max((group.position for group in state.carried), default=-1) + 1
+        """`next` of the state until `fill` has taken it up, then 0."""
         versions = state.sent_with or [group.weight_version for group in state.carried]
         self._restored = {
             group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
@@ -122,8 +130,12 @@ class DynamicSampler:
         carried = [*self._restored.values(), *finished]
         for group, _ in carried:
             self._record(Event.CARRIED, group, rollout_step)
+        cursor = self._flight[0].position if self._flight else self._next
+        self._skipped = {position for position in self._skipped if position >= cursor}
         return SamplerState(
-            cursor=self._flight[0].position if self._flight else self._next,
+            cursor=cursor,
+            next=max(self._next, self._resumed_next),
+            passed_over=tuple(sorted(self._skipped)),
             history=dict(self._history),
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
@@ -169,6 +181,7 @@ class DynamicSampler:
                 discarded_tokens = await self._expire(range(discarded), rollout_step)
                 self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
+                self._skipped = {position for position in self._skipped if position < self._next}
             elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
@@ -212,14 +225,15 @@ class DynamicSampler:
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
         too old. Returns how many groups that were, and the tokens of the finished ones."""
-        last = max(self._restored, default=-1)
-        while self._next <= last:
-            if self._next in self._restored:
-                group, version = self._restored.pop(self._next)
-                self._flight.append(_Sent(position=self._next, version=version, group=_already(group)))
-                self._next += 1
-            else:
-                self._send_next(rollout_step, weight_version)
+        end, self._resumed_next = max(self._next, self._resumed_next), 0
+        restored, self._restored = self._restored, {}
+        for position in range(self._next, end):
+            if position in restored:
+                group, version = restored[position]
+                self._flight.append(_Sent(position=position, version=version, group=_already(group)))
+            elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
+                self._flight.append(self._send(position, rollout_step, weight_version))
+        self._next = end
         limit = self._config.dynamic_sampling.max_staleness
         too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
         tokens = await self._expire(too_old, rollout_step)
@@ -261,6 +275,7 @@ class DynamicSampler:
         """Send the next position, or pass it over if its prompt is retired."""
         if self._retired and self._prompt_at(self._next) in self._retired:
             self._passed_over += 1
+            self._skipped.add(self._next)
             self._ledger.record(
                 Event.RETIRED, prompt=self._next, rollout_step=rollout_step, weight_version=weight_version
             )
@@ -290,7 +305,9 @@ class DynamicSampler:
         try:
             group = await self._generate(position, weight_version)
         except Exception as error:
-            if self._failure is not None and not self._failure.done():
+            task = asyncio.current_task()
+            given_up = task is not None and task.cancelling() > 0
+            if not given_up and self._failure is not None and not self._failure.done():
                 self._failure.set_exception(error)
             raise
         self._generated.append(group)
@@ -325,16 +342,17 @@ class DynamicSampler:
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:
             return
-        found = (
-            f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts "
-            f"(algorithm.dynamic_sampling.max_oversampling = {self._config.dynamic_sampling.max_oversampling:g})"
-        )
+        sampling = self._config.dynamic_sampling
+        refill = sampling.filter == "refill"
+        key = f"max_oversampling = {sampling.max_oversampling:g}" if refill else f"filter = {sampling.filter}"
+        found = f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts"
+        found += f" (algorithm.dynamic_sampling.{key})"
         if not batch.kept:
             raise OversamplingLimit(
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )
-        if self._config.dynamic_sampling.filter == "refill" and self._config.dynamic_sampling.on_limit == "stop":
+        if refill and sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 
 

@@ -37,6 +37,9 @@ BACKTRACKING = re.compile(
 REPEATED_TOKENS = 16
 """A response repeats itself where so many tokens in a row stood in it before."""
 
+REPETITION_TOKENS = 1_000_000
+"""Repetition is looked for in a response a group, until it was in so many tokens: that takes about half a second."""
+
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 """Useful groups by their share of right responses, in percent; the upper end belongs to the next."""
 
@@ -84,7 +87,7 @@ def step_metrics(
         "weight_sync/by_disk": sync.by_disk,
         "tokens_per_second/train": int(trained) / max(seconds["update"], 1e-9),
     }
-    metrics |= _response_metrics(admission.generated or admission.kept)
+    metrics |= _response_metrics(admission.judged)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= update_metrics(updates)
     if correction is not None:
@@ -103,8 +106,7 @@ def write_records(context: RunContext, metrics: Mapping[str, float | int], admis
     for alarm in context.health.add(context.writer.write(metrics)):
         context.console.note(f"alarm: {alarm}")
     samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
-    groups = admission.generated or admission.kept
-    write_samples(int(metrics["rollout_step"]), groups, context.inputs.prompts.prompts, samples, count)
+    write_samples(int(metrics["rollout_step"]), admission.judged, context.inputs.prompts.prompts, samples, count)
 
 
 def write_samples(
@@ -166,23 +168,21 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         "verdict_errors": errors,
         "verdict_error_fraction": errors / len(responses),
         **disagreement,
-        "repetition": float(np.mean([repeated_share(group.responses[0].generation.token_ids) for group in groups])),
+        "repetition": _repetition(groups),
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
         **reflection_metrics([response.text for response in responses], [response.accuracy for response in responses]),
     }
 
 
 def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | int]:
-    decided, generated = (*admission.kept, *admission.filtered), admission.generated or admission.kept
+    decided = (*admission.kept, *admission.filtered)
     shares = [group.correct / len(group.responses) for group in decided]
     by_share = np.histogram([share for share in shares if 0 < share < 1], bins=np.linspace(0, 1, 5))[0]
-    if admission.discarded:  # whose short groups were finished, and whose long ones were not
-        generated = decided
     useful = sum(keep_group(group.correct, len(group.responses)) for group in decided)
     return {
         "sampling/generated": len(admission.generated),
         "sampling/kept": useful,
-        "sampling/batch_share": len(admission.kept) / wanted if admission.limit_reached else 1.0,
+        "sampling/batch_share": len(admission.kept) / wanted,
         **{f"sampling/useful_{name}": int(count) for name, count in zip(QUARTERS, by_share, strict=True)},
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
         "sampling/all_wrong": sum(group.correct == 0 for group in decided),
@@ -201,9 +201,9 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "tokens/expired": admission.expired_tokens,
         "tokens/discarded": admission.discarded_tokens,
         "bias/accepted_length": _mean(admission.kept, _length),
-        "bias/generated_length": _mean(generated, _length),
+        "bias/generated_length": _mean(admission.judged, _length),
         "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
-        "bias/generated_accuracy": _mean(generated, _accuracy),
+        "bias/generated_accuracy": _mean(admission.judged, _accuracy),
     }
 
 
@@ -221,6 +221,12 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
     own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
     return metrics | own
+
+
+def _repetition(groups: Sequence[ScoredGroup]) -> float:
+    first = [group.responses[0].generation.token_ids for group in groups]
+    before = np.cumsum([0, *map(len, first[:-1])])
+    return float(np.mean([repeated_share(ids) for ids in first[: int((before < REPETITION_TOKENS).sum())]]))
 
 
 def repeated_share(token_ids: np.ndarray) -> float:

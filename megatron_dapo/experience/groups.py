@@ -89,3 +89,10 @@ class Admission:
     predicted_groups: int
     """Prompts that this batch was expected to need when it was begun."""
     limit_reached: bool
+
+    @property
+    def judged(self) -> tuple[ScoredGroup, ...]:
+        """What stands for the policy's responses in this step, in prompt order: all that was finished. Where groups
+        were given up, all that was decided: of the former the short ones were finished, and the long ones not."""
+        decided = sorted((*self.kept, *self.filtered), key=lambda group: group.position)
+        return tuple(decided) if self.discarded else self.generated or self.kept

@@ -39,6 +39,8 @@ STANDSTILL = 0.02
 """Accuracy that gained no more than this stands still."""
 SOLVED = 0.95
 """Accuracy from which low entropy and all-right groups are success."""
+SMALL_BATCH = {"drop": 0.25}
+"""`algorithm.dynamic_sampling.filter` -> the share of the wanted groups below which a batch is small; others: 1."""
 
 
 class HealthMonitor:
@@ -48,12 +50,19 @@ class HealthMonitor:
     """
 
     def __init__(
-        self, history: Iterable[Line] = (), /, *, mismatch_warn: float = 0.05, mismatch_stop: float = 1.0
+        self,
+        history: Iterable[Line] = (),
+        /,
+        *,
+        mismatch_warn: float = 0.05,
+        mismatch_stop: float = 1.0,
+        small_batch: float = 1.0,
     ) -> None:
-        """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already. The others are
-        those of the config's `monitor`, in nats."""
+        """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already. `mismatch_*`:
+        the config's `monitor`, in nats. `small_batch`: see SMALL_BATCH."""
         self.lines = list(history)
         self.mismatch_warn, self.mismatch_stop = mismatch_warn, mismatch_stop
+        self.small_batch = small_batch
         self.alarms = self._check()
         """All that hold at the newest step."""
 
@@ -219,10 +228,13 @@ def no_signal(run: HealthMonitor) -> str | None:
     return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < 0.1 else None
 
 
-@_rule("A few groups get a full optimizer step (Algorithm 1 goes on sampling).", "algorithm.dynamic_sampling.on_limit")
+@_rule(
+    "A few groups get a full optimizer step (Algorithm 1 goes on sampling).",
+    "algorithm.dynamic_sampling.on_limit or algorithm.dynamic_sampling.filter",
+)
 def small_batch(run: HealthMonitor) -> str | None:
     share = run.now("sampling/batch_share")
-    return f"only {share:.0%} of the wanted groups were trained on" if share < 1 else None
+    return f"only {share:.0%} of the wanted groups were trained on" if share < run.small_batch else None
 
 
 def _points(change: float) -> str:

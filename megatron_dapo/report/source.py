@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron_dapo.monitor.health import SMALL_BATCH
 from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate, by_way
 from megatron_dapo.monitor.writer import FILE, read_metrics
 from megatron_dapo.storage.run_dir import misshapen
@@ -88,9 +89,10 @@ class Run:
         self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
     @property
-    def mismatch_bounds(self) -> dict[str, float]:
-        """`mismatch_warn` and `mismatch_stop`, where its config sets them."""
+    def alarm_bounds(self) -> dict[str, float]:
+        """Arguments of HealthMonitor that its config decides, where the file has them."""
         asked = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
+        asked["small_batch"] = SMALL_BATCH.get(str(self.setting("algorithm.dynamic_sampling.filter")), 1.0)
         return {name: value for name, value in asked.items() if isinstance(value, int | float)}
 
     def total(self, name: str) -> float:

@@ -1,5 +1,6 @@
 """Differences between configs and from the paper."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_taking_turns_on_one_gpu_and_auto_are_the_papers_too(write):
     one = write("one.yaml", "algorithm: {importance: {mode: none}}\n")
     flat = flatten_config(load_config(one)) | {"run.mode": "colocated"}
     assert departures(flat) == []
+
+
+def test_auto_is_shown_with_what_it_stands_for(write, capsys):
+    """It depends on staleness and on whether the loss corrects by itself."""
+    carrying = "algorithm:\n  dynamic_sampling: {max_staleness: 1}\n"
+    diff(write("a.yaml", carrying), "paper")
+    assert re.search(r"importance\.mode +auto \(truncated\) +auto \(none\) ", capsys.readouterr().out)
+    diff(write("b.yaml", carrying + "  policy_loss: reinforce\n"), "paper")
+    assert "importance.mode" not in capsys.readouterr().out
 
 
 def test_a_departure_names_both_values(write):

@@ -240,6 +240,11 @@ def test_a_preset_lies_below_the_configs_own_keys_and_overrides(file):
         load_config(file("preset: scalrl\n"))
 
 
+def test_scalerl_takes_its_ratio_to_the_engine(file):
+    algorithm = load_config(file("preset: scalerl\n")).algorithm
+    assert (algorithm.policy_loss, algorithm.importance.upper, algorithm.importance_mode) == ("reinforce", 5.0, "none")
+
+
 def test_check_says_where_each_value_comes_from(file, tmp_path):
     path = file("preset: gspo\nalgorithm: {clip: {high: 5.0e-4}}\n")
     text = dump_config(*load_with_sources(path, ["algorithm.group_size=8", "rollout.extra_args=[--log-level, b]"]))
@@ -260,9 +265,20 @@ def test_the_config_of_an_old_run_is_read(file, old, new):
     assert load_config(file(), ["algorithm.dynamic_sampling.filter=off"]).algorithm.dynamic_sampling.filter == "off"
 
 
+def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
+    path = file("algorithm: {dynamic_sampling: {enabled: false}}\n")
+    assert f"filter: 'off'  # {path}:5\n" in dump_config(*load_with_sources(path))
+    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm.dynamic_sampling.enabled is filter's old name"):
+        load_config(path, ["algorithm.dynamic_sampling.filter=drop"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
+        (["algorithm.policy_loss=sapo", "algorithm.loss_options={positive: 0.0}"], "positive = 0: must be above 0"),
+        (["algorithm.policy_loss=sapo", "algorithm.loss_options={negative: -1.0}"], "negative = -1: must be above 0"),
+        (["algorithm.dynamic_sampling.retire_for=3"], "retire_for = 3: no prompt is retired; set retire_at too"),
+        (["preset=[gspo]"], "preset = ['gspo']: no such preset"),
         (["algorithm.policy_loss=cipso"], "did you mean cispo?"),
         (["algorithm.policy_loss=gspo", "algorithm.clip.dual=10.0"], "policy_loss gspo has none"),
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={tau: 1.0}"], "valid: positive, negative"),

@@ -202,6 +202,34 @@ def test_the_objective_is_the_configs(config):
         objective_of(chosen.algorithm)
 
 
+LOSSES_OF_ONES_OWN = """
+class NoStats:
+    def __call__(self, log_probs, columns): ...
+class NotCallable:
+    stat_names = ()
+class NoColumns(NotCallable):
+    def __call__(self, log_probs): ...
+class Refuses:
+    def __init__(self): raise ValueError("high must exceed low")
+"""
+
+
+def test_what_is_no_policy_loss_is_refused_before_anything_starts(config, tmp_path, monkeypatch):
+    (tmp_path / "losses_of_ones_own.py").write_text(LOSSES_OF_ONES_OWN)
+    (tmp_path / "loss_with_a_typo.py").write_text("def (:")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, fault in {
+        "losses_of_ones_own:NoStats": "gives no PolicyLoss",
+        "losses_of_ones_own:NotCallable": "gives no PolicyLoss",
+        "losses_of_ones_own:NoColumns": "gives no PolicyLoss",
+        "losses_of_ones_own:Refuses": "high must exceed low",
+        "loss_with_a_typo:Loss": "invalid syntax",
+        "math:pi": "not callable",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"policy_loss = {name} .*{fault}"):
+            objective_of(config(f"algorithm.policy_loss={name}").algorithm)
+
+
 def test_carrying_comes_with_its_correction(config):
     groups = make_groups()
     for overrides, corrected in (((), False), (("algorithm.dynamic_sampling.max_staleness=1",), True)):

@@ -4,6 +4,7 @@ Time is counted in rounds of the event loop."""
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,14 +50,14 @@ class Servers:
         return group(position, correct, length, min(versions))
 
 
-def sampler_of(servers, ledger, state=START, **dynamic):
+def sampler_of(servers, ledger, state=START, prompt_at=lambda position: position, **dynamic):
     config = AlgorithmConfig(
         prompts_per_step=PROMPTS,
         group_size=GROUP,
         mini_batch_responses=GROUP,
         dynamic_sampling=DynamicSamplingConfig(**dynamic),
     )
-    return DynamicSampler(config, servers, ledger, state)
+    return DynamicSampler(config, servers, ledger, state, prompt_at)
 
 
 async def train(sampler, servers, ledger, count, *, ahead=PROMPTS, first=1, last=None, busy=30):
@@ -240,3 +241,68 @@ def test_after_a_resume_a_group_is_as_old_as_its_dispatch_not_as_its_tokens(tmp_
     expired, again = ran(first((), "b.jsonl"))
     assert expired == 0, "a checkpoint of before says only how old the tokens are"
     assert len(again.sent_with) == len(again.carried)
+
+
+CARRYING = {"max_staleness": 1, "caution": 0.0, "margin": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "dynamic"),
+    [
+        (0, {"max_staleness": 0, "retire_for": 3}),
+        (0, CARRYING),
+        (0, CARRYING | {"retire_for": 3}),
+        (PROMPTS, {"max_staleness": 2}),
+        (PROMPTS, {"max_staleness": 2, "retire_for": 2}),
+        (PROMPTS, {"max_staleness": 2, "retire_for": 3, "filter": "drop"}),
+    ],
+)
+def test_a_resume_sends_and_passes_over_what_the_run_did(tmp_path, ahead, dynamic):
+    """Prompts that are retired after some of their positions were sent, and come back after some were passed over."""
+    steps, prompts = 12, 40
+
+    def prompt_at(position):
+        epoch, place = divmod(position, prompts)
+        return random.Random(epoch).sample(range(prompts), prompts)[place]
+
+    async def servers(position, version):
+        rng = random.Random(f"{position}")
+        length = int(min(400, rng.lognormvariate(3, 1)) + 1)
+        await asyncio.sleep(length)
+        return replace(group(position, rng.choice([0, 2, 2, 4, 4]), length, version), prompt_index=prompt_at(position))
+
+    async def batches(cut=None):
+        ledger = Ledger(tmp_path / f"{cut}.jsonl")
+        sampler, decided = sampler_of(servers, ledger, prompt_at=prompt_at, retire_at=0.9, **dynamic), []
+        for step in range(1, steps + 1):
+            batch = await sampler.fill(step, step - 1, ahead=ahead if step < steps else 0)
+            decided.append([[each.position for each in groups] for groups in (batch.kept, batch.filtered)])
+            state = sampler.snapshot(step)
+            if step == cut:
+                await sampler.close()
+                before = sampler_of(servers, ledger, state, prompt_at, retire_at=0.9, **dynamic)
+                sampler = sampler_of(servers, ledger, before.snapshot(step), prompt_at, retire_at=0.9, **dynamic)
+        await sampler.close()
+        ledger.close()
+        return decided
+
+    whole = ran(batches())
+    for cut in range(1, steps):
+        assert ran(batches(cut)) == whole, f"resumed after step {cut}"
+
+
+def test_an_error_of_what_is_given_up_is_nobodys_failure(tmp_path):
+    async def breaks(position, version):
+        try:
+            await asyncio.sleep(1 if position < PROMPTS or version else 1000)
+        except asyncio.CancelledError:
+            raise RuntimeError("broke while it was given up") from None
+        return group(position, 2, 3, version)
+
+    async def run():
+        sampler = sampler_of(breaks, Ledger(tmp_path / "ledger.jsonl"), caution=0.0)
+        return [await sampler.fill(step, step - 1) for step in (1, 2)]
+
+    first, second = ran(run())
+    assert first.discarded > 0
+    assert [each.position for each in second.kept] == list(range(PROMPTS, 2 * PROMPTS))

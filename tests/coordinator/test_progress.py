@@ -29,7 +29,8 @@ from tests.coordinator.test_sampler import group
 @pytest.fixture
 def saved(tmp_path):
     carried = (group(7, 2, 5, version=3), group(8, 1, 9, version=3))
-    state = SamplerState(cursor=7, pass_rate=PassRate.start(0.3).update(kept=2, filtered=5), carried=carried)
+    rate = PassRate.start(0.3).update(kept=2, filtered=5)
+    state = SamplerState(cursor=7, pass_rate=rate, carried=carried, next=12, passed_over=(9, 11))
     progress = Progress(rollout_step=3, optimizer_step=12, weight_version=3, sampler=state)
     save_progress(progress, tmp_path)
     return progress, tmp_path

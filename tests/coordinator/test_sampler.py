@@ -326,7 +326,7 @@ def test_drop_leaves_groups_without_spread_out_and_sends_no_others(make):
         assert 0 < len(batch.kept) < 8
     assert len(script.made) == 24
     sampler, _ = make(Script(useful=0.0), name="none.jsonl", filter="drop")
-    with pytest.raises(OversamplingLimit, match="too hard or too easy"):
+    with pytest.raises(OversamplingLimit, match=r"0 of 8 groups after 8 prompts \(.*filter = drop\): .* or too easy"):
         steps(sampler, 1)
 
 

@@ -1,5 +1,6 @@
 """Metrics of what dynamic sampling saw, and the alarms that a step's metrics raise."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
-from megatron_dapo.coordinator.step_metrics import _sampling_metrics, repeated_share
+from megatron_dapo.coordinator.step_metrics import _response_metrics, _sampling_metrics, repeated_share
 from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.writer import MetricsWriter
@@ -50,6 +51,17 @@ def test_the_bias_ledger_sets_what_is_trained_on_against_all_that_was_written():
     assert metrics["bias/generated_accuracy"] == (2 + 1 + GROUP + 0) / (4 * GROUP)
 
 
+def test_where_groups_were_given_up_the_decided_ones_stand_for_the_policy():
+    """Of those given up the short ones were finished: with them, responses would look shorter than they are."""
+    kept, filtered, surplus = group(1, 2, 30), group(0, 0, 100), group(2, 2, 1)
+    seen = replace(admission([kept], [filtered]), generated=(filtered, kept, surplus))
+    assert seen.judged == (filtered, kept, surplus)
+    seen = replace(seen, discarded=2)
+    assert seen.judged == (filtered, kept)
+    assert _response_metrics(seen.judged)["response_length/mean"] == 65
+    assert _sampling_metrics(seen, wanted=4)["sampling/batch_share"] == 1 / 4
+
+
 def test_tokens_are_told_by_what_became_of_them():
     metrics = _sampling_metrics(admission([group(0, 2, 30)], [group(1, GROUP, 4), group(2, 0, 100)]), wanted=1)
     assert (metrics["tokens/all_correct"], metrics["tokens/all_wrong"]) == (GROUP * 4, GROUP * 100)
@@ -82,6 +94,13 @@ def test_repeated_runs_are_counted_as_loops_count_them():
         wanted = 1 - len(set(runs)) / len(runs) if runs else 0.0
         assert repeated_share(ids.astype(np.int32)) == pytest.approx(wanted)
     assert repeated_share(twice.astype(np.int32)) > 0.5
+
+
+def test_repetition_is_looked_for_in_so_many_tokens(monkeypatch):
+    groups = [group(0, 2, 40), group(1, 2, 40), group(2, 2, 15)]  # of equal tokens; the last is too short to repeat any
+    assert _response_metrics(groups)["repetition"] == pytest.approx(2 / 3 * 24 / 25)
+    monkeypatch.setattr(step_metrics, "REPETITION_TOKENS", 80)
+    assert _response_metrics(groups)["repetition"] == pytest.approx(24 / 25)
 
 
 def test_useful_groups_are_counted_by_their_share_of_right_responses():

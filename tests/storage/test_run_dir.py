@@ -168,6 +168,15 @@ def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
         check_resume(load_config(file), inputs(prompts="def"), run_dir)
 
 
+def test_a_resume_with_another_algorithm_says_so(begun):
+    run_dir, file = begun
+    assert check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir) == []
+    changed = load_config(file, ["algorithm.dynamic_sampling.max_staleness=1", "actor.optimizer.lr=1.0e-5"])
+    assert check_resume(changed, inputs(), run_dir) == [
+        f"algorithm.dynamic_sampling.max_staleness = 1 from here on; the run in {run_dir.path} had 0"
+    ]
+
+
 def test_a_resume_whose_accuracy_could_not_be_compared_is_refused_once_something_is_trained(begun):
     run_dir, file = begun
     for key in ("limit=3", "samples=3", "temperature=0.5", "top_p=0.5", "greedy=false"):

@@ -1,4 +1,4 @@
-"""CISPO, clipped importance-sampling weights: arXiv 2506.13585, section 3.1; ScaleRL's loss (arXiv 2510.13786).
+"""CISPO, clipped importance-sampling weights: arXiv 2506.13585, section 3.1.
 
     J_t = sg(clip(r, 1 - low, 1 + high)) A log pi(y_t)         r = pi / pi_old, sg: no gradient
 

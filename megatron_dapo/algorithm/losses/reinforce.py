@@ -1,5 +1,5 @@
-"""REINFORCE with truncated importance weights, as in LlamaRL's AIPO (arXiv 2505.24034); the truncation is V-trace's
-(arXiv 1802.01561).
+"""REINFORCE with truncated importance weights, as in LlamaRL's AIPO (arXiv 2505.24034) and ScaleRL (arXiv
+2510.13786, with upper = 5); the truncation is V-trace's (arXiv 1802.01561).
 
     J_t = sg(min(pi(y_t) / mu(y_t), upper)) A log pi(y_t)         sg: no gradient
 
