@@ -44,7 +44,7 @@ def find(name: str) -> Entry:
     if entry is not None:
         return entry
     module, colon, function = name.partition(":")
-    if module == "robust" and function.count("{answer}") == 1 and function.partition("{answer}")[0].strip(". "):
+    if module == "robust" and function.count("{answer}") == 1 and function.partition("{answer}")[0].strip(". \t\r\n"):
         return replace(VERIFIERS["robust"], second="")  # `exact` knows one form alone
     if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
         return Entry(path=name)

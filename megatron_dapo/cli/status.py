@@ -1,5 +1,6 @@
 """`megatron-dapo status`: where a run is, what it waits for, what went wrong, what looks wrong."""
 
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +31,12 @@ def status_command(folder: Path, *, follow: bool = False) -> None:
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
+ELSEWHERE_S = 600.0
+"""So long a run on another machine may give no sign of life: clocks differ, and shared disks show files late."""
+
+
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
-    """Whether the run goes on. `clear`: a terminal first."""
+    """Whether the run goes on, or may. `clear`: a terminal first."""
     beat = read_heartbeat(folder)
     try:
         run = Run(folder)
@@ -58,6 +63,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     for alarm in alarms:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
+    if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
+        return state.alive or time.time() - beat.written < ELSEWHERE_S
     return state.alive
 
 

@@ -87,9 +87,9 @@ def _run(config: Config, console: Console) -> None:
     from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.storage.run_dir import RunDir, has_run
 
-    config = with_local_paths(config)
     if not config.run.resume and has_run(Path(config.run.dir)):
         RunDir(config.run.dir, resume=False).close()  # says whose run that is
+    config = with_local_paths(config, Path(config.run.dir, "config.yaml") if config.run.resume else None)
     inputs = read_inputs(config)
     console.note(f"prompts: {inputs.prompts.summary()}")
     console.note(f"held-out problems: {inputs.heldout.summary()}")

@@ -105,8 +105,11 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: 
 
 async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, console: Console) -> None:
     while True:
-        _write(run_dir, beat, waits.lines(), waits.counts())
-        with suppress(OSError):  # what the run itself prints says that its output cannot be written
+        counts: dict[str, Count] = {}
+        with suppress(Exception):  # the sign of life matters more than how far a work is
+            counts = waits.counts()
+        _write(run_dir, beat, waits.lines(), counts)
+        with suppress(OSError, ValueError):  # what the run itself prints says that its output cannot be written
             console.working(beat.progress)
         await asyncio.sleep(INTERVAL_S)
 

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.config_diff import differences, flatten_config, shown
 from megatron_dapo.coordinator.inputs import Inputs
+from megatron_dapo.data.hub import snapshot_of
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import read_ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
@@ -45,7 +46,7 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     before = load_config(stored)
     for key in (*KEPT, *(MEASURED if trained else ())):
         old, new = attrgetter(key)(before), attrgetter(key)(config)
-        if old != new:
+        if old != new and snapshot_of(str(old)) != snapshot_of(str(new)):
             raise RunDirError(
                 f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep"
             )

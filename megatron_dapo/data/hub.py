@@ -16,19 +16,43 @@ _ADDRESS = re.compile(
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
-def with_local_paths(config: Config) -> Config:
+DOWNLOAD_S = 12 * 3600
+"""Seconds that one download may take."""
+
+
+def with_local_paths(config: Config, stored: Path | None = None) -> Config:
     """`config` with local paths in place of `hf://` ones; what the cache lacks is downloaded first.
+
+    Args:
+        stored: config.yaml of a run that is resumed: an address without a revision keeps the commit of that run.
 
     Raises:
         ConfigError: the hub does not answer or has no such files.
     """
-    mixture = tuple(_local(each, f"data.mixture.{number}") for number, each in enumerate(config.data.mixture))
-    data, model = replace(_local(config.data, "data"), mixture=mixture), _local(config.model, "model")
-    return replace(config, model=model, data=data, evaluation=_local(config.evaluation, "evaluation"))
+    before = stored.read_text(encoding="utf-8") if stored and stored.is_file() else ""
+
+    def local(section: Any, name: str) -> Any:
+        return replace(section, path=section.path and local_path(_pinned(section.path, before), f"{name}.path"))
+
+    mixture = tuple(local(each, f"data.mixture.{number}") for number, each in enumerate(config.data.mixture))
+    data, model = replace(local(config.data, "data"), mixture=mixture), local(config.model, "model")
+    return replace(config, model=model, data=data, evaluation=local(config.evaluation, "evaluation"))
 
 
-def _local(section: Any, name: str) -> Any:
-    return replace(section, path=section.path and local_path(section.path, f"{name}.path"))
+def _pinned(path: str, before: str) -> str:
+    address = _ADDRESS.fullmatch(path)
+    if address is None or address["revision"]:
+        return path
+    kind, name = "datasets" if address["datasets"] else "models", address["name"]
+    found = re.search(rf"/{kind}--{re.escape(name.replace('/', '--'))}/snapshots/(\w+)", before)
+    rest = f"/{address['file']}" if address["file"] else ""
+    return f"hf://{address['datasets'] or ''}{name}@{found[1]}{rest}" if found else path
+
+
+def snapshot_of(path: str) -> str:
+    """What names a model, wherever Hugging Face's cache is: its repository and commit; of another folder its path."""
+    found = re.search(r"/(models--[^/]+/snapshots/\w+)/?$", path)
+    return found[1] if found else path
 
 
 def local_path(path: str, setting: str) -> str:
@@ -46,9 +70,17 @@ def local_path(path: str, setting: str) -> str:
     kind, wanted = ("dataset", [address["file"] or "*"]) if address["datasets"] else ("model", _MODEL_FILES)
     command = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", "--quiet", f"--repo-type={kind}"]
     command += [f"--revision={address['revision'] or 'main'}", *(f"--include={pattern}" for pattern in wanted)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "0",
+    }
     print(f"{setting} = {path}: taken from Hugging Face's cache, or the hub", file=sys.stderr, flush=True)
-    done = subprocess.run([*command, address["name"]], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        command.append(address["name"])
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=DOWNLOAD_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{setting} = {path}: the download took over {DOWNLOAD_S} s; start again to go on") from None
     if done.returncode or not done.stdout.strip():
         by_hand = _by_hand(address["name"], kind, setting)
         raise ConfigError(f"{setting} = {path}: not in the cache, and the hub did not give it (why: above){by_hand}")
@@ -57,7 +89,8 @@ def local_path(path: str, setting: str) -> str:
 
 def download_hint(path: str | Path, kind: str, setting: str) -> str:
     """The end of a message that `path` is not there: how to get what has this name on the hub. Empty if none can."""
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)", str(path)):
+    name = r"(?!(?:models|datasets|data|runs)/)\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)"
+    if not re.fullmatch(name, str(path)):
         return ""
     address = f"hf://{'datasets/' if kind == 'dataset' else ''}{path}"
     return f"; for a {kind} of the Hugging Face hub set {setting}={address}{_by_hand(str(path), kind, setting)}"

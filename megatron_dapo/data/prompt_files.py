@@ -83,9 +83,16 @@ def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
 def _arrow_rows(file: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow import ArrowException, ipc, memory_map, parquet
 
-    at, whole = 0, file.suffix == ".parquet"
+    at = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches() if whole else ipc.open_stream(memory_map(str(file))):
+        if file.suffix == ".parquet":
+            batches = parquet.ParquetFile(file).iter_batches()
+        elif file.open("rb").read(6) == b"ARROW1":  # the file format; `datasets` writes the stream format
+            reader = ipc.open_file(memory_map(str(file)))
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = ipc.open_stream(memory_map(str(file)))
+        for batch in batches:
             for row in batch.to_pylist():
                 at += 1
                 yield f"{file}: row {at}", row

@@ -63,9 +63,10 @@ class Console:
     def __init__(self, file: IO[str] | None = None, *, terminal: bool | None = None) -> None:
         """`file`: standard output if None; `terminal`: whether to draw a bar and colours, None: if `file` is one."""
         self._file = file or sys.stdout
+        terminal = self._file.isatty() if terminal is None else terminal  # not rich's view, which FORCE_COLOR decides
         self._screen = _Screen(file=self._file, force_terminal=terminal, highlight=False)
         self._bar: Progress | None = None
-        self._draws = self._screen.is_terminal
+        self._draws = terminal and not self._screen.is_dumb_terminal
         self._rows: dict[str, TaskID] = {}
         self._printed = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=RECENT)

@@ -38,8 +38,8 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
     folder = Path(path)
     if (folder / "config.json").is_file():
         return HFModelConfig.load(folder), str(folder / "config.json")
-    if folder.name in BUILT_IN:
-        return BUILT_IN[folder.name], f"built-in shape of {folder.name}; {folder} is not there"
+    if (name := folder.name.partition("@")[0]) in BUILT_IN:
+        return BUILT_IN[name], f"built-in shape of {name}; {path} is not there"
     raise ConfigError(
         f"model.path = {path}: no config.json there, and no built-in shape of that folder's name "
         f"({', '.join(BUILT_IN)}); give the folder of the model, or only its config.json in a folder"

@@ -83,6 +83,8 @@ def main() -> int:
         if (bound := len(os.sched_getaffinity(0))) < _cores():
             print(f"node {job.rank}: {_cores()} cores were asked for, and this step may use {bound}", file=sys.stderr)
         if job.nodes == 1:  # the run starts its own Ray, as on any machine; trainer and server may then share one GPU
+            for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+                os.environ.pop(name, None)  # of the shell that submitted the job
             return _run(job, options.arguments)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.folder / "token")}
         return lead(job, options.arguments) if job.rank == 0 else follow(job)

@@ -1,5 +1,6 @@
 """The batch script of a run, from its config and a few facts about the cluster."""
 
+import os
 import re
 import shlex
 import sys
@@ -78,8 +79,15 @@ def mounted(config: Config, *others: Path) -> str:
     """`FROM:TO,...` of `others` and of model and data that are there, each under its own name. What a link leads to is
     mounted too: a model's folder may hold nothing but links."""
     model, data = Path(config.model.path), config.data
-    texts = [config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file]
-    named = {Path(text) for text in (*texts, *(part.path for part in data.mixture)) if text and Path(text).exists()}
+    given = (config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file)
+    texts = [text for text in (*given, *(part.path for part in data.mixture)) if text]
+    paths = [Path(text) for text in texts if not text.startswith("hf://")]
+    named = {path for path in paths if path.exists()}
+    named |= {path.parent for path in paths if not path.exists() and any(path.parent.glob(path.name))}  # shards
+    if len(paths) < len(texts):
+        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+        cache.mkdir(parents=True, exist_ok=True)
+        named.add(cache)
     named |= {file.resolve().parent for file in (model.iterdir() if model.is_dir() else ())}
     places = {place for path in {*others, *named} for place in (path.absolute(), path.resolve())}
     return ",".join(f"{place}:{place}" for place in sorted(places) if places.isdisjoint(place.parents))
@@ -139,6 +147,7 @@ def batch_script(
     environment.filters["quote"] = shlex.quote
     return environment.get_template("run.sbatch.j2").render(
         options=options,
+        asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         config=config_file.name,
         name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,

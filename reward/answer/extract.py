@@ -49,7 +49,7 @@ class _Found:
 
 def last_statement(response: str, prompt: str = "", form: str = "") -> Statement | None:
     """The answer that `response` states last, None if it states none. With a `form`, `<answer>{answer}</answer>`, only
-    what has that form is a statement, and a line or box behind it a rival.
+    what has that form is a statement; another line or box behind it takes it back.
 
     Where there is neither line nor box, a heading `### Answer` is as good as a marker for the line below it.
     A marker with nothing behind it, a box that is never closed, a line copied from the prompt, and what stands in code,
@@ -60,8 +60,9 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     if last is None or is_retracted(response, last.end):
         return None
     later = next(_statements(response, prompt), None) if form else None
-    beside = (later.text,) if later and later.start >= last.end else ()
-    return Statement(text=last.text, rivals=_rivals(response, last, found) + beside)
+    if later and later.start >= last.end and later.text.strip(" $.") != last.text.strip(" $."):
+        return None
+    return Statement(text=last.text, rivals=_rivals(response, last, found))
 
 
 def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
@@ -119,7 +120,7 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
 def _in_form(response: str, prompt: str, form: str) -> Iterator[_Found]:
     """What stands between the two texts around `{answer}`, or behind the first to the end of its line if the second is
     a full stop at most; from the last to the first, in any case of letters."""
-    opening, _, closer = (part.strip(". ") for part in ascii_lower(form).partition("{answer}"))
+    opening, _, closer = (part.strip(". \t\r\n") for part in ascii_lower(form).partition("{answer}"))
     lower, blocks = ascii_lower(response), code_blocks(response)
     at = end = len(response.rstrip())
     for _ in range(_ATTEMPTS):
@@ -131,12 +132,23 @@ def _in_form(response: str, prompt: str, form: str) -> Iterator[_Found]:
             denied = _PROSE["denied_marker"].search(lower[max(at - 24, 0) : at])
             before = (lower[max(at - 40, 0) : stop] for stop in (at, begin))
             found = None if denied or any(map(_PROSE["denied_before"].search, before)) else found
-        elif (stop := lower.find(closer, begin, min(end, begin + LINE_LIMIT))) >= 0:
+        elif (stop := _form_end(response, lower, opening, closer, begin, min(end, begin + LINE_LIMIT))) >= 0:
             content = _open_boxes(response[begin:stop].strip())
-            found = None if "\n" in content else _enclosed(response, at, end, (content, stop + len(closer)))
+            # Between two equal marks may be the text between two answers.
+            between = opening == closer and "\n" in content
+            found = None if between else _enclosed(response, at, end, (content, stop + len(closer)))
         if found and not _copied(response, at, prompt) and not is_hidden(response, at, blocks):
             yield found
             end = at
+
+
+def _form_end(response: str, lower: str, opening: str, closer: str, begin: int, limit: int) -> int:
+    """Where the second text of a form begins; of a brace, `\\boxed{{answer}}`, the one that closes the first. -1: not
+    there."""
+    if opening.endswith("{") and closer.startswith("}"):
+        after = closing(response, begin - 1, limit, _BRACES)
+        return after - 1 if after > 0 and lower.startswith(closer, after - 1) else -1
+    return lower.find(closer, begin, limit)
 
 
 def _last_marker(lower: str, end: int) -> int:

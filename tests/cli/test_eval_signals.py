@@ -10,7 +10,8 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from tests.processes import ROOT
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from megatron_dapo.cli import eval, main
 async def slow_to_end(*_):
     print("asked", flush=True)

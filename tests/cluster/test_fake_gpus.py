@@ -43,6 +43,6 @@ def test_other_servers_can_be_started_again_while_one_has_no_node(found):
 
 def test_a_server_whose_node_is_lost_says_what_it_waits_for_and_moves_to_a_node_that_joins(found):
     replaced = found["replaced"]
-    assert "its node is gone, and no other node of the Ray cluster had room" in replaced["words"]
+    assert "its node is gone, and no other node of the Ray cluster has room" in replaced["words"]
     assert replaced["added"] != replaced["lost"]
     assert replaced["now"] == f"http://{replaced['added']}/0,1"

@@ -53,6 +53,13 @@ def test_each_kind_gives_the_same_rows(tmp_path, kind):
     assert records(write_kind(tmp_path, kind)) == ROWS
 
 
+def test_arrow_files_may_also_have_arrows_file_format(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(tmp_path / "p.arrow", table.schema) as writer:
+        writer.write_table(table)
+    assert records(tmp_path / "p.arrow") == ROWS
+
+
 def test_a_json_file_may_also_have_one_object_a_line(tmp_path):
     file = write_kind(tmp_path, "jsonl").rename(tmp_path / "p.json")
     assert records(file) == ROWS

@@ -79,7 +79,7 @@ def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("/nowhere/dapo.yaml",), "No such file"),
+        (("/nowhere/dapo.yaml",), "is not there; give a config file"),
         ((str(ROOT / "examples"),), "no config.yaml there"),
         ((CONFIG, "--model", str(ROOT / "docs")), "tools.convert_checkpoint makes one"),
         ((CONFIG, "--watch"), "--watch takes the directory of a run"),

@@ -20,7 +20,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from megatron_dapo.cli import trace as trace_cli
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import app
 from megatron_dapo.cli.plan import trace_command
@@ -267,7 +266,7 @@ def test_a_rank_that_is_given_twice_is_traced_once(monkeypatch: pytest.MonkeyPat
         asked.extend(ranks)
         return [trace(rank) for rank in ranks]
 
-    monkeypatch.setattr(trace_cli, "trace_ranks", trace_ranks)
+    monkeypatch.setattr(rank_processes, "trace_ranks", trace_ranks)
     trace_command(RECIPES / "h100_32.yaml", [], ranks="1, 0,1,0", layers="te", jobs=1)
     assert asked == [0, 1]
 

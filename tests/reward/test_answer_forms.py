@@ -33,6 +33,11 @@ def accuracy(form, response, truth="42", prompt=""):
         (TAGS, "<answer>42</answer>", "42"),
         (TAGS, "<think>41</think>\n<Answer>\n 42 </Answer>\nDone.", "42"),
         ("**{answer}**", "so **42** it is", "42"),
+        (r"\boxed{{answer}}", r"so \boxed{\frac{1}{2}}", "1/2"),
+        (r"\boxed{{answer}}", r"so \boxed{42}.", "42"),
+        (HASHES + "\n", "6 * 7\n#### 42", "42"),
+        ("<answer>\n{answer}\n</answer>", "<answer>42</answer>", "42"),
+        (HASHES, "#### 42\nAnswer: $42$", "42"),
     ],
 )
 def test_an_answer_in_the_form_counts(form, response, truth):
@@ -51,6 +56,8 @@ def test_an_answer_in_the_form_counts(form, response, truth):
         (HASHES, "```\n#### 42\n```"),
         (HASHES, "#### 42\n\nWait, that is wrong."),
         (TAGS, "<answer>42"),
+        (TAGS, "<answer>42</answer>. No, both of these:\n<answer>43\n44</answer>"),
+        (r"\boxed{{answer}}", r"so \boxed{42"),
         (TAGS, "<answer>4\n2</answer>"),
         (TAGS, "<answer>41</answer> or <answer>42</answer>"),
         (TAGS, "-<answer>42</answer>"),
@@ -110,6 +117,11 @@ def test_such_a_verifier_is_a_built_in_one():
 def test_a_form_without_a_beginning_is_refused(name):
     with pytest.raises(VerifierError, match="is not known"):
         find(name)
+
+
+def test_no_part_of_a_list_stands_outside_the_form():
+    assert accuracy(TAGS, "<answer>1, 2</answer>", "1, 2")
+    assert not accuracy(TAGS, "<answer>1</answer> Answer: 2", "1, 2")
 
 
 def test_a_verifier_of_the_users_that_asks_robust_gets_the_default_form():

@@ -34,8 +34,8 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
     ("name", "arguments", "said"),
     [
         ("h100_32", ["--warn=600"], "--warn 600: by the plan update and checkpoint take 2"),
-        ("h100_32", ["run.checkpoint_every=10"], "up to 17.9 hours; with run.checkpoint_every=1 up to 1.8"),
-        ("h100_32", ["run.checkpoint_every=0"], "run.checkpoint_every = 0: by the plan a lost job costs up to 1072"),
+        ("h100_32", ["run.checkpoint_every=10"], "up to 19.1 hours; with run.checkpoint_every=1 up to 1.9"),
+        ("h100_32", ["run.checkpoint_every=0"], "run.checkpoint_every = 0: by the plan a lost job costs up to 1148"),
         (
             "paper",
             [],

@@ -100,6 +100,7 @@ def test_whole_nodes_are_asked_for_whole_and_one_gpu_alone():
     assert {"--nodes=1", "--gpus-per-node=1", "--cpus-per-task=8"} <= set(requested(one))
     assert not {"--exclusive", "--mem=0"} & set(requested(one))
     assert "srun --kill-on-bad-exit=1 --cpus-per-task=8 " in one
+    assert "--mem=0" not in requested(script(folder / "h100_32.yaml", sbatch=["--mem-per-gpu=200G"]))
     assert "gpus-per-node" not in script(gpus_per_node=0)
     assert "exclusive" not in script(gpus_per_node=0)
 

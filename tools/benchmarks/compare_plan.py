@@ -70,7 +70,7 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
             "rollout.tensor_parallel": 4,
             "rollout.max_new_tokens": published.longest,
             "rollout.memory_fraction": SHARED_MEMORY_FRACTION,
-            "algorithm.dynamic_sampling.enabled": False,
+            "algorithm.dynamic_sampling.filter": "off",
             "algorithm.group_size": published.group,
             "algorithm.mini_batch_responses": published.trained_responses // published.optimizer_steps,
         },
