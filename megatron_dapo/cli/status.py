@@ -15,6 +15,9 @@ from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import ReportError, Run
 from megatron_dapo.storage.run_dir import newest_step
 
+SILENT_S = 600.0
+"""So long a run on another machine may give no sign of life: clocks differ, and shared disks show files late."""
+
 
 def status_command(folder: Path, *, follow: bool = False) -> None:
     """Print it. A dead run is no error of this command.
@@ -29,10 +32,6 @@ def status_command(folder: Path, *, follow: bool = False) -> None:
     with suppress(KeyboardInterrupt):
         while _show(screen, folder, clear=follow) and follow:
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
-
-
-ELSEWHERE_S = 600.0
-"""So long a run on another machine may give no sign of life: clocks differ, and shared disks show files late."""
 
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
@@ -64,7 +63,7 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
     if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
-        return state.alive or time.time() - beat.written < ELSEWHERE_S
+        return state.alive or time.time() - beat.written < SILENT_S
     return state.alive
 
 

@@ -32,14 +32,15 @@ def with_local_paths(config: Config, stored: Path | None = None) -> Config:
     before = stored.read_text(encoding="utf-8") if stored and stored.is_file() else ""
 
     def local(section: Any, name: str) -> Any:
-        return replace(section, path=section.path and local_path(_pinned(section.path, before), f"{name}.path"))
+        return replace(section, path=section.path and local_path(pinned(section.path, before), f"{name}.path"))
 
     mixture = tuple(local(each, f"data.mixture.{number}") for number, each in enumerate(config.data.mixture))
     data, model = replace(local(config.data, "data"), mixture=mixture), local(config.model, "model")
     return replace(config, model=model, data=data, evaluation=local(config.evaluation, "evaluation"))
 
 
-def _pinned(path: str, before: str) -> str:
+def pinned(path: str, before: str) -> str:
+    """`path`; of an `hf://` address without a revision, with the commit that the text `before` has of it."""
     address = _ADDRESS.fullmatch(path)
     if address is None or address["revision"]:
         return path

@@ -171,9 +171,8 @@ def _start_ray(job: Job, own: str, *options: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=partial(
-                end_with, os.getpid()
-            ),  # Ray's own processes then end with this one: it asks the kernel for it
+            # Ray's own processes then end with this one: it asks the kernel for it.
+            preexec_fn=partial(end_with, os.getpid()),
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.data.hub import _pinned, local_path, snapshot_of, with_local_paths
+from megatron_dapo.data.hub import local_path, pinned, snapshot_of, with_local_paths
 from megatron_dapo.data.prompt_files import DataError, check_file, raw_rows
 from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
 
@@ -106,10 +106,10 @@ def test_a_resumed_run_keeps_its_commits_though_the_hub_and_the_cache_move(tmp_p
     stored.write_text(
         "path: /old/hub/models--owner--small/snapshots/c0ffee\npath: /x/datasets--owner--sums/snapshots/d1/f\n"
     )
-    assert _pinned("hf://owner/small", stored.read_text()) == "hf://owner/small@c0ffee"
-    assert _pinned("hf://datasets/owner/sums/f.csv", stored.read_text()) == "hf://datasets/owner/sums@d1/f.csv"
+    assert pinned("hf://owner/small", stored.read_text()) == "hf://owner/small@c0ffee"
+    assert pinned("hf://datasets/owner/sums/f.csv", stored.read_text()) == "hf://datasets/owner/sums@d1/f.csv"
     for other in ("hf://owner/smaller", "hf://owner/small@main", "models/small"):
-        assert _pinned(other, stored.read_text()) == other
+        assert pinned(other, stored.read_text()) == other
     old, new = (f"/{cache}/hub/models--owner--small/snapshots/c0ffee" for cache in ("a", "b"))
     assert snapshot_of(old) == snapshot_of(new) != snapshot_of(new.replace("c0ffee", "d1"))
 
