@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.diagnostics.rank_pool import RankPlace
-from tests.emulated.strict_ranks import full, join
+from tests.emulated.strict_ranks import START_S, full, join
 
 PATIENCE_S = 2.0
 
@@ -135,7 +136,9 @@ def first_call_of_one(place: RankPlace, backend: str, call: str) -> str:
         tensor = full(1, 3, backend=backend)
         dist.isend(tensor, 1) if call == "isend" else dist.broadcast(tensor, 0, async_op=True)
         store.set("rank 0 went on", "")
+        store.wait(["rank 1 came"], timedelta(seconds=START_S))  # a rank that leaves closes its peer's connections
         return "went on"
+    store.set("rank 1 came", "")
     deadline = time.monotonic() + 3 * PATIENCE_S
     while time.monotonic() < deadline and not store.check(["rank 0 went on"]):
         time.sleep(0.05)

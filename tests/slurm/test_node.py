@@ -25,11 +25,21 @@ def nodes(tmp_path, monkeypatch):
         log = tmp_path / f"{rank}.txt"
         started.append(Running(*arguments, log=log, module="tests.slurm.standin_node"))
     try:
-        started[0].wait_for("2 node(s) have joined Ray", 200)
+        _wait_for_both(started, run_dir)
         yield started
     finally:
         for node in started:
             node.kill_all()
+
+
+def _wait_for_both(nodes, run_dir):
+    """Until the run, which sleeps, has begun; a node that ended, or the deadline, shows what each wrote."""
+    deadline = time.monotonic() + 200
+    while "sleep" not in {process.name() for process in nodes[0].marked()}:
+        if time.monotonic() > deadline or any(node.process.poll() is not None for node in nodes):
+            written = [*run_dir.parent.glob("?.txt"), *run_dir.glob("slurm/*/*")]
+            pytest.fail("\n".join(f"== {path}\n{path.read_text()}" for path in written if path.name != "token"))
+        time.sleep(0.2)
 
 
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
