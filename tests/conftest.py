@@ -1,7 +1,21 @@
 """Settings of every test."""
 
+import os
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # Examples take as long as the machine lets them: what must be fast has a test of its own, in CPU seconds.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def _environment_ends_with_the_test() -> Iterator[None]:
+    """What a command sets for itself and the processes that it starts, the next test must not inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

@@ -87,6 +87,7 @@ def main() -> int:
                 os.environ.pop(name, None)  # of the shell that submitted the job
             return _run(job, options.arguments)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.folder / "token")}
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # 0 keeps Ray to one machine: `train` sets it for its own
         return lead(job, options.arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ def nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NNODES", "2")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # of a shell in which a run was prepared
     started = []
     for rank in ("0", "1"):
         monkeypatch.setenv("SLURM_NODEID", rank)
