@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.ablation.rungs import Planned, Switch
+from examples.ablation.rungs import Planned
 from examples.ablation.runs import SECONDS, State
 
 DYNAMIC_FACTOR = 2.4
@@ -51,7 +51,7 @@ def estimate(runs: Sequence[Planned], states: Sequence[State]) -> Estimate | Non
 
 
 def _is_dynamic(run: Planned) -> bool:
-    return Switch.DYNAMIC in run.rung.on
+    return run.config().algorithm.dynamic_sampling.filter == "refill"
 
 
 def _pace(runs: Sequence[Planned]) -> Pace | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from examples.ablation.results import Outcome, accuracy_at, cumulative_tokens, useless_share
-from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE
+from examples.ablation.rungs import LADDER, OFF_ALONE, ON_ALONE, PRESETS
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves
 
@@ -17,6 +17,7 @@ SETS = {
     "ladder": ("The ladder", tuple(rung.name for rung in LADDER)),
     "on": ("Each switched on alone", ("naive", "filter", *(rung.name for rung in ON_ALONE))),
     "off": ("Each switched off alone", ("full", "token", *(rung.name for rung in OFF_ALONE))),
+    "presets": ("Presets", tuple(rung.name for rung in PRESETS)),
 }
 """Rungs that share a row of charts: the baseline first."""
 

@@ -20,6 +20,7 @@ HEADS = {
     "ladder": "The ladder: each rung against the one before it",
     "on": "Each technique switched on alone, against naive GRPO",
     "off": "Each technique switched off alone: DAPO against DAPO without it",
+    "presets": "Presets against the paper's",
 }
 
 

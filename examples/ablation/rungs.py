@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron_dapo.config import Config, load_config
 
 CONFIG = Path(__file__).with_name("ladder.yaml")
+PRESETS_CONFIG = CONFIG.with_name("presets.yaml")
+"""The same task, without a key of the algorithm: a preset sets them."""
 BASELINE_START = "Answer:"
 """The base made to work its answers out is measured in the rung `naive` alone: it is the same base in all of a seed."""
 
@@ -41,15 +43,22 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One config: a name, which is also its folder's, and what is switched on."""
+    """One config: a name, which is also its folder's, and what is switched on in `ladder.yaml`, or a preset."""
 
     name: str
     on: frozenset[Switch]
     label: str
+    preset: str | None = None
+
+    @property
+    def file(self) -> Path:
+        return CONFIG if self.preset is None else PRESETS_CONFIG
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What it changes in `ladder.yaml`."""
+        """What it changes in `file`."""
+        if self.preset is not None:
+            return (f"preset={self.preset}",)
         return tuple(OVERRIDES[switch] for switch in Switch if switch in self.on)
 
 
@@ -80,7 +89,11 @@ OFF_ALONE = (
     _rung("no-token", "DAPO with the sample mean", Switch.CLIP, Switch.SOFT, Switch.DYNAMIC),
     _rung("filtered", "DAPO, filter for soft", Switch.CLIP, Switch.FILTER, Switch.TOKEN, Switch.DYNAMIC),
 )
-RUNGS = {rung.name: rung for rung in (*LADDER, *ON_ALONE, *OFF_ALONE)}
+PRESETS = tuple(
+    Rung(name=name, on=frozenset(), label=f"preset {name}", preset=name)
+    for name in ("paper", "dr_grpo", "cispo", "gspo", "scalerl")
+)
+RUNGS = {rung.name: rung for rung in (*LADDER, *ON_ALONE, *OFF_ALONE, *PRESETS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +129,9 @@ SWITCHED_OFF = (
     Comparison(what="token-level loss", one="no-token", other="full"),
     Comparison(what="dynamic sampling", one="token", other="full"),
 )
+AGAINST_PAPER = tuple(
+    Comparison(what=rung.label, one=PRESETS[0].name, other=rung.name) for rung in PRESETS if rung is not PRESETS[0]
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +166,7 @@ class Planned:
 
     def config(self) -> Config:
         """What the run is asked to do. Raises ConfigError as any other config."""
-        return load_config(CONFIG, self.overrides)
+        return load_config(self.rung.file, self.overrides)
 
 
 def plan(
@@ -168,7 +184,7 @@ def plan(
     unknown = [name for name in rungs if name not in RUNGS]
     if unknown:
         raise ValueError(f"no such rung: {', '.join(unknown)}; there are {', '.join(RUNGS)}")
-    taken = {override.split("=")[0] for override in OVERRIDES.values()}
+    taken = {"preset", *(override.split("=")[0] for override in OVERRIDES.values())}
     if undone := [override for override in more if override.split("=")[0] in taken]:
         raise ValueError(f"{', '.join(undone)}: this key is what the rungs differ in; choose another rung instead")
     length = () if steps is None else (f"run.rollout_steps={steps}",)

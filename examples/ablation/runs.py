@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from examples.ablation.rungs import CONFIG, Place, Planned
+from examples.ablation.rungs import Place, Planned
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.config import ConfigError, load_config
@@ -117,7 +117,15 @@ def execute(planned: Planned) -> State:
         LadderStopped: it was interrupted, or the machine or the settings made it fail, not the rung.
     """
     resume = ("run.resume=true",) if state_of(planned) is State.HALF else ()
-    command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", str(CONFIG), *planned.overrides, *resume]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_dapo.cli.main",
+        "train",
+        str(planned.rung.file),
+        *planned.overrides,
+        *resume,
+    ]
     log = planned.folder.with_suffix(".log")
     began = time.monotonic()
     code, output = run_command(command, log)

@@ -1,6 +1,6 @@
 """What the pairs of rungs say: differences over seeds, and whether an effect may be called seen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from examples.ablation.paired import ALPHA, Paired, holm, paired
@@ -16,7 +16,7 @@ from examples.ablation.results import (
     accuracy_at,
     cumulative_tokens,
 )
-from examples.ablation.rungs import LADDER_STEPS, SWITCHED_OFF, SWITCHED_ON, Comparison
+from examples.ablation.rungs import AGAINST_PAPER, LADDER_STEPS, SWITCHED_OFF, SWITCHED_ON, Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +111,19 @@ def both(outcomes: Sequence[Outcome], one: str, other: str) -> list[tuple[Outcom
     return [(at[one, seed], at[other, seed]) for seed in seeds if (one, seed) in at and (other, seed) in at]
 
 
+FAMILIES = (
+    {"ladder": LADDER_STEPS, "on": SWITCHED_ON, "off": SWITCHED_OFF},
+    {"presets": AGAINST_PAPER},
+)
+"""Tables of comparisons; those of one family are corrected together."""
+
+
 def compare(outcomes: Sequence[Outcome]) -> dict[str, list[Found]]:
-    """The three tables of techniques. All their comparisons of held-out accuracy are one family."""
-    tables = {"ladder": LADDER_STEPS, "on": SWITCHED_ON, "off": SWITCHED_OFF}
+    """All tables, of differences in held-out accuracy."""
+    return {name: rows for family in FAMILIES for name, rows in _compare(outcomes, family).items()}
+
+
+def _compare(outcomes: Sequence[Outcome], tables: Mapping[str, Sequence[Comparison]]) -> dict[str, list[Found]]:
     pairs = {(c.one, c.other) for comparisons in tables.values() for c in comparisons}
     by_pair = {pair: _paired(differences(outcomes, *pair, SAMPLED.of)) for pair in sorted(pairs)}
     adjusted = holm({pair: found.p for pair, found in by_pair.items() if found and found.p is not None})
