@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_dapo.doctor.probing import Facts, Finding, failed, passed, warning
-from rollout.server.engine import choose_port
+from rollout.server.engine import hold_port
 
 _SHOWN = [canonicalize_name(name) for name in ("torch", "megatron-core", "sglang", "ray", "transformers")]
 _SHARED_MEMORY = 2e9
@@ -54,7 +54,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             yield failed(f"no answer from {url}: {error}", "start this server, or correct rollout.urls")
     for index in range(rollout.servers if facts.own_servers else 0):
-        choose_port(rollout, index)
+        hold_port(rollout, index).close()
     yield passed(f"{rollout.host} can be listened on" if facts.own_servers else "all rollout.urls can be reached")
 
 

@@ -190,8 +190,10 @@ class Supervisor:
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return self._check(member, member.info)
-            except AccessDenied as error:  # a restart would not change it
-                raise ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
+            except AccessDenied as error:
+                if not member.engine.ours:  # a restart would not change it
+                    raise ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
+                problem = f"{error}: another program listens there; ours will end and be started on another port"
             except (ServerUnavailable, ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:

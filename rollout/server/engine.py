@@ -29,8 +29,6 @@ STOP_CHECK_S = 5.0
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
 """Below those that the kernel gives to outgoing connections."""
-_PORT_SHARES = 64
-"""Servers of one run on one machine draw from different shares of the ports, so no two draw the same."""
 _PORT_ATTEMPTS = 50
 
 
@@ -108,6 +106,7 @@ class LocalServer:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
+        self._held: socket.socket | None = None
         self._next_stop_check, self._times_stopped = 0.0, 0
 
     @property
@@ -120,7 +119,9 @@ class LocalServer:
         Raises:
             ServerStartError: the configured port is taken; nothing was started.
         """
-        self._port = choose_port(self.config, self.spec.index)
+        self._release_port()
+        self._held = hold_port(self.config, self.spec.index)
+        self._port = self._held.getsockname()[1]
         self._next_stop_check, self._times_stopped = time.monotonic() + STOP_CHECK_S, 0
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +170,12 @@ class LocalServer:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, GRACE_S)
         await asyncio.to_thread(self.kill)
+        self._release_port()
+
+    def _release_port(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _is_stopped(self) -> bool:
         """Whether two checks in a row found a process of the server stopped. One check alone may fall into the moment
@@ -191,44 +198,41 @@ class LocalServer:
         return group_environment(self.config) | os.environ | ours | key | gpus
 
 
-def _port_problem(host: str, port: int) -> str | None:
-    """Why no server could listen there now; None: one could."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
-
-
-def choose_port(config: RolloutConfig, index: int) -> int:
-    """The configured port of server `index`, or a free one.
+def hold_port(config: RolloutConfig, index: int) -> socket.socket:
+    """A socket bound to the configured port of server `index`, or to a free one: while it is open, no other run takes
+    the port. On a busy machine a server listens only after a minute; it can, as it reuses addresses like this socket.
 
     Raises:
         ServerStartError: the configured port is taken, or no port of the host can be had.
     """
-    port = config.port + index
-    if config.port == 0:
-        port = free_port(config.host, index)
-    elif problem := _port_problem(config.host, port):
+    port = config.port + index if config.port else free_port(config.host)
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((config.host, port))
+    except OSError as error:
+        held.close()
         raise ServerStartError(
             f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
-            f"({problem}); choose another host or port, or port 0 for free ones"
-        )
-    return port
+            f"({error.strerror or error}); choose another host or port, or port 0 for free ones"
+        ) from None
+    return held
 
 
-def free_port(host: str, index: int | None = None) -> int:
-    """A port that stays free while server `index`, or something else, starts: on a busy machine it opens the port only
-    after a minute. It is outside the range that the kernel uses for outgoing connections, so it is not given away
-    meanwhile."""
-    draw = random.SystemRandom()  # independent of the run's own random numbers
-    ports = _PORTS if index is None else _PORTS[index % _PORT_SHARES :: _PORT_SHARES]
-    for port in draw.sample(ports, _PORT_ATTEMPTS):
-        if _port_problem(host, port) is None:
-            return port
-    raise ServerStartError(f"rollout.host = {host}: {_port_problem(host, 0) or 'no free port'}; name a rollout.port")
+def free_port(host: str) -> int:
+    """A port that nobody listens on or holds. It is outside the range that the kernel uses for outgoing connections, so
+    it is not given away until something opens it."""
+    problem: OSError | None = None
+    for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):  # independent of the run's own random numbers
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                problem = error
+            else:
+                return port
+    assert problem is not None
+    raise ServerStartError(f"rollout.host = {host}: {problem.strerror or problem}; name a rollout.port")
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,9 @@ import pytest
 from megatron_dapo.config.root import GOVERNED, REFUSED
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
-from rollout.server.engine import LocalServer, choose_port, launch_server, tail
+from rollout.errors import ServerStartError
+from rollout.server import engine
+from rollout.server.engine import LocalServer, free_port, hold_port, launch_server, tail
 from rollout.server.server_command import ServerSpec, server_arguments
 
 
@@ -149,13 +152,22 @@ def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
-def test_servers_of_one_machine_draw_from_different_ports() -> None:
-    ports = {index: {choose_port(RolloutConfig(), index) for _ in range(20)} for index in range(8)}
-    assert all(20000 <= port < 32768 for drawn in ports.values() for port in drawn)
-    shares = [{port % 64 for port in drawn} for drawn in ports.values()]
-    assert [len(share) for share in shares] == [1] * 8
-    assert len(set.union(*shares)) == 8
-    assert min(len(drawn) for drawn in ports.values()) > 1, "of a share they are drawn"
+def test_a_servers_port_is_its_own_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one machine start servers in the same minute: the second finds the first one's port taken."""
+    held = hold_port(RolloutConfig(), 0)
+    port = held.getsockname()[1]
+    assert 20000 <= port < 32768
+    monkeypatch.setattr(engine, "_PORTS", range(port, port + 2))
+    monkeypatch.setattr(engine, "_PORT_ATTEMPTS", 2)
+    assert {free_port("127.0.0.1") for _ in range(8)} == {port + 1}
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as every HTTP server does
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ServerStartError, match=f"server 1 cannot listen on port {port}"):
+            hold_port(RolloutConfig(port=port - 1), 1)
+    held.close()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
