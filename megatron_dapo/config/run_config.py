@@ -85,6 +85,15 @@ class ModelConfig:
     """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32
     always."""
 
+    fp32_head: bool = False
+    """With bfloat16: the output layer's product and log-probs in float32, on trainer (in blocks, as
+    `actor.fused_linear_log_prob`) and servers (--enable-fp32-lm-head). Slower on GPUs."""
+
+    @property
+    def upcasts_head(self) -> bool:
+        """Whether the output layer calculates in a wider type than the rest."""
+        return self.fp32_head and self.dtype != "float32"
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WandbConfig:
