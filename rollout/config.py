@@ -87,5 +87,5 @@ class RolloutConfig:
     load more."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """More arguments for `sglang.launch_server`. Not allowed: arguments that a config key stands for, and those with
-    which published weights could not be verified (speculative decoding, quantization, LoRA)."""
+    """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
+    verified (speculative decoding, quantization, LoRA)."""

@@ -95,8 +95,8 @@ class ActorConfig:
     """Tokens whose logits are converted to float32 at a time. None: chosen from the device."""
 
     fused_linear_log_prob: bool = False
-    """Compute log-probs in blocks of the vocabulary without holding the logits. Saves tokens x vocabulary / TP numbers
-    twice; costs one more matrix product."""
+    """Log-probs in blocks of the vocabulary, without logits: saves tokens x vocabulary / TP numbers twice, costs a
+    matrix product."""
 
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""

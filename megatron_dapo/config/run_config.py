@@ -82,12 +82,11 @@ class ModelConfig:
     SGLang always ends at the last two's, so these must be included."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32
-    always."""
+    """Type of the weights in forward, backward and on servers; optimizer and master weights are float32 always."""
 
     fp32_head: bool = False
-    """With bfloat16: the output layer's product and log-probs in float32, on trainer (in blocks, as
-    `actor.fused_linear_log_prob`) and servers (--enable-fp32-lm-head). Slower on GPUs."""
+    """Where `dtype` is bfloat16: output layer and log-probs in float32, on trainer (in blocks of the vocabulary) and
+    servers (--enable-fp32-lm-head). Slower on GPUs."""
 
     @property
     def upcasts_head(self) -> bool:
