@@ -18,7 +18,7 @@ class RolloutConfig:
     """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training responses. The trainer's log-probs use the same temperature."""
+    """Sampling temperature of training responses, and of the trainer's log-probs."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full
@@ -46,17 +46,16 @@ class RolloutConfig:
     """Port of the first started server; the others use the ports after it. 0: free ports."""
 
     max_running_requests: PositiveInt = 256
-    """Maximum number of responses that one server decodes at the same time."""
+    """Responses that one server decodes at a time, at most."""
 
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
 
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Fraction of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    """Fraction of the device's memory for weights and KV cache."""
 
     deterministic: bool = False
-    """Make each response depend only on its prompt and seed, not on the other requests in its batch (SGLang's
-    deterministic inference)."""
+    """Make each response depend only on its prompt and seed, not on the other requests in its batch."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
@@ -77,7 +76,7 @@ class RolloutConfig:
     --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Time limit in seconds for one request. Then another server continues the response from the tokens it has."""
+    """Seconds for one request; then another server continues the response from the tokens it has."""
 
     max_attempts: PositiveInt = 5
     """Failed attempts at one response after which the run stops and shows the server's last error."""

@@ -210,8 +210,8 @@ class Supervisor:
         if info.dtype != "float32" and info.fp32_head != self.fp32_head:
             there, here = ("without", "true") if self.fp32_head else ("with", "false")
             raise ServerUnfit(
-                f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: one side alone "
-                "widens the gap between their log-probs; change one of the two"
+                f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
+                "trainer would round log-probs differently; change one of the two"
             )
         if info.altered:
             raise ServerUnfit(

@@ -98,14 +98,15 @@ def test_a_gap_is_found_where_it_was_planted(
 
 
 @pytest.mark.slow
-def test_in_bfloat16_a_head_in_float32_narrows_the_gap_on_both_sides_and_widens_it_on_one() -> None:
+def test_in_bfloat16_the_gap_is_smallest_with_the_output_layer_in_float32_on_both_sides() -> None:
+    """Random prompts, where most of the gap is the trunk's. On one side alone it was once larger, once smaller than on
+    neither (docs/measurements/actor.md)."""
     config = load_config(
         ROOT / "examples" / "quickstart" / "dapo.yaml", [f"model.path={ROOT}/examples/quickstart/base"]
     )
     draw = np.random.default_rng(2)
     prompts = [draw.integers(5, 60, 12).astype(np.int32) for _ in range(24)]
-    gaps = {
-        (gap.engine, gap.trainer): gap.mean_abs for gap in head_gaps(config, prompts, SamplingParams(max_new_tokens=40))
-    }
-    both, neither = gaps.pop((True, True)), gaps.pop((False, False))
-    assert 0 < both < neither < min(gaps.values()), (both, neither, gaps)
+    found = head_gaps(config, prompts, SamplingParams(max_new_tokens=40))
+    gaps = {(gap.engine, gap.trainer): gap.mean_abs for gap in found}
+    both = gaps.pop((True, True))
+    assert 0 < both < min(gaps.values()), (both, gaps)
