@@ -18,11 +18,11 @@ class RolloutConfig:
     """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training responses. The trainer's log-probs use the same temperature."""
+    """Sampling temperature of training responses, and of the trainer's log-probs."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full distribution,
-    not of the one that was sampled from."""
+    """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full
+    distribution."""
 
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
@@ -33,7 +33,7 @@ class RolloutConfig:
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user: a weight
     update ends all their requests. `python -m rollout.server.launch_server`, with the arguments of
-    `sglang.launch_server`, starts one that answers in arrays, which are read faster than JSON."""
+    `sglang.launch_server`, starts one that answers in arrays, faster to read than JSON."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""
@@ -46,17 +46,16 @@ class RolloutConfig:
     """Port of the first started server; the others use the ports after it. 0: free ports."""
 
     max_running_requests: PositiveInt = 256
-    """Maximum number of responses that one server decodes at the same time."""
+    """Responses that one server decodes at a time, at most."""
 
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
 
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """Fraction of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    """Fraction of the device's memory for weights and KV cache."""
 
     deterministic: bool = False
-    """Make each response depend only on its prompt and seed, not on the other requests in its batch (SGLang's
-    deterministic inference)."""
+    """Make each response depend only on its prompt and seed, not on the other requests in its batch."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
@@ -73,19 +72,19 @@ class RolloutConfig:
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
     """A server sends a response in steps of this many tokens; at most so many are sampled again if it is lost. 0, and
-    with `deterministic`: the whole response is. Servers of `urls` stream only if they run with
+    with `deterministic`: the whole response is. Servers of `urls` stream only with
     --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Time limit in seconds for one request. Then another server continues the response from the tokens it has."""
+    """Seconds for one request; then another server continues the response from the tokens it has."""
 
     max_attempts: PositiveInt = 5
-    """Number of failed attempts at one response after which the run stops and shows the server's last error."""
+    """Failed attempts at one response after which the run stops and shows the server's last error."""
 
     fleet_deadline_s: PositiveFloat = 300.0
     """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
     load more."""
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """More arguments for `sglang.launch_server`. Not allowed: arguments that a config key stands for, and those with
-    which published weights could not be verified (speculative decoding, quantization, LoRA)."""
+    """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
+    verified (speculative decoding, quantization, LoRA)."""

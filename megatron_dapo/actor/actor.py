@@ -96,7 +96,7 @@ class MegatronActor:
             timeout_s=timeout_s,
             seed=seed,
         )
-        chunks = build_model(self.hf, config, self.model.dtype, self.device)
+        chunks = build_model(self.hf, config, model.dtype, self.device, upcasts_head=model.upcasts_head)
         hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
         rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
         self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, overlap=self.device.overlap_grad_reduce)

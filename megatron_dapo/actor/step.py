@@ -200,11 +200,11 @@ class ForwardBackward:
         wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
         # An index [0] instead would write the whole gradient once more in backward.
         output = output.squeeze(0)
-        if self.config.fused_linear_log_prob:
-            weight = output_weight(self.chunks[-1])
-            log_probs, entropy = log_prob.linear_token_log_probs(output, weight, *wanted, temperature=temperature)
-        else:
+        weight = output_weight(self.chunks[-1])
+        if weight is None:
             log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=chunk)
+        else:
+            log_probs, entropy = log_prob.linear_token_log_probs(output, weight, *wanted, temperature=temperature)
         if not entropy_gradient:
             entropy = entropy.detach()
         if self.layout.context > 1:

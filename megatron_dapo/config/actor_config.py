@@ -48,10 +48,10 @@ class OptimizerConfig:
     """Decoupled weight decay; biases and norms have none."""
 
     clip_norm: NonNegativeFloat = 1.0
-    """Global gradient norm above which the gradient is scaled down; 0 switches it off."""
+    """Global gradient norm above which the gradient is scaled down; 0: off."""
 
     warmup_rollout_steps: NonNegativeFloat = 20
-    """Rollout steps of linear warm-up; the rate is constant afterwards."""
+    """Rollout steps of linear warm-up; constant afterwards."""
 
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
@@ -60,7 +60,7 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffloadConfig:
     optimizer_state: bool = False
-    """Keep moments and master weights in host memory; they are on the device only during optimizer steps."""
+    """Keep moments and master weights in host memory but for optimizer steps."""
 
     between_phases: Literal["none", "optimizer", "all"] = "none"
     """What leaves the device for host memory while the trainer is idle: `optimizer` (gradients, moments, master
@@ -95,8 +95,8 @@ class ActorConfig:
     """Tokens whose logits are converted to float32 at a time. None: chosen from the device."""
 
     fused_linear_log_prob: bool = False
-    """Compute log-probs in blocks of the vocabulary without holding the logits. Saves tokens x vocabulary / TP numbers
-    twice; costs one more matrix product."""
+    """Log-probs in blocks of the vocabulary, without logits: saves tokens x vocabulary / TP numbers twice, costs a
+    matrix product."""
 
     threads: PositiveInt = 1
     """CPU threads of each trainer process."""

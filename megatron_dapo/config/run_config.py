@@ -82,8 +82,16 @@ class ModelConfig:
     SGLang always ends at the last two's, so these must be included."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in forward and backward and on the servers. Optimizer and master weights are float32
-    always."""
+    """Type of the weights in forward, backward and on servers; optimizer and master weights are float32 always."""
+
+    fp32_head: bool = False
+    """Where `dtype` is bfloat16: output layer and log-probs in float32, on trainer (in blocks of the vocabulary) and
+    servers (--enable-fp32-lm-head). Slower on GPUs."""
+
+    @property
+    def upcasts_head(self) -> bool:
+        """Whether the output layer calculates in a wider type than the rest."""
+        return self.fp32_head and self.dtype != "float32"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -165,6 +165,7 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
         engines,
         vocab_size=run.inputs.text.vocab_size,
         report=note,
+        fp32_head=config.model.upcasts_head,
         api_key=api_key(config, run_dir.path),
         observe=timeline.served,
     )

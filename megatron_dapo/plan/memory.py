@@ -29,6 +29,9 @@ from megatron_dapo.plan.sync import host_bytes, rank_bytes
 PIECE_ELEMENTS = 2**26
 """Logits that the actor brings to float32 at a time on a GPU (`log_prob.piece_elements`; a test compares)."""
 
+MIN_BLOCK = 128
+"""Columns of the vocabulary that `log_prob.linear_token_log_probs` takes at a time, at least (a test compares)."""
+
 _PIECES = 3
 """Copies of such a piece that are alive at once: the piece, its exponentials, one temporary."""
 
@@ -73,6 +76,9 @@ class ServerMemory:
 
     rest: float
     """Outside `memory_fraction`: activations, graphs, the framework, and a trainer that shares the GPU."""
+
+    head: float
+    """Float32 copies of the output layer's weight, also outside: the decode graphs' and the prefill's."""
 
     @property
     def kv_tokens(self) -> int:
@@ -138,8 +144,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
         if layout.sequence_parallel:
             # Megatron keeps the buffer that it gathers the output layer's input in.
             resident["gathered hidden states"] = float(tokens * size * hf.hidden_size)
-        forward["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=False)
-        update["logits and log-probs"] = _log_prob_bytes(hf, actor, size, tokens, backward=True)
+        forward["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=False)
+        update["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=True)
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
@@ -163,13 +169,18 @@ def _away(offload: OffloadConfig, phase: str) -> set[str]:
     return away
 
 
-def _log_prob_bytes(hf: HFModelConfig, actor: ActorConfig, size: int, tokens: int, *, backward: bool) -> float:
+def _log_prob_bytes(case: Scenario, tokens: int, *, backward: bool) -> float:
+    hf, actor, size = case.hf, case.config.actor, case.dtype_bytes
     columns = -(-hf.vocab_size // actor.layout.tensor)
     rows = actor.logprob_chunk_tokens
     piece = min(PIECE_ELEMENTS if rows is None else rows * columns, tokens * columns) * 4 * _PIECES
+    hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
+    if case.config.model.upcasts_head:
+        # In float32 too: hidden states twice (all rows, those wanted), a block of the weight and of its gradient.
+        blocks = 2 * 4 * min(weight, max(MIN_BLOCK, PIECE_ELEMENTS // tokens) * hf.hidden_size)
+        return piece + blocks + 4 * hidden * (4 if backward else 2) + (weight * size if backward else 0)
     if actor.fused_linear_log_prob:
         # Hidden states whole on each rank, their gradient in float32, the gradient of the layer's weight.
-        hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
         return piece + hidden * size + (hidden * (4 + size) + weight * size if backward else 0)
     # The second: their gradient; in forward alone those of the micro-batch before, which Megatron's schedule holds.
     return piece + 2 * tokens * columns * size
@@ -184,7 +195,8 @@ def server_memory(case: Scenario) -> ServerMemory:
     if rollout.kv_cache_tokens is not None:
         cache = min(cache, rollout.kv_cache_tokens * token)
     rest = (1 - rollout.memory_fraction) * case.constants.gpu_memory
-    return ServerMemory(weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=rest)
+    head = 2 * 4 * case.head_parameters / parallel
+    return ServerMemory(weights=weights, kv_cache=cache, kv_bytes_per_token=token, rest=rest, head=head)
 
 
 def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:

@@ -106,10 +106,11 @@ def find_misfits(case: Scenario) -> list[Misfit]:
         held = config.rollout.memory_fraction * gpu_memory
         what = "weights and the KV cache of one response of full length"
         found.append(Misfit(part="server", what=what, needed=server.weights + longest, there=held))
-    buckets = server_bytes(case)
-    if buckets and framework + buckets > server.rest:
-        what = "framework and two sync buckets, outside memory_fraction"
-        found.append(Misfit(part="server", what=what, needed=framework + buckets, there=server.rest))
+    parts = {"two sync buckets": server_bytes(case), "the output layer in float32": server.head}
+    outside = framework + sum(parts.values())
+    if outside > framework and outside > server.rest:
+        what = " and ".join(["framework", *(name for name, needed in parts.items() if needed)])
+        found.append(Misfit(part="server", what=f"{what}, outside memory_fraction", needed=outside, there=server.rest))
     return found
 
 

@@ -127,9 +127,13 @@ class Fleet:
     overhead_s: float
     """Part of `fixed_s` that is there whatever the step does."""
 
+    head_s: float = 0.0
+    """Of a decode step, for each response that is running, after all else: its output layer in float32."""
+
     def step_s(self, running: int, context: float) -> float:
         """Seconds of one decode step with `running` responses of `context` tokens in all."""
-        return max(self.fixed_s + self.cache_s * context, self.overhead_s + self.response_s * running)
+        body_s = max(self.fixed_s + self.cache_s * context, self.overhead_s + self.response_s * running)
+        return body_s + self.head_s * running
 
 
 def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list["RolloutStep"]:

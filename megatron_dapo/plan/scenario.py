@@ -77,6 +77,7 @@ class Calibration:
 
     gpu_memory: PositiveFloat
     peak_flops: PositiveFloat
+    float32_flops: PositiveFloat
     memory_bandwidth: PositiveFloat
     nvlink_bandwidth: PositiveFloat
     network_bandwidth: PositiveFloat
@@ -147,6 +148,11 @@ class Scenario:
     def model_bytes(self) -> float:
         """Of the whole model's weights."""
         return float(model_parameters(self.hf) * self.dtype_bytes)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of an output layer that calculates in float32 (`model.fp32_head`); else 0."""
+        return self.hf.vocab_size * self.hf.hidden_size if self.config.model.upcasts_head else 0
 
     @property
     def servers(self) -> int:

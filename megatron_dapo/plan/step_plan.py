@@ -158,10 +158,12 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
         slots=count * each,
         mean_prompt=workload.mean_prompt,
         prefill_s=prefill / speed / count,
-        fixed_s=overhead + memory.weights / bandwidth,
+        # The copy of the output layer's weight in float32 is written and read.
+        fixed_s=overhead + (memory.weights + memory.head) / bandwidth,
         cache_s=memory.kv_bytes_per_token / bandwidth / count,
         overhead_s=overhead,
         response_s=2 * matrix_parameters(hf) / speed / count,
+        head_s=2 * case.head_parameters / (speed * constants.float32_flops / constants.peak_flops) / count,
     )
 
 

@@ -3,7 +3,8 @@
 A micro-batch of packed sequences of s tokens costs, in forward, 2 x (parameters in matrix products) x s for each and
 2 x layers x heads x head size x s^2 for causal attention; backward twice that; `recompute` the part that it repeats.
 Micro-batches are planned by the actor's own packing, so imbalance over data-parallel ranks and the last, half-empty
-micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble.
+micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The products
+of an output layer in float32 are added at the speed of that type; the last stage, which all wait for, makes them alone.
 
 Nothing is assumed to overlap: tensor-parallel and data-parallel communication is added to the arithmetic.
 """
@@ -62,7 +63,9 @@ def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
 
 def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
-    return _pass(case, lengths, forward_flops(case.hf, lengths), case.constants.forward_efficiency, reductions=2)
+    return _pass(
+        case, lengths, forward_flops(case.hf, lengths), case.constants.forward_efficiency, reductions=2, heads=1
+    )
 
 
 def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
@@ -73,18 +76,24 @@ def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassT
         "selective": (attention_flops(case.hf, lengths.astype(float)), 4),
         "full": (forward, 6),
     }[case.config.actor.recompute]
-    one = _pass(case, lengths, 3 * forward + again, case.constants.train_efficiency, reductions=reductions)
+    work, efficiency = 3 * forward + again, case.constants.train_efficiency
+    one = _pass(case, lengths, work, efficiency, reductions=reductions, heads=4)
     return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
-def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: int) -> PassTime:
-    """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together."""
+def _pass(
+    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: int, heads: int
+) -> PassTime:
+    """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together. `heads`:
+    products of an output layer in float32."""
     hf, layout = case.hf, case.config.actor.layout
     plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
     compute = work / (split * case.constants.peak_flops * efficiency)
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
+    head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
+    compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
     layers = hf.num_layers / layout.pipeline
     reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)

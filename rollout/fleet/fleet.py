@@ -35,6 +35,8 @@ class RolloutFleet:
     report: Callable[[str], None]
     """Gets a line whenever a server fails or comes back."""
     timing: Timing = field(default_factory=Timing)
+    fp32_head: bool = False
+    """Whether the trainer's output layer calculates in float32; servers in another type must do so too, or must not."""
     api_key: str | None = None
     """What the servers ask for; None: nothing."""
     observe: Callable[[ServedPart], None] = lambda part: None
@@ -61,7 +63,7 @@ class RolloutFleet:
         publisher = self._publisher = Publisher(config, timing, balancer)
         self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
         supervisor = self._supervisor = Supervisor(
-            config, timing, self.members, balancer, publisher, self.report, deadline_s
+            config, timing, self.members, balancer, publisher, self.report, deadline_s, self.fp32_head
         )
         try:
             await supervisor.start_all()

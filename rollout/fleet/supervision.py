@@ -47,6 +47,8 @@ class Supervisor:
     report: Callable[[str], None]
     start_deadline_s: float
     """Deadline of each start of a server, the first one and restarts."""
+    fp32_head: bool
+    """The trainer's."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Not set while the memory is the trainer's."""
@@ -206,6 +208,12 @@ class Supervisor:
         if self.config.deterministic and not info.deterministic:
             raise ServerUnfit(
                 f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
+            )
+        if info.dtype != "float32" and info.fp32_head != self.fp32_head:
+            there, here = ("without", "true") if self.fp32_head else ("with", "false")
+            raise ServerUnfit(
+                f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
+                "trainer would round log-probs differently; change one of the two"
             )
         if info.altered:
             raise ServerUnfit(

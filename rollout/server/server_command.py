@@ -26,6 +26,8 @@ class ServerSpec:
     device: Literal["cpu", "cuda"]
     dtype: str
     """float32 (the CPU's) or bfloat16. Never "auto": SGLang would turn a float32 checkpoint into float16."""
+    fp32_head: bool = False
+    """Whether the output layer's product is made in float32, from the weights in `dtype`."""
     context_length: int
     """Longest prompt and response together, in tokens; at most what the model's config allows."""
     seed: int
@@ -62,6 +64,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         "--log-level-http": "warning",  # else a line for each request
     }
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    flags += ["--enable-fp32-lm-head"] if spec.fp32_head else []
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")

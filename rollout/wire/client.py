@@ -40,6 +40,8 @@ class ServerInfo:
     tensor_parallel: int
     deterministic: bool = False
     """Whether the seeds of requests count."""
+    fp32_head: bool = False
+    """Whether its output layer's product is made in float32 whatever `dtype` is."""
     streams: bool = False
     """Whether it can stream a response in segments that do not repeat each other."""
     altered: str = ""
@@ -153,6 +155,7 @@ class SglangClient:
                 dtype=answer["dtype"],
                 tensor_parallel=answer["tp_size"],
                 deterministic=bool(answer.get("enable_deterministic_inference", False)),
+                fp32_head=bool(answer.get("enable_fp32_lm_head", False)),
                 streams=bool(answer.get("incremental_streaming_output", False)),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )

@@ -107,13 +107,21 @@ def actor_config(layout: dict[str, Any] | None = None, *, optimizer: dict[str, A
     )
 
 
-def start_actor(place: RankPlace, folder: Path, config: ActorConfig, *, dtype: str = "float32", **options: Any):
+def start_actor(
+    place: RankPlace,
+    folder: Path,
+    config: ActorConfig,
+    *,
+    dtype: str = "float32",
+    fp32_head: bool = False,
+    **options: Any,
+):
     """The actor of one rank."""
     from megatron_dapo.actor.actor import MegatronActor
 
     return MegatronActor(
         config,
-        ModelConfig(path=str(folder), context_length=256, dtype=dtype),
+        ModelConfig(path=str(folder), context_length=256, dtype=dtype, fp32_head=fp32_head),
         rank=place.rank,
         world_size=place.world_size,
         rendezvous=place.rendezvous,

@@ -32,6 +32,7 @@ UNRELATED = """
     run.dir run.rollout_steps run.seed run.resume run.resume_step run.on_damaged_checkpoint run.max_restarts
     run.checkpoint_every run.keep_checkpoints run.checkpoint_in_background run.save_batches run.export_at_end
     run.start_deadline_s run.step_deadline_s model.path model.context_length model.stop_token_ids model.dtype
+    model.fp32_head
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
     algorithm.dynamic_sampling.caution algorithm.dynamic_sampling.margin algorithm.dynamic_sampling.ahead
     rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port

@@ -149,6 +149,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["run.dir=~/x"], ["run.dir = ~/x", "in full"]),
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
+        ("", ["rollout.extra_args=[--enable-fp32-lm-head]"], ["--enable-fp32-lm-head", "set model.fp32_head"]),
         ("", ["rollout.extra_args=[--speculative-algorithm, EAGLE]"], ["--speculative-algorithm", "draft model"]),
         ("", ["rollout.extra_args=[--quantization=fp8]"], ["--quantization=fp8", "rounded weights", "remove it"]),
         ("", ["rollout.extra_args=[--enable_lora]"], ["--enable_lora", "names"]),
@@ -175,7 +176,7 @@ def test_a_wrong_config_is_refused_with_place_rule_and_remedy(file, text, overri
 
 
 def test_other_options_of_a_server_are_passed_on(file):
-    options = ("--kv-cache-dtype", "fp8_e4m3", "--enable-fp32-lm-head", "--cuda-graph-backend-prefill=full")
+    options = ("--kv-cache-dtype", "fp8_e4m3", "--enable-tf32-matmul", "--cuda-graph-backend-prefill=full")
     config = load_config(file(), [f"rollout.extra_args={json.dumps(options)}"])
     assert config.rollout.extra_args == options
 
@@ -238,6 +239,15 @@ def test_a_preset_lies_below_the_configs_own_keys_and_overrides(file):
     assert load_config(path, ["preset=cispo"]).algorithm.policy_loss == "cispo"
     with pytest.raises(ConfigError, match=r"config.yaml:5: preset = scalrl: no such preset; did you mean scalerl\?"):
         load_config(file("preset: scalrl\n"))
+
+
+@pytest.mark.parametrize("preset", ["scalerl", "cispo"])
+def test_the_output_head_of_a_preset_is_in_float32_and_the_configs_own_key_wins(file, preset):
+    model = load_config(file(f"preset: {preset}\n"), ["model.dtype=bfloat16"]).model
+    assert model.fp32_head
+    assert model.upcasts_head
+    assert not load_config(file(f"preset: {preset}\n"), ["model.dtype=float32"]).model.upcasts_head, "all of it is"
+    assert not load_config(file(f"preset: {preset}\n"), ["model.fp32_head=false"]).model.fp32_head
 
 
 def test_scalerl_takes_its_ratio_to_the_engine(file):

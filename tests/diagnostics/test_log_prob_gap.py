@@ -26,6 +26,7 @@ from megatron_dapo.diagnostics.log_prob_gap import (
     find_gaps,
 )
 from rollout.generation import SamplingParams
+from tests.diagnostics.measure_head_gap import head_gaps
 from tests.processes import ROOT
 
 pytestmark = [
@@ -94,3 +95,18 @@ def test_a_gap_is_found_where_it_was_planted(
     assert [(gap.before, gap.after) for gap in above] == expected
     assert all(gap.max_abs < 2e-4 for gap in gaps if gap not in above)
     assert len(said) == 4
+
+
+@pytest.mark.slow
+def test_in_bfloat16_the_gap_is_smallest_with_the_output_layer_in_float32_on_both_sides() -> None:
+    """Random prompts, where most of the gap is the trunk's. On one side alone it was once larger, once smaller than on
+    neither (docs/measurements/actor.md)."""
+    config = load_config(
+        ROOT / "examples" / "quickstart" / "dapo.yaml", [f"model.path={ROOT}/examples/quickstart/base"]
+    )
+    draw = np.random.default_rng(2)
+    prompts = [draw.integers(5, 60, 12).astype(np.int32) for _ in range(24)]
+    found = head_gaps(config, prompts, SamplingParams(max_new_tokens=40))
+    gaps = {(gap.engine, gap.trainer): gap.mean_abs for gap in found}
+    both = gaps.pop((True, True))
+    assert 0 < both < min(gaps.values()), (both, gaps)

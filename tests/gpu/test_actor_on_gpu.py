@@ -15,6 +15,7 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjec
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
+from tests.actor.test_fp32_head import check_head, errors_of_head
 from tests.gpu.place import DEVICE, ON_CPU, save_small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -77,6 +78,14 @@ def test_float32_gradient_is_the_cpus(gloo, on_device, record, family, tied, fie
     # where attention's products are made of TF32 parts.
     assert errors["whole"] < 5e-5
     assert max(errors.values()) < 3e-4, errors
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_an_output_layer_in_float32_is_float64s(on_device, record, family, tied, tmp_path):
+    folder = save_small(tmp_path, family, tied=tied)
+    seen, worst, _ = on_device(errors_of_head, folder, config_for(DEVICE), columns(folder))
+    record(f"output layer in float32 against float64, {family}", worst)
+    check_head(seen, worst)
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)

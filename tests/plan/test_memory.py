@@ -67,10 +67,11 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
 def test_constants_that_stand_in_modules_with_torch_are_the_same():
     import torch
 
-    from megatron_dapo.actor.model.log_prob import piece_elements
+    from megatron_dapo.actor.model.log_prob import MIN_BLOCK, piece_elements
     from megatron_dapo.actor.weights.hf_weights import EXPORT_FILE_BYTES
 
     assert piece_elements(torch.device("cuda")) == memory.PIECE_ELEMENTS
+    assert MIN_BLOCK == memory.MIN_BLOCK
     assert EXPORT_FILE_BYTES == sync.EXPORT_FILE_BYTES
     assert batch.CHUNKS == step_plan.LOG_PROB_PARTS
 
@@ -91,6 +92,19 @@ def test_each_remedy_lowers_the_peak(constants):
     assert update_peak(usual | {"actor.layout.data": 2}, constants) < peak
     assert update_peak(usual | {"actor.layout.sequence_parallel": False}, constants) > peak
     assert update_peak(usual | {"actor.micro_batch_tokens": 45056}, constants) > peak
+
+
+def test_an_output_layer_in_float32_is_counted_on_both_sides(constants):
+    """The trainer holds no logits, but hidden states in float32; a server two copies of its share of the weight."""
+    config = load_config(RECIPES / "h100_32.yaml")
+    usual, wide = (Scenario(changed(config, {"model.fp32_head": told}), HF, constants) for told in (False, True))
+    tokens, share = memory.row_tokens(config), HF.vocab_size * HF.hidden_size / config.actor.layout.tensor
+    needed = trainer_memory(wide)[-1].items["update"]["logits and log-probs"]
+    assert needed > 4 * 4 * tokens * HF.hidden_size + 2 * share
+    assert needed < 4 * 4 * tokens * HF.hidden_size + 2 * share + 1.2e9
+    assert trainer_memory(wide)[0] == trainer_memory(usual)[0], "the first stage has no output layer"
+    copies = 2 * 4 * HF.vocab_size * HF.hidden_size / config.rollout.tensor_parallel
+    assert (server_memory(usual).head, server_memory(wide).head) == (0, copies)
 
 
 def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):

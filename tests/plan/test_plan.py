@@ -82,6 +82,18 @@ def test_ways_for_trainer_and_servers_fit_together(constants):
     assert "trainer" not in left
 
 
+def test_an_output_layer_in_float32_costs_time_on_both_sides_and_memory_on_the_servers(constants):
+    usual, wide = (planned(constants, "h100_32", {"model.fp32_head": told}) for told in (False, True))
+    assert wide.fits
+    assert wide.step.rollout_s > usual.step.rollout_s
+    assert wide.step.update_s > usual.step.update_s
+    assert wide.step.mfu < usual.step.mfu, "no more work of the model is done"
+    full = {"model.fp32_head": True, "rollout.memory_fraction": 0.92}
+    [misfit] = planned(constants, "h100_32", full).misfits
+    assert misfit.what == "framework and the output layer in float32, outside memory_fraction"
+    assert misfit.needed == constants.framework_memory + wide.server.head
+
+
 def test_longer_responses_and_a_lower_pass_rate_cost_time(constants):
     usual = planned(constants, "h100_128").step
     assert planned(constants, "h100_128", mean_response=8000.0).step.rollout_s > 1.3 * usual.rollout_s

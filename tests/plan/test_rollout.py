@@ -49,6 +49,9 @@ def test_a_decode_step_costs_what_its_context_costs():
 def test_arithmetic_bounds_a_decode_step_from_below():
     fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=1.0, overhead_s=0.5, response_s=2.0)
     assert fleet.step_s(3, context=0) == 6.5
+    assert dataclasses.replace(fleet, head_s=0.25).step_s(3, context=0) == 7.25, (
+        "an output layer in float32 comes after"
+    )
 
 
 def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():

@@ -51,6 +51,19 @@ def test_selective_recompute_repeats_attention_only(free):
     assert none < selective < full
 
 
+@pytest.mark.parametrize("layout", [{}, {"tensor": 4}, {"pipeline": 4}], ids=str)
+def test_an_output_layer_in_float32_adds_its_products_on_the_last_stage(layout, free):
+    plain = case(free, **layout)
+    wide = plain.changed({"model.fp32_head": True})
+    product = 2 * HF.vocab_size * HF.hidden_size * EQUAL.sum() / (layout.get("tensor", 1) * free.float32_flops)
+    more = update_time(wide, EQUAL, NO_STATE).compute_s - update_time(plain, EQUAL, NO_STATE).compute_s
+    assert more == pytest.approx(4 * product / free.train_efficiency)
+    more = log_prob_time(wide, EQUAL).compute_s - log_prob_time(plain, EQUAL).compute_s
+    assert more == pytest.approx(product / free.forward_efficiency)
+    all_float32 = plain.changed({"model.fp32_head": True, "model.dtype": "float32"})
+    assert update_time(all_float32, EQUAL, NO_STATE) == update_time(plain, EQUAL, NO_STATE)
+
+
 @pytest.mark.parametrize("virtual", [None, 2])
 def test_a_pipeline_waits_for_its_stages(virtual, free):
     """Eight equal micro-batches through four stages: the bubble is 3/8 of the arithmetic, over the virtual chunks."""

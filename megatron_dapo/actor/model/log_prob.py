@@ -14,7 +14,8 @@ Low-precision logits are saved as they are. The float32 work is done on a few ro
 backward: at 152 000 columns a full micro-batch in float32 would be many times the activations.
 
 `linear_token_log_probs` holds no logits at all: it takes the output layer's input and weight, and goes through the
-vocabulary in blocks of columns, each of which gives the four numbers as if it were another rank's.
+vocabulary in blocks of columns, each of which gives the four numbers as if it were another rank's. Hidden states in
+float32 and a weight in bfloat16 (`model.fp32_head`) are multiplied in float32, of which one block of the weight exists.
 
 A piece is a rank's columns, or a block of them: `reduce_columns` gives its four numbers, `merge` makes those of one
 piece out of several, `combine` log-prob and entropy of all ranks' pieces, `gradient_columns` is the way back.
@@ -97,7 +98,8 @@ def linear_token_log_probs(
 
     Args:
         hidden: [T, h], the same on every tensor-parallel rank.
-        weight: [V / tp, h] of this rank, of the type of `hidden`.
+        weight: [V / tp, h] of this rank. The products are made in the type of `hidden`; only a block of the weight, and
+            of its gradient, is ever converted.
         rows, targets, temperature: as in `token_log_probs`.
         block: columns at a time; None: as many as suit the device.
     """
@@ -166,10 +168,10 @@ class _LinearTokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shard, temperature, block = options
         dtype, wanted = work_dtype(hidden.dtype), hidden.index_select(0, rows)
-        pieces = [
-            reduce_columns((wanted @ weight[part].T).to(dtype), targets - shard.start - part.start, temperature)
-            for part in _parts(shard.size, block)
-        ]
+        pieces = []
+        for part in _parts(shard.size, block):
+            columns = (wanted @ weight[part].to(wanted.dtype).T).to(dtype)
+            pieces.append(reduce_columns(columns, targets - shard.start - part.start, temperature))
         return _results(ctx, merge(torch.stack(pieces), temperature), options, hidden, weight, rows, targets)
 
     @staticmethod
@@ -184,16 +186,17 @@ class _LinearTokenLogProbs(torch.autograd.Function):
         grad_wanted = torch.zeros(wanted.shape, dtype=down.dtype, device=wanted.device)
         grad_weight = torch.zeros_like(weight)
         for part in _parts(shard.size, block):
+            rows_of_weight = weight[part].to(wanted.dtype)
             grad = gradient_columns(
-                (wanted @ weight[part].T).to(down.dtype),
+                (wanted @ rows_of_weight.T).to(down.dtype),
                 targets - shard.start - part.start,
                 statistics,
                 down,
                 spread,
                 temperature,
-            ).to(weight.dtype)
-            grad_wanted += grad @ weight[part]
-            torch.mm(grad.T, wanted, out=grad_weight[part])
+            ).to(wanted.dtype)
+            grad_wanted += grad @ rows_of_weight
+            grad_weight[part] = grad.T @ wanted
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None
 

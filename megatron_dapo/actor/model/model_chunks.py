@@ -1,7 +1,7 @@
 """Build the model chunks that one rank holds.
 
 Their modules are TransformerEngine's layers on CUDA where it is installed, else Megatron's local ones with our norm and
-attention; and the output layer of `actor.fused_linear_log_prob`.
+attention; and the output layer of `actor.fused_linear_log_prob` and `model.fp32_head`.
 """
 
 from functools import partial
@@ -37,12 +37,15 @@ SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", 
 """Fields of HFModelConfig that Megatron's config has too."""
 
 
-def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> list[GPTModel]:
+def build_model(
+    hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice, *, upcasts_head: bool = False
+) -> list[GPTModel]:
     """The model chunks of this rank, one a virtual pipeline stage, weights not yet set (see `weights.load_hf_weights`).
 
     `dtype` is "float32" or "bfloat16". The process groups must be up (`process_groups.initialise`). The chunks have a
     vocabulary padded to a multiple of the tensor-parallel size: the logits' columns from `hf.vocab_size` on mean
-    nothing. Under `actor.fused_linear_log_prob` the last stage's output is hidden states instead of logits.
+    nothing. Under `actor.fused_linear_log_prob` the last stage's output is hidden states instead of logits; so it is
+    where the head is upcast, in float32.
 
     Raises:
         ConfigError: the layout does not divide the model.
@@ -72,8 +75,8 @@ def build_model(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: Devic
         if device.transformer_engine:
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
-        if actor.fused_linear_log_prob and chunk.post_process:
-            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer)
+        if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
+            chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
         chunks.append(chunk)
     return chunks
 
@@ -191,8 +194,10 @@ class HiddenStatesOutput(ColumnParallelLinear):
     block by block (`log_prob.linear_token_log_probs`). Parameter, name and sharded checkpoint are those of the layer
     that it replaces."""
 
+    upcasts = False
+
     @classmethod
-    def of(cls, layer: ColumnParallelLinear) -> "HiddenStatesOutput":
+    def of(cls, layer: ColumnParallelLinear, upcasts: bool) -> "HiddenStatesOutput":
         """In the place of `layer`, with its weight (none where that is the embedding's)."""
         output = cls(
             layer.input_size,
@@ -203,22 +208,26 @@ class HiddenStatesOutput(ColumnParallelLinear):
             skip_weight_param_allocation=True,
             tp_group=layer.tp_group,
         )
-        output.weight = layer.weight
+        output.weight, output.upcasts = layer.weight, upcasts
         return output
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients."""
+        """Hidden states [s, b, h], whole on every tensor-parallel rank; backward sums the ranks' gradients, of upcast
+        ones in float32."""
+        input_ = input_.float() if self.upcasts else input_
         if self.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(input_, group=self.tp_group), None
         return mappings.copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
-def output_weight(chunk: torch.nn.Module) -> Tensor:
+def output_weight(chunk: torch.nn.Module) -> Tensor | None:
     """[V / tp, h] of the last pipeline stage's last chunk (wrapped or not): the output layer's weight, or the
-    embedding's that it is tied to."""
+    embedding's that it is tied to. None where the chunk's output is logits already."""
     model = get_attr_wrapped_model(chunk, "output_layer", return_model_obj=True)
+    if not isinstance(model.output_layer, HiddenStatesOutput):
+        return None
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

@@ -58,6 +58,22 @@ def test_values_and_gradients(dtype, value, gradient, block, temperature):
     assert torch.count_nonzero(got[3][VOCABULARY:]) == 0
 
 
+@pytest.mark.parametrize("block", [10, None])
+def test_a_weight_in_bfloat16_is_multiplied_in_the_type_of_the_hidden_states(block):
+    """An output layer in float32 below a trunk in bfloat16: float64's values and gradients within law 1's bound. Only
+    the gradient of the weight is rounded, once, to the weight's type."""
+    narrow = case(torch.bfloat16, columns=64)
+    hidden, weight = narrow[0].float(), narrow[1]
+    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=64, rank=0, group=None)
+    got = ours(hidden, weight, *narrow[2:], 0.7, shard, block=block)
+    assert [one.dtype for one in got] == [torch.float32] * 3 + [torch.bfloat16]
+    wide = ours(hidden, weight.float(), *narrow[2:], 0.7, shard, block=block)
+    for mine, theirs in zip(wide, reference(*narrow, 0.7), strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1e-6
+    for mine, theirs in zip(got, wide, strict=True):
+        assert torch.equal(mine, theirs.to(mine.dtype))
+
+
 def test_gradcheck():
     hidden, weight, _, targets, _ = case(torch.float64)
     shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)

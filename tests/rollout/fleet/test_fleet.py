@@ -308,6 +308,29 @@ def test_one_server_whose_weights_could_not_be_verified_ends_the_start(setting: 
     run(test)
 
 
+@pytest.mark.parametrize("trainers", [True, False])
+@pytest.mark.parametrize("says", [{}, {"enable_fp32_lm_head": False}, {"enable_fp32_lm_head": True}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto", "float32"])
+def test_an_output_layer_in_float32_on_one_side_alone_is_refused(
+    trainers: bool, says: dict[str, object], dtype: str
+) -> None:
+    async def test() -> None:
+        server = StandIn()
+        server.says = says | {"dtype": dtype}
+        fleet = RolloutFleet(RolloutConfig(), [server], vocab_size=9, report=print, timing=FAST, fp32_head=trainers)
+        servers = bool(says.get("enable_fp32_lm_head"))
+        if dtype == "float32" or servers == trainers:
+            await fleet.start(5.0)
+            await fleet.close()
+            return
+        here = "with --enable-fp32-lm-head, but model.fp32_head = false"
+        there = "without --enable-fp32-lm-head, but model.fp32_head = true"
+        with pytest.raises(ServerUnfit, match=here if servers else there):
+            await fleet.start(5.0)
+
+    run(test)
+
+
 def test_a_server_that_ignores_seeds_is_refused_where_they_are_wanted() -> None:
     async def test() -> None:
         fleet = RolloutFleet(RolloutConfig(deterministic=True), [StandIn()], vocab_size=9, report=print, timing=FAST)

@@ -51,6 +51,13 @@ def test_responses_are_streamed_only_where_the_config_says_so() -> None:
         assert not [one for one in server_arguments(config, spec(), 31000) if "stream" in one]
 
 
+def test_a_server_makes_the_output_layers_product_in_float32_only_where_told() -> None:
+    for device in ("cpu", "cuda"):
+        for told in (False, True):
+            arguments = server_arguments(RolloutConfig(), spec(device=device, dtype="bfloat16", fp32_head=told), 31000)
+            assert arguments.count("--enable-fp32-lm-head") == told
+
+
 def test_nothing_of_the_cpu_support_is_in_a_gpu_server() -> None:
     arguments = server_arguments(RolloutConfig(), spec(device="cuda", dtype="bfloat16"), 31000)
     assert not [one for one in arguments if "attention" in one or "overlap" in one or "max-total" in one]
