@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--verifier",
         default=defaults.verifier,
-        help=f"for lines that name none: {', '.join(VERIFIERS)} or module:function",
+        help=f"for lines that name none: {', '.join(VERIFIERS)}, module:function, or a weighted sum",
     )
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
     parser.add_argument(
@@ -110,7 +110,9 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
                 count += 1
                 right += verdict.accuracy
                 errors += verdict.error is not None
-                verdicts.write(json.dumps(asdict(verdict) | {"accuracy": int(verdict.accuracy)}) + "\n")
+                line = asdict(verdict) | {"accuracy": int(verdict.accuracy)}
+                sums = ("reward", "rewards") if verdict.rewards is None else ()
+                verdicts.write(json.dumps({key: value for key, value in line.items() if key not in sums}) + "\n")
     finally:
         pool.close()
     seconds = time.monotonic() - start
