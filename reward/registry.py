@@ -37,7 +37,7 @@ VERIFIERS: dict[str, Entry] = {
 
 
 _PLUS = re.compile(r"\s+\+\s+(?=-?[\d.]+\s*\*)")
-_WEIGHTED = re.compile(r"(?:(-?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9}))\s*\*\s*)?(.*)", re.S)
+_WEIGHTED = re.compile(r"(?:(-?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9}))\s*\*\s*)?((?![-\d.]).*)", re.S)
 
 
 @lru_cache(maxsize=1024)
@@ -47,7 +47,7 @@ def weighted(name: str) -> tuple[tuple[float, str], ...]:
     Example: `robust + 0.2 * forms:tidy` is ((1.0, "robust"), (0.2, "forms:tidy")).
     """
     terms = [_WEIGHTED.fullmatch(term) for term in _PLUS.split(name)]
-    return tuple((float(term[1] or 1), term[2]) for term in terms if term)
+    return tuple((float(term[1] or 1), term[2]) for term in terms if term) if all(terms) else ((1.0, name),)
 
 
 def is_sum(name: str) -> bool:

@@ -87,10 +87,9 @@ class RewardPool:
         """
         names = {request.verifier for request in requests}
         if any(map(is_sum, names)):
-            parts_of = {name: weighted(name) for name in names}
-            parts = [replace(each, verifier=name) for each in requests for _, name in parts_of[each.verifier]]
+            parts = [replace(each, verifier=name) for each in requests for _, name in weighted(each.verifier)]
             judged = iter(await self.verify(parts))
-            return [_sum(each.verifier, [next(judged) for _ in parts_of[each.verifier]]) for each in requests]
+            return [_sum(each.verifier, [next(judged) for _ in weighted(each.verifier)]) for each in requests]
         queues = {name: _queue(name) for name in names}
         asked: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
         for request in requests:
@@ -316,8 +315,7 @@ def _sum(name: str, verdicts: Sequence[Verdict]) -> Verdict:
         rewards[part] = 1.0 if verdict.accuracy else -1.0
         total += weight * rewards[part]
         error = error or (verdict.error and f"{part}: {verdict.error}")
-    seconds = sum(verdict.seconds for verdict in verdicts)
-    return replace(verdicts[0], seconds=seconds, error=error, rewards=rewards, reward=total)
+    return replace(verdicts[0], seconds=sum(v.seconds for v in verdicts), error=error, rewards=rewards, reward=total)
 
 
 def _batches(requests: Sequence[VerificationRequest]) -> Iterator[list[VerificationRequest]]:

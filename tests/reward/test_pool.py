@@ -49,10 +49,11 @@ def test_verdicts_come_in_order_from_both_queues(make_pool):
 
 def test_a_weighted_sum_is_judged_by_each_of_its_verifiers(make_pool):
     pool = make_pool(workers=1)
-    summed = "robust + 0.5 * tests.reward.hostile:judge + -2 * choice"
-    both, one, plain = verify(pool, ask("Answer: 7", "7", summed), ask("7", "7", f"0.5 * {summed[19:]}"), ask("7", "7"))
+    summed = "robust + 0.5 * tests.reward.hostile:judge + -2 * exact"
+    one = summed.removeprefix("robust + ")
+    both, one, plain = verify(pool, ask("Answer: 7.", "7", summed), ask("7", "7", one), ask("7", "7"))
     assert (both.accuracy, both.extracted, both.rule) == (True, "7", "integer")
-    assert both.rewards == {"robust": 1.0, "tests.reward.hostile:judge": -1.0, "choice": -1.0}
+    assert both.rewards == {"robust": 1.0, "tests.reward.hostile:judge": -1.0, "exact": -1.0}
     assert both.reward == 1 - 0.5 + 2
     assert (one.accuracy, one.reward, one.rule) == (True, 0.5 + 2, "own")
     assert (plain.rewards, plain.reward) == (None, None)

@@ -47,7 +47,7 @@ def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
     assert "robust: right (integer, '42')" in rows[0]
     assert "so \\| it is **Answer:** 42." in rows[0]
     assert main([folder, "--limit", "1"]) == EXIT_DISAGREE
-    assert "2 more rows" in capsys.readouterr().out
+    assert "3 more rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [5, ["robust"], {"a": 1}])
