@@ -46,9 +46,8 @@ def main() -> int:
     names = f"{', '.join(VERIFIERS)}, module:function, or a weighted sum"
     parser.add_argument("--verifier", default=defaults.verifier, help=f"for lines that name none: {names}")
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
-    algebra, timeout = defaults.algebra_workers, defaults.timeout_s
-    parser.add_argument("--algebra-workers", type=int, default=algebra, help="processes for symbolic equality")
-    parser.add_argument("--timeout", dest="timeout_s", type=float, default=timeout, help="seconds a verdict may take")
+    parser.add_argument("--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for algebra")
+    parser.add_argument("--timeout", dest="timeout_s", type=float, default=defaults.timeout_s, help="seconds a verdict")
     parser.add_argument("--remote-url", help="service that judges the lines of verifier remote")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
     arguments = parser.parse_args()

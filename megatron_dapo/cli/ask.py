@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -28,9 +29,7 @@ def ask(
     template: Annotated[str | None, typer.Option(help=_TEMPLATE)] = None,
 ) -> None:
     """Answer one prompt: by a server on a GPU, by plain transformers on a CPU, where a server takes longer to start."""
-    from megatron_dapo.cli.train import prepare_environment
-
-    prepare_environment()
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
     from megatron_dapo.data.prompts import instructed, render
@@ -53,9 +52,11 @@ def ask(
 
 async def by_server(config: Config, text: Any, request: GenerationRequest) -> str:
     """The answer of a server that is started for it. `text`: the model's TextTools."""
+    from megatron_dapo.cli.train import prepare_environment
     from megatron_dapo.cluster.waits import Waits
     from megatron_dapo.diagnostics.local_jobs import local_fleet, with_own_servers
 
+    prepare_environment()
     config = with_own_servers(config, Path(config.model.path))
     config, report = replace(config, rollout=replace(config.rollout, servers=1)), partial(print, file=sys.stderr)
     with TemporaryDirectory(prefix="ask-") as folder:
