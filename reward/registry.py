@@ -36,8 +36,8 @@ VERIFIERS: dict[str, Entry] = {
 }
 
 
-_PLUS = re.compile(r"\s+\+\s+(?=-?[\d.]+\s*\*)")
-_WEIGHTED = re.compile(r"(?:(-?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9}))\s*\*\s*)?((?![-\d.]).*)", re.S)
+_PLUS = re.compile(r"\s{1,9}\+\s{1,9}(?=-?[\d.]{1,20}\s{0,9}\*)")
+_WEIGHTED = re.compile(r"(?:(-?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9}))\s{0,9}\*\s{0,9})?((?![-\d.]).*)", re.S)
 
 
 @lru_cache(maxsize=1024)
