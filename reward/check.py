@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from reward.config import RewardConfig
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
-from reward.registry import VERIFIERS, find, load, probe
+from reward.registry import VERIFIERS, find, load, probe, weighted
 from reward.verdict import VerificationRequest, VerifierError
 
 _DONE = b"\nthe verifier can be run\n"
@@ -23,7 +23,7 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
     Raises:
         VerifierError: one cannot; the message begins with who names it.
     """
-    for name, place in names.items():
+    for name, place in [(part, place) for given, place in names.items() for _, part in weighted(given)]:
         try:
             entry = find(name)
         except VerifierError as error:
@@ -35,16 +35,17 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
 
 
 def check_ground_truth(name: str, ground_truth: str) -> None:
-    """Whether a built-in verifier can use this ground truth: each of them looks at it before the response.
+    """Whether built-in verifiers can use this ground truth: each of them looks at it before the response.
 
     Says nothing of `remote` and of verifiers outside the table.
 
     Raises:
         VerifierError: it cannot; the message says why.
     """
-    entry = find(name)
-    if entry.fast or (name in VERIFIERS and not entry.remote):
-        load(name)(VerificationRequest(response="", ground_truth=ground_truth, verifier=name))
+    for _, part in weighted(name):
+        entry = find(part)
+        if entry.fast or (part in VERIFIERS and not entry.remote):
+            load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 
 def _why_not(name: str) -> str:

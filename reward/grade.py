@@ -43,18 +43,11 @@ def main() -> int:
         "file", help='JSON lines with "response", "ground_truth" and optionally "verifier" and "prompt"; - for stdin'
     )
     parser.add_argument("--output", help="write the verdicts here instead of to standard output")
-    parser.add_argument(
-        "--verifier",
-        default=defaults.verifier,
-        help=f"for lines that name none: {', '.join(VERIFIERS)} or module:function",
-    )
+    names = f"{', '.join(VERIFIERS)}, module:function, or a weighted sum"
+    parser.add_argument("--verifier", default=defaults.verifier, help=f"for lines that name none: {names}")
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
-    parser.add_argument(
-        "--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for symbolic equality"
-    )
-    parser.add_argument(
-        "--timeout", dest="timeout_s", type=float, default=defaults.timeout_s, help="seconds a verdict may take"
-    )
+    parser.add_argument("--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for algebra")
+    parser.add_argument("--timeout", dest="timeout_s", type=float, default=defaults.timeout_s, help="seconds a verdict")
     parser.add_argument("--remote-url", help="service that judges the lines of verifier remote")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
     arguments = parser.parse_args()
@@ -110,7 +103,10 @@ async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> Non
                 count += 1
                 right += verdict.accuracy
                 errors += verdict.error is not None
-                verdicts.write(json.dumps(asdict(verdict) | {"accuracy": int(verdict.accuracy)}) + "\n")
+                line = asdict(verdict) | {"accuracy": int(verdict.accuracy)}
+                if verdict.rewards is None:
+                    del line["reward"], line["rewards"]
+                verdicts.write(json.dumps(line) + "\n")
     finally:
         pool.close()
     seconds = time.monotonic() - start

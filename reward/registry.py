@@ -1,9 +1,11 @@
 """The table of verifiers: name -> where it is and how it is run. One outside the table is `module:function`."""
 
 import importlib
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from reward.verdict import Judgement, VerificationRequest, Verifier, VerifierError
@@ -34,15 +36,37 @@ VERIFIERS: dict[str, Entry] = {
 }
 
 
+_PLUS = re.compile(r"\s{1,9}\+\s{1,9}(?=-?[\d.]{1,20}\s{0,9}\*)")
+_WEIGHTED = re.compile(r"(?:(-?(?:\d{1,9}\.?\d{0,9}|\.\d{1,9}))\s{0,9}\*\s{0,9})?((?![-\d.]).*)", re.S)
+
+
+@lru_cache(maxsize=1024)
+def weighted(name: str) -> tuple[tuple[float, str], ...]:
+    """(weight, verifier) of each reward in a sum, of any other name (1.0, name). The first one is the accuracy.
+
+    Example: `robust + 0.2 * forms:tidy` is ((1.0, "robust"), (0.2, "forms:tidy")).
+    """
+    terms = [_WEIGHTED.fullmatch(term) for term in _PLUS.split(name)]
+    return tuple((float(term[1] or 1), term[2]) for term in terms if term) if all(terms) else ((1.0, name),)
+
+
+def is_sum(name: str) -> bool:
+    """Whether the name holds a weight."""
+    return weighted(name) != ((1.0, name),)
+
+
 def find(name: str) -> Entry:
-    """The entry of a registered name, of `robust:FORM` or of a `module:function` path.
+    """The entry of a registered name, of `robust:FORM`, of a `module:function` path; of a weighted sum the first's.
 
     Raises:
-        VerifierError: the name is neither; the message gives the nearest name.
+        VerifierError: the name, or one in the sum, is none of these; the message gives the nearest name.
     """
     entry = VERIFIERS.get(name)
     if entry is not None:
         return entry
+    if is_sum(name):
+        entries = [find(part) for _, part in weighted(name)]
+        return entries[0]
     module, colon, function = name.partition(":")
     if module == "robust" and function.count("{answer}") == 1 and function.partition("{answer}")[0].strip(". \t\r\n"):
         return replace(VERIFIERS["robust"], second="")  # `exact` knows one form alone
@@ -50,12 +74,13 @@ def find(name: str) -> Entry:
         return Entry(path=name)
     near = get_close_matches(name.lower(), VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(VERIFIERS)}, or 'module:function'"
+    hint = "add rewards with weights, as 'robust + 0.2 * module:function'" if " + " in name else hint
     raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}")
 
 
 def stated_form(name: str) -> str | None:
     """How a verifier wants the answer: "#### {answer}" for `robust:#### {answer}`. None: in a way of its own."""
-    return name.partition(":")[2] or "Answer: {answer}" if find(name).fast else None
+    return weighted(name)[0][1].partition(":")[2] or "Answer: {answer}" if find(name).fast else None
 
 
 def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
@@ -66,9 +91,11 @@ def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
         VerifierError: unknown name, or code that is not allowed.
     """
     entry = find(name)
-    if name not in VERIFIERS and not entry.fast and name not in allowed:
+    for _, part in weighted(name):
+        if part in VERIFIERS or find(part).fast or any(part == own for each in allowed for _, own in weighted(each)):
+            continue
         raise VerifierError(
-            f"verifier {name[:80]!r} is code that only the file names; a data file may not choose code to run: "
+            f"verifier {part[:80]!r} is code that only the file names; a data file may not choose code to run: "
             "name it in the command or in the config too"
         )
     return entry
@@ -99,11 +126,11 @@ def other_accuracy(request: VerificationRequest) -> bool | None:
     None where there is no second verifier, where the ground truth is unusable, or where only algebra could tell.
     Example: True for `Answer: 42` under `robust`, False for `Answer: 42.`, which `exact` refuses.
     """
-    entry = VERIFIERS.get(request.verifier)
+    entry = VERIFIERS.get(weighted(request.verifier)[0][1])
     if entry is None or not entry.second:
         return None
     try:
-        judged = load(entry.second)(request)
+        judged = load(entry.second)(replace(request, verifier=entry.second))
     except VerifierError:
         return None
     return judged.accuracy if isinstance(judged, Judgement) else None

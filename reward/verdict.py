@@ -23,7 +23,7 @@ class VerificationRequest:
     """The prompt as the model saw it. `robust` uses it to tell an answer from a repetition of the question."""
 
     verifier: str = "robust"
-    """A name of `reward.registry.VERIFIERS`, or `module:function`."""
+    """A name of `reward.registry.VERIFIERS`, `module:function`, or a weighted sum of such."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,14 @@ class Verdict:
     """Time spent on this response alone, waiting in queues not counted."""
 
     error: str | None = None
-    """None, or why there is no verdict: "timeout", "memory", "worker died (signal 11)", ... Then accuracy is False."""
+    """None, or why there is no verdict: "timeout", "memory", "worker died (signal 11)", ... Then accuracy is False,
+    unless only another reward of a weighted sum is without one, which the text then names."""
+
+    rewards: dict[str, float] | None = None
+    """Of a weighted sum: each verifier's reward, +1 or -1. Accuracy, extracted and rule are the first one's."""
+
+    reward: float | None = None
+    """Of a weighted sum: the sum. None: eq. 7 holds."""
 
     @property
     def unjudged(self) -> bool:

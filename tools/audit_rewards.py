@@ -3,8 +3,9 @@
 python -m tools.audit_rewards runs/quickstart            # <run>/samples.jsonl
 python -m tools.audit_rewards rollouts.jsonl --all       # lines of {"response", "ground_truth"}
 
-A line whose verifier is for mathematics is judged by `exact` and by `robust`, any other by its own verifier. A row is
-listed when the verdicts differ, when there is none, or when the verifier of the run now says something else.
+A line whose verifier is for mathematics is judged by `exact` and by `robust`, any other by its own verifier; of a
+weighted sum the first counts. A row is listed when the verdicts differ, when there is none, or when the verifier of the
+run now says something else.
 Exit code 1: there are such rows.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 from megatron_dapo.config import ConfigError, load_config
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
-from reward.registry import find_named_by_data
+from reward.registry import find_named_by_data, weighted
 from reward.verdict import Verdict, VerificationRequest, VerifierError
 
 RULES = ("exact", "robust")
@@ -51,7 +52,7 @@ class Audited:
     @property
     def reason(self) -> str:
         """Why a person should look at it; empty if there is no reason."""
-        own = str(self.line.get("verifier"))
+        own = weighted(str(self.line.get("verifier")))[0][1]
         if self.saved is not None and own in self.verdicts and self.verdicts[own].accuracy is not self.saved:
             return f"{own} changed"
         if len({verdict.accuracy for verdict in self.verdicts.values()}) > 1:
@@ -133,7 +134,7 @@ async def audit(
     for at, (place, line) in enumerate(lines):
         own = line.get("verifier") or config.verifier
         try:
-            both = find_named_by_data(own, allowed).second
+            both, own = find_named_by_data(own, allowed).second, weighted(own)[0][1]
         except VerifierError as error:
             raise AuditError(f"{place}: {error}") from None
         texts = {"response": line["response"], "ground_truth": line["ground_truth"]}

@@ -53,7 +53,7 @@ def linear_penalty(lengths: Int[Tensor, "*R"], *, start: int, factor: float = 1.
 
 
 def shaped_rewards(
-    accuracy: Bool[Tensor, "*R"],
+    reward: Float[Tensor, "*R"],
     lengths: Int[Tensor, "*R"],
     *,
     shape: PenaltyShape,
@@ -61,8 +61,8 @@ def shaped_rewards(
     buffer: int,
     factor: float = 1.0,
 ) -> Float[Tensor, "*R"]:
-    """Eq. 7 plus the penalty: what eq. 9 reads. `linear` starts at max_length - buffer, as `soft` does."""
-    reward = raw_reward(accuracy)
+    """`reward` (eq. 7, or a weighted sum) plus the penalty: what eq. 9 reads. `linear` starts at max_length - buffer,
+    as `soft` does."""
     if shape == "soft":
         return reward + soft_overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
     if shape == "linear":

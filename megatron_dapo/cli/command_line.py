@@ -1,6 +1,7 @@
 """What commands share: arguments, and for `certify`, `bisect`, `replay` and `eval` how they end."""
 
 import functools
+import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,40 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     if not source.exists():
         raise ConfigError(f"{source}: is not there; give a config file, or the directory of a run")
     return with_local_paths(load_config(source / "config.yaml" if source.is_dir() else source, overrides))
+
+
+LONGEST_CONTEXT, LONGEST_PROMPT = 32768, 2048
+"""Tokens of prompt and response together, and of the prompt, where no config says how many."""
+
+
+def model_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config for a model alone: that of the run whose `model` folder it is, else what its own files say: chat
+    template, type of the weights, context length, at most 2048 tokens or half of it for the prompt; a server on each
+    GPU.
+
+    Raises:
+        TokenizerError, ConfigError: no such folder; an override is not valid.
+    """
+    import torch
+
+    from megatron_dapo.data.tokenizer import load_text_tools, read_json
+
+    run = folder.resolve().parent / "config.yaml"
+    if folder.resolve().name == "model" and run.is_file():
+        return load_config(run, [*overrides, f"model.path={json.dumps(str(folder))}"])
+    told = read_json(folder / "config.json")
+    context = min(told.get("max_position_embeddings") or LONGEST_CONTEXT, LONGEST_CONTEXT)
+    known = {
+        "model.path": str(folder),
+        "model.context_length": context,
+        "model.dtype": "float32" if "float32" in (told.get("dtype"), told.get("torch_dtype")) else "bfloat16",
+        "data.template": "chat" if load_text_tools(folder).tokenizer.chat_template else "plain",
+        "rollout.max_new_tokens": context - min(context // 2, LONGEST_PROMPT),
+        "rollout.servers": max(1, torch.cuda.device_count()),
+        "rollout.kv_cache_tokens": None if torch.cuda.is_available() else 2 * LONGEST_CONTEXT,
+    }
+    words = [f"{key}={json.dumps(value)}" for key, value in known.items()]
+    return load_config(Path(__file__).with_name("model_alone.yaml"), [*words, *overrides])
 
 
 def _interrupt(*_: object) -> None:

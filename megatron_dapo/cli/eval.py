@@ -1,6 +1,7 @@
 """`megatron-dapo eval`: how many held-out problems a model solves, and how sure that is."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -9,14 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of
+from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of, model_config
 from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.data.hub import with_local_paths
 
 
 @comparison_command
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Config file, or run directory.")],
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="Config, run, or a model's folder.")],
     overrides: Overrides = None,
+    data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
     watch: Annotated[
@@ -41,7 +44,7 @@ def evaluate(
             raise StopRequested("stopped; the same command goes on with what is missing") from None
 
     prepare_environment()
-    words = overrides or []
+    words = [*(overrides or []), *([f"evaluation.path={json.dumps(data)}"] if data else [])]
     asyncio.run(until_stopped())
     return True
 
@@ -110,7 +113,9 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         raise ConfigError(
             f"--model {model} and rollout.urls: those servers hold weights of their own; give one of both"
         )
-    config, folder, step = config_of(target, overrides), Path(EVALUATIONS), None
+    alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
+    config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
+    folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)
     if model is None and config.rollout.urls and (named or not target.is_dir()):
         return config, folder / "servers", None
     weights = model or Path(config.model.path)

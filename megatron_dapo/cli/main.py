@@ -169,7 +169,10 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
     from megatron_dapo.config.load import dump_config, load_with_sources
 
-    print(dump_config(*load_with_sources(config, overrides or [])), end="")
+    loaded, lines = load_with_sources(config, overrides or [])
+    print(dump_config(loaded, lines), end="")
+    if loaded.evaluation.path is None:
+        print("# evaluation.path is not set: the run trains without held-out evaluation")
 
 
 def main() -> None:

@@ -99,8 +99,8 @@ class DataConfig(ColumnsConfig):
 class EvaluationConfig(ColumnsConfig):
     """Section `evaluation`: problems apart from the training prompts, answered by the servers."""
 
-    path: str
-    """File of held-out problems, put into the template of section `data`."""
+    path: Text | None = None
+    """File of held-out problems, put into the template of section `data`. None: nothing is held out."""
 
     schema: Schema | None = None
     """As `data.schema`. None: the file is read as section `data` says, but for the keys given here."""

@@ -32,7 +32,7 @@ class Config:
     run: RunConfig
     model: ModelConfig
     data: DataConfig
-    evaluation: EvaluationConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -105,6 +105,8 @@ def _of_data(config: Config) -> Iterator[str]:
                 f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
                 "prompt in 1e9; raise it or leave the file out"
             )
+    if config.evaluation.every and config.evaluation.path is None:
+        yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s
     if remote.url is not None and remote.deadline_s >= step_deadline:
         yield f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = {step_deadline:g}"

@@ -67,6 +67,8 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
 def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
     held = heldout_files(config.data, config.evaluation)
+    if not held:
+        raise ConfigError("evaluation.path is not set: name a file of problems to answer (eval: --data FILE)")
     choice = VerifierChoice(config.reward, held)
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
     heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)

@@ -114,8 +114,8 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         figure.savefig(run_dir.path / "curves.png", bbox_inches="tight", pad_inches=0.12)
     console.summary(summary)
     if config.run.export_at_end:
-        console.note("ask the trained model:")
-        console.note(f"  {ask_command(run_dir.path / 'model', inputs.heldout.prompts[0].text)}")
+        first = (*inputs.heldout.prompts, *inputs.prompts.prompts)[0]
+        console.note(f"ask the trained model:\n  {ask_command(run_dir.path / 'model', first.text)}")
     return summary
 
 
@@ -133,7 +133,7 @@ def tune_collector() -> None:
 
 
 async def _measure_and_train(context: RunContext, seconds: dict[str, float], began: float) -> dict[str, Any]:
-    config, console = context.config, context.console
+    config = context.config
 
     @contextmanager
     def measured(name: str) -> Iterator[None]:
@@ -142,7 +142,6 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
         seconds[name] = time.monotonic() - clock
 
     if context.progress.rollout_step == 0:
-        console.note("held-out problems before training")
         with measured("evaluation_before"):
             stored: dict[str, Any] = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
             context.run_dir.write_json(BEFORE, stored)
@@ -150,7 +149,6 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
         stored = context.run_dir.read_json(BEFORE)
     with measured("training"):
         progress = await train(context, context.progress)
-    console.note("held-out problems after training")
     with measured("evaluation_after"):
         answers = stored | {"after": await _heldout(context, "after")}
     if config.run.export_at_end:
@@ -169,7 +167,7 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
         },
         "tokens": {name: sum(line[f"tokens/{name}"] for line in lines) for name in ("generated", "trained")},
         "seconds": seconds,
-        "examples": _examples(context.inputs, answers["before"]["sampled"], answers["after"]["sampled"]),
+        "examples": _examples(context.inputs, answers) if answers["before"] else [],
     }
 
 
@@ -183,7 +181,11 @@ async def export_model(context: RunContext) -> None:
 
 
 async def _heldout(context: RunContext, name: str, forbid: int | None = None) -> dict[str, dict[str, Any]]:
-    """An evaluation by decoding mode, as JSON can hold it."""
+    """An evaluation by decoding mode, as JSON can hold it; {} where nothing is held out."""
+    if not context.inputs.heldout.prompts:
+        return {}
+    if forbid is None:
+        context.console.note(f"held-out problems {name} training")
     return {
         mode: {"figures": asdict(found.accuracy), "texts": list(found.texts), "correct": list(found.correct)}
         for mode, found in (await context.evaluate(name, forbid=forbid)).items()
@@ -192,7 +194,7 @@ async def _heldout(context: RunContext, name: str, forbid: int | None = None) ->
 
 async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:
     start = context.config.evaluation.forbidden_start
-    if start is None:
+    if start is None or not context.inputs.heldout.prompts:
         return None
     context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
     return await _heldout(context, "baseline", context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0])
@@ -225,8 +227,9 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
         stop.set_result(None)
 
 
-def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _examples(inputs: Inputs, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
+    before, after = answers["before"]["sampled"], answers["after"]["sampled"]
     count = min(EXAMPLES, len(before["texts"]))
     return [
         {"prompt": prompt.text, "answer": prompt.answer}
@@ -239,4 +242,5 @@ def _examples(inputs: Inputs, before: Mapping[str, Any], after: Mapping[str, Any
 def ask_command(model: Path, prompt: str) -> str:
     """A command that a person can paste."""
     program, here = Path(sys.executable).with_name("megatron-dapo"), f"{Path.cwd()}/"
-    return shlex.join([str(program).removeprefix(here), "ask", str(model).removeprefix(here), prompt])
+    words = [str(program).removeprefix(here), "ask", str(model).removeprefix(here), "--template", "plain", prompt]
+    return shlex.join(words)

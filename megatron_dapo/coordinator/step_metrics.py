@@ -137,6 +137,7 @@ def write_samples(
                 "error": response.verdict.error,
                 "other_accuracy": response.other_accuracy,
                 "reward_shaped": response.reward_shaped,
+                **({"rewards": response.verdict.rewards} if response.verdict.rewards else {}),
                 "finish_reason": response.generation.finish_reason,
             }
             file.write(json.dumps(line) + "\n")
@@ -156,10 +157,12 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     log_probs = np.concatenate([response.generation.log_probs for response in responses])
     errors = sum(response.verdict.error is not None for response in responses)
     both = [response for response in responses if response.other_accuracy is not None]  # judged by a rule for maths
+    rewards = [(name, value) for each in responses for name, value in (each.verdict.rewards or {}).items()]
     disagreement = {"verdict_disagreement": sum(each.rules_disagree for each in both) / len(both)} if both else {}
     return {
         "accuracy/mean": _mean(groups, _accuracy),
         "reward/mean": _mean(groups, lambda response: response.reward_raw),
+        **{f"reward/{name}": float(np.mean([v for key, v in rewards if key == name])) for name in dict(rewards)},
         "reward_shaped/mean": _mean(groups, lambda response: response.reward_shaped),
         "mean_prob": float(np.exp(log_probs).mean()),
         "response_length/mean": float(lengths.mean()),

@@ -62,6 +62,8 @@ class PromptSet:
     prompts have equal hashes."""
 
     def summary(self) -> str:
+        if not self.spans:
+            return "none (evaluation.path is not set)"
         verifiers, counts = Counter(prompt.verifier for prompt in self.prompts), self.counts
         judged = ", ".join(f"{count} by {name}" for name, count in sorted(verifiers.items()))
         against = f" ({counts['contradictions']} with another answer)" if counts["contradictions"] else ""

@@ -79,9 +79,9 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
 
 
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
-    """The file of `evaluation.path`, alone."""
+    """The file of `evaluation.path`, alone; none where it is not set."""
     columns = _columns(evaluation, resolve(data, SCHEMAS[data.schema]))
-    return (_file(evaluation.path, "evaluation.path", columns),)
+    return (_file(evaluation.path, "evaluation.path", columns),) if evaluation.path else ()
 
 
 def _columns(config: SourceConfig | EvaluationConfig, below: Columns) -> Columns:

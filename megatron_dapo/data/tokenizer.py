@@ -72,7 +72,7 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             tokenizer.json as something else.
     """
     folder = Path(folder)
-    vocab_size = _read_json(folder / "config.json").get("vocab_size")
+    vocab_size = read_json(folder / "config.json").get("vocab_size")
     if not isinstance(vocab_size, int):
         raise TokenizerError(f"{folder / 'config.json'}: vocab_size = {vocab_size!r}: expected a whole number")
     tokenizer = _load_tokenizer(folder)
@@ -139,7 +139,7 @@ def _compiled(template: str) -> jinja2.Template:
 def _load_tokenizer(folder: Path) -> Any:
     """A `FileTokenizer` where transformers would read tokenizer.json as it is too, else transformers' tokenizer."""
     file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    settings = _read_json(file) if file.is_file() else {}
+    settings = read_json(file) if file.is_file() else {}
     named = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
     template = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
     if (
@@ -211,14 +211,15 @@ def _named(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _eos_ids(file: Path) -> tuple[int, ...]:
-    named = _read_json(file).get("eos_token_id") if file.is_file() else None
+    named = read_json(file).get("eos_token_id") if file.is_file() else None
     listed = named if isinstance(named, list) else [] if named is None else [named]
     if not all(isinstance(stop, int) for stop in listed):
         raise TokenizerError(f"{file}: eos_token_id = {named}: expected token ids, which are whole numbers")
     return tuple(listed)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder. Raises TokenizerError: there is none."""
     try:
         content = json.loads(file.read_text())
     except OSError as error:

@@ -27,6 +27,7 @@ from megatron_dapo.monitor.statistics import (
 )
 from megatron_dapo.storage.durable import replace_file
 from reward.answer.compare import answer_key
+from reward.registry import weighted
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 
 FORBIDDEN = -1e9
@@ -93,7 +94,9 @@ class Evaluator:
         self, config: Config, *, text: TextTools, heldout: PromptSet, responder: Responder, folder: Path
     ) -> None:
         """`folder`: gets a folder of results for each `run`, by its name."""
-        self.prompts: Sequence[Prompt] = heldout.prompts[: config.evaluation.limit or None]
+        asked = heldout.prompts[: config.evaluation.limit or None]
+        # Of a weighted sum the accuracy alone: no other reward is read.
+        self.prompts: Sequence[Prompt] = [replace(each, verifier=weighted(each.verifier)[0][1]) for each in asked]
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
         self._answered = 0
         self.stop_token_ids = text.stop_token_ids

@@ -163,10 +163,11 @@ class GroupGenerator:
 
     async def _judge(self, place: str, prompt: Prompt, answers: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
         requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
-        accuracy, overlong = torch.tensor([verdict.accuracy for verdict in verdicts]), self._algorithm.overlong
-        raw = raw_reward(accuracy).tolist()
+        raw, overlong = raw_reward(torch.tensor([verdict.accuracy for verdict in verdicts])), self._algorithm.overlong
+        for at, verdict in enumerate(verdicts):
+            raw[at] = raw[at] if verdict.reward is None else verdict.reward
         shaped = shaped_rewards(
-            accuracy,
+            raw,
             torch.tensor([len(answer.token_ids) for answer in answers]),
             shape=overlong.shape,
             max_length=self._sampling.max_new_tokens,
@@ -179,7 +180,7 @@ class GroupGenerator:
                 text=request.response,
                 verdict=verdicts[at],
                 accuracy=verdicts[at].accuracy,
-                reward_raw=raw[at],
+                reward_raw=float(raw[at]),
                 reward_shaped=shaped[at],
                 other_accuracy=other_accuracy(request),
             )

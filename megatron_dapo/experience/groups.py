@@ -19,7 +19,7 @@ class ScoredResponse:
     accuracy: bool
     """The only thing dynamic sampling may read (law 2)."""
     reward_raw: float
-    """Eq. 7: +1.0 or -1.0."""
+    """Eq. 7: +1.0 or -1.0; of a weighted sum of rewards the sum."""
     reward_shaped: float
     """reward_raw plus the length penalty (eq. 13): what eq. 9 reads."""
     other_accuracy: bool | None = None

@@ -115,9 +115,10 @@ class Console:
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
         self.close()
+        table = [_accuracy_table(summary)] if summary["heldout"]["after"] else []
         made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
         with self._unless_gone():
-            for part in (*made, _accuracy_table(summary), _cost_lines(summary), *_example_lines(summary)):
+            for part in (*made, *table, _cost_lines(summary), *_example_lines(summary)):
                 self._screen.print(part, soft_wrap=not isinstance(part, Table))
             self._file.flush()
 

@@ -79,7 +79,7 @@ def _draw_accuracy(panel: Axes, metrics: Lines, heldout: Mapping[str, Any], last
     panel.set_xlim(-0.22 * max(last, 1), 1.22 * max(last, 1))  # room for the numbers beside the first and last marks
     for way, (colour, marker) in ANSWERS.items():
         measured = dict(zip(*series(metrics, f"evaluation/{way}"), strict=True))
-        ends = {step: heldout[when].get(way) for step, when in ((0, "before"), (last, "after"))}
+        ends = {step: (heldout[when] or {}).get(way) for step, when in ((0, "before"), (last, "after"))}
         marks = {step: point for step, point in ends.items() if point}
         path = sorted({**measured, **{step: point["accuracy"] for step, point in marks.items()}}.items())
         steps, values = [step for step, _ in path], [value for _, value in path]

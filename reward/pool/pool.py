@@ -22,7 +22,7 @@ from reward.config import RewardConfig
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
-from reward.registry import find
+from reward.registry import find, is_sum, weighted
 from reward.verdict import PoolError, Verdict, VerificationRequest
 
 T = TypeVar("T")
@@ -85,15 +85,20 @@ class RewardPool:
             VerifierError: a request names a verifier that is not known.
             PoolError: the pool is closed, its workers do not start, or nothing has moved for much too long.
         """
-        queues = {name: _queue(name) for name in {request.verifier for request in requests}}
-        parts: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
+        names = {request.verifier for request in requests}
+        if any(map(is_sum, names)):
+            parts = [replace(each, verifier=name) for each in requests for _, name in weighted(each.verifier)]
+            judged = iter(await self.verify(parts))
+            return [_sum(each.verifier, [next(judged) for _ in weighted(each.verifier)]) for each in requests]
+        queues = {name: _queue(name) for name in names}
+        asked: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
         for request in requests:
-            parts[queues[request.verifier]].append(request)
+            asked[queues[request.verifier]].append(request)
         service = (
-            asyncio.ensure_future(remote.verify(self._config.remote, parts["remote"])) if parts["remote"] else None
+            asyncio.ensure_future(remote.verify(self._config.remote, asked["remote"])) if asked["remote"] else None
         )
         try:
-            fast, slow = await self._verify_here(parts["fast"], parts["slow"])
+            fast, slow = await self._verify_here(asked["fast"], asked["slow"])
             verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service if service else ())}
         finally:
             if service:
@@ -297,6 +302,20 @@ class RewardPool:
             self._comparisons.pop(key, None)
         seconds = result.seconds + (0.0 if known else verdict.seconds)
         return replace(verdict, extracted=result.extracted, seconds=seconds)
+
+
+def _sum(name: str, verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict by a weighted sum, from those by its parts. One that is unjudged stands for all."""
+    if not is_sum(name):
+        return verdicts[0]
+    rewards, total, error = {}, 0.0, verdicts[0].error
+    for (weight, part), verdict in zip(weighted(name), verdicts, strict=True):
+        if verdict.unjudged:
+            return replace(verdict, accuracy=False, error=f"{part}: {verdict.error}")
+        rewards[part] = 1.0 if verdict.accuracy else -1.0
+        total += weight * rewards[part]
+        error = error or (verdict.error and f"{part}: {verdict.error}")
+    return replace(verdicts[0], seconds=sum(v.seconds for v in verdicts), error=error, rewards=rewards, reward=total)
 
 
 def _batches(requests: Sequence[VerificationRequest]) -> Iterator[list[VerificationRequest]]:

@@ -51,19 +51,20 @@ def test_raw_reward():
 )
 def test_shaped_rewards(shape, expected):
     accuracy, lengths = torch.tensor([True, False, False]), torch.tensor([16384, 17408, 18432])
-    got = shaped_rewards(accuracy, lengths, shape=shape, max_length=18432, buffer=2048, factor=1.0)
+    got = shaped_rewards(raw_reward(accuracy), lengths, shape=shape, max_length=18432, buffer=2048, factor=1.0)
     assert got.tolist() == pytest.approx(expected)
 
 
 @given(st.booleans(), st.integers(1, 20480))
 def test_the_soft_shaped_reward_is_in_the_papers_range(right, length):
-    got = shaped_rewards(torch.tensor([right]), torch.tensor([length]), shape="soft", max_length=20480, buffer=4096)
+    reward, lengths = raw_reward(torch.tensor([right])), torch.tensor([length])
+    got = shaped_rewards(reward, lengths, shape="soft", max_length=20480, buffer=4096)
     assert -2 <= got.item() <= 1
     assert (got.item() > -1) or not right or length == 20480
 
 
 def test_rewards_keep_the_shape_of_groups():
     accuracy, lengths = torch.tensor([[True, False], [False, False]]), torch.tensor([[5, 10], [8, 9]])
-    got = shaped_rewards(accuracy, lengths, shape="soft", max_length=10, buffer=5)
+    got = shaped_rewards(raw_reward(accuracy), lengths, shape="soft", max_length=10, buffer=5)
     assert got.tolist() == [[1.0, -2.0], [pytest.approx(-1.6), pytest.approx(-1.8)]]
     assert got.dtype == torch.float64

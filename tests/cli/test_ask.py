@@ -1,12 +1,60 @@
-"""`megatron-dapo ask`: what it refuses."""
+"""`megatron-dapo ask`: which prompt a model gets, and what is refused."""
+
+import asyncio
+import shutil
 
 import pytest
 
-from megatron_dapo.cli.ask import ask
-from megatron_dapo.config import ConfigError
+from megatron_dapo.cli.ask import ask, by_server
+from megatron_dapo.cli.command_line import model_config
+from megatron_dapo.config import ConfigError, dump_config
+from megatron_dapo.data.prompts import render
+from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from rollout.generation import GenerationRequest, SamplingParams
 from tests.processes import ROOT
+
+BASE = ROOT / "examples" / "quickstart" / "base"
+PROBLEM = "Solve step by step. Last line: Answer: N.\nZoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?"
 
 
 def test_an_empty_prompt_is_refused_in_words():
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        ask(ROOT / "examples" / "quickstart" / "base", "", 8, 0.0)
+        ask(BASE, "", 8, 0.0)
+
+
+def test_a_folder_without_a_model_is_refused_in_words(tmp_path):
+    with pytest.raises(TokenizerError, match="give the folder of a model"):
+        ask(tmp_path, "1 + 1?")
+
+
+def test_the_models_chat_template_surrounds_the_prompt(capsys):
+    ask(BASE, PROBLEM)
+    answer = capsys.readouterr().out
+    assert "Answer: " in answer
+    ask(BASE, PROBLEM + "\n", template="plain")  # as the template ends it
+    assert capsys.readouterr().out == answer
+    ask(BASE, PROBLEM, 3)
+    assert len(capsys.readouterr().out) < len(answer)
+
+
+def test_a_model_alone_gets_what_its_files_say_and_one_of_a_run_that_runs_config(tmp_path):
+    alone = model_config(BASE, ["evaluation.samples=3"])
+    assert (alone.model.context_length, alone.rollout.max_new_tokens, alone.longest_prompt) == (128, 64, 64)
+    assert (alone.model.dtype, alone.data.template, alone.evaluation.samples) == ("float32", "chat", 3)
+    shutil.copytree(BASE, tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE, ['data.template="Q: {prompt}"'])))
+    own = model_config(tmp_path / "model")
+    assert (own.data.template, own.model.path) == ("Q: {prompt}", str(tmp_path / "model"))
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    (tmp_path / "config.yaml").unlink()
+    assert model_config(tmp_path / "model").data.template == "plain"
+
+
+@pytest.mark.slow
+def test_a_server_answers_as_transformers_does(capsys):
+    ask(BASE, PROBLEM)
+    config, text = model_config(BASE, ["rollout.kv_cache_tokens=4096"]), load_text_tools(BASE)
+    _, ids = render(PROBLEM, "chat", text.tokenizer)
+    sampling = SamplingParams(max_new_tokens=64, temperature=0.0, stop_token_ids=text.stop_token_ids)
+    request = GenerationRequest(request_id="a.", group_id="a", prompt_ids=ids, sampling=sampling, seed=0)
+    assert asyncio.run(by_server(config, text, request)) == capsys.readouterr().out.removesuffix("\n")

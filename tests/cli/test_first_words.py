@@ -29,6 +29,20 @@ def test_keys_may_be_written_with_dashes(monkeypatch, capsys):
     assert "dir: elsewhere" in capsys.readouterr().out
 
 
+def test_a_run_needs_no_held_out_problems_and_check_says_so(monkeypatch, capsys):
+    said = "# evaluation.path is not set: the run trains without held-out evaluation"
+    for words, shown in ((["evaluation.path=null"], True), ([], False)):
+        with pytest.raises(SystemExit):
+            typed(monkeypatch, "check", QUICKSTART, *words)
+        assert (said in capsys.readouterr().out.splitlines()) == shown
+    with pytest.raises(SystemExit):
+        typed(monkeypatch, "check", QUICKSTART, "evaluation={every: 5}")
+    assert "evaluation.every = 5: no problems are held out; set evaluation.path too" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        typed(monkeypatch, "eval", QUICKSTART, "evaluation.path=null")
+    assert "evaluation.path is not set: name a file of problems to answer" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_is_no_config_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         typed(monkeypatch, "eval", "runs/nope")

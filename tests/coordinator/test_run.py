@@ -2,12 +2,19 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 
+from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import run
 from megatron_dapo.coordinator.run import export_model, stop_on_file
+from megatron_dapo.data.prompts import read_prompts
+from megatron_dapo.data.records import heldout_files
+from megatron_dapo.report.source import Run
+from megatron_dapo.storage.run_dir import RunDir
+from tests.processes import ROOT
 
 
 def stopped_by(file, monkeypatch, *, appears: bool) -> bool:
@@ -43,6 +50,31 @@ def test_one_that_came_while_the_process_read_its_data_counts(tmp_path, monkeypa
     file = tmp_path / "stop"
     file.touch()
     assert stopped_by(file, monkeypatch, appears=False)
+
+
+def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_path, monkeypatch):
+    """`tmp_path` without metrics: no step was made."""
+
+    async def no_steps(context, progress):
+        return progress
+
+    monkeypatch.setattr(run, "train", no_steps)
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["evaluation.path=null"])
+    config = replace(config, run=replace(config.run, export_at_end=False))
+    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None, vocab_size=0)
+    assert heldout.summary() == "none (evaluation.path is not set)"
+    folder = RunDir(tmp_path / "run", resume=False)
+    state = SimpleNamespace(rollout_step=0, optimizer_step=0)
+    context = SimpleNamespace(
+        config=config, console=None, progress=state, run_dir=folder, inputs=SimpleNamespace(heldout=heldout)
+    )
+    summary = asyncio.run(run._measure_and_train(context, {}, 0.0))
+    folder.write_json("summary.json", summary)
+    folder.close()
+    assert summary["heldout"] == {"before": None, "baseline": None, "after": None}
+    assert summary["examples"] == []
+    shown = Run(tmp_path / "run")
+    assert (shown.held_out, shown.notes[1:]) == ({}, [])
 
 
 def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_path, monkeypatch):

@@ -246,6 +246,10 @@ def test_each_sample_has_the_verifier_that_its_row_file_or_source_names(tmp_path
     [
         ({"by": "robst"}, "did you mean 'robust'"),
         ({"by": "os:system"}, "a data file may not choose code"),
+        ({"by": "robust + 0.1 * os:system"}, "'os:system' is code that only the file names"),
+        ({"by": "robust + 0.1 * choic"}, "did you mean 'choice'"),
+        ({"by": "robust + choice"}, "add rewards with weights, as"),
+        ({"by": "robust + 0.1 * choice", "answer": "12"}, "not the letter"),
         ({"by": 3}, "expected a text"),
         ({"by": "choice", "answer": "Paris"}, "not the letter"),
         ({"by": "json", "answer": '{"schema": {"type": 7}}'}, "schema"),
@@ -281,8 +285,9 @@ def test_skipping_broken_rows_does_not_skip_an_unknown_verifier(tmp_path):
 def test_code_that_the_config_names_may_be_named_by_a_row(tmp_path):
     own = "tests.reward.hostile:judge"
     file = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1", "by": own}])
-    got = read(file, verifier_key="by", reward=RewardConfig(by_source={"p": own}))
-    assert got.prompts[0].verifier == own
+    for named in (own, f"robust + 0.5 * {own}"):
+        got = read(file, verifier_key="by", reward=RewardConfig(by_source={"p": named}))
+        assert got.prompts[0].verifier == own
 
 
 def test_a_source_that_no_row_has_is_named(tmp_path):

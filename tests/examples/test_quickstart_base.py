@@ -126,8 +126,7 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
 
 def test_ask_prints_a_response() -> None:
     prompt = task.prompt_text("Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?")
-    # As the chat template ends it.
-    command = [sys.executable, "-m", "megatron_dapo.cli.main", "ask", str(BASE), prompt + "\n"]
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "ask", str(BASE), prompt]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert "Answer: " in done.stdout
 

@@ -18,6 +18,7 @@ from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.generator import BatchCounter, GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import ScoredResponse
+from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
@@ -95,6 +96,28 @@ def test_a_run_mixes_sources_each_with_its_verifier(tmp_path):
     assert _response_metrics(load_progress(tmp_path).sampler.carried)["verdict_disagreement"] == 2 / 8
 
 
+def test_several_rewards_are_added_and_the_first_one_is_the_accuracy(tmp_path):
+    """Right but not tidy: the filter and the accuracy read `robust` alone, eq. 9 the sum."""
+    summed, alone = groups(replace(PROMPTS[0], verifier="robust + 0.25 * exact"), PROMPTS[2])
+    assert [response.accuracy for response in summed.responses] == [False, True, True, False]
+    assert [response.reward_raw for response in summed.responses] == [-1.25, 1.25, 0.75, -1.25]
+    assert [response.reward_shaped for response in summed.responses] == [-1.25, 1.25, 0.75, -1.25]
+    assert summed.responses[2].verdict.rewards == {"robust": 1.0, "exact": -1.0}
+    assert [response.other_accuracy for response in summed.responses] == [False, True, False, False]
+    assert (alone.responses[0].reward_raw, alone.responses[0].verdict.rewards) == (1.0, None)
+    metrics = _response_metrics([summed, alone])
+    assert (metrics["reward/robust"], metrics["reward/exact"]) == (0.0, -0.5)
+    assert metrics["accuracy/mean"] == 3 / 8
+    assert not {"reward/robust", "reward/choice"} & _response_metrics([alone]).keys()
+    check_declared(metrics)
+    state = SamplerState(cursor=0, pass_rate=PassRate.start(0.5, memory=4.0), carried=(summed,))
+    save_progress(Progress(rollout_step=1, optimizer_step=1, weight_version=1, sampler=state), tmp_path)
+    assert load_progress(tmp_path).sampler.carried[0].responses[2].verdict == summed.responses[2].verdict
+    write_samples(3, [summed], [replace(PROMPTS[0], verifier="robust + 0.25 * exact")], tmp_path / "samples.jsonl", 1)
+    first = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert first["rewards"] == {"robust": -1.0, "exact": -1.0}
+
+
 def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):
     write_samples(3, groups(*PROMPTS), PROMPTS, tmp_path / "samples.jsonl", 2)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -117,6 +140,10 @@ def test_samples_hold_responses_without_a_verdict(tmp_path):
 
 
 def test_what_nobody_could_judge_stops_the_run():
+    with pytest.raises(
+        Unjudged, match=r"no verdict by 'robust \+ 0.1 \* remote': remote: reward\.remote\.url is not set"
+    ):
+        groups(replace(PROMPTS[0], verifier="robust + 0.1 * remote"))
     with pytest.raises(
         Unjudged, match=r"prompt \d+ \(exam\.jsonl:1\): no verdict by 'remote': reward\.remote\.url is not set"
     ):

@@ -89,6 +89,12 @@ def test_a_summary_with_less_in_it(options):
     assert ("greedy" in text) == options.get("greedy", True)
 
 
+def test_the_summary_of_a_run_without_held_out_problems():
+    text = printed(terminal=False, use=lambda console: console.summary(summary(heldout=False)))
+    assert "Held-out accuracy" not in text
+    assert "487 123 tokens generated" in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.04, "0.0 s"), (9.4, "9.4 s"), (75, "75 s"), (100, "2 min"), (5940, "99 min"), (12000, "3 h 20 min")],

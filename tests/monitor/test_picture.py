@@ -66,11 +66,12 @@ def test_held_out_marks_and_baseline_stand_where_they_were_measured():
     [
         (metrics(), summary(baseline=False)),
         (metrics(), summary(greedy=False)),
+        (metrics(), summary(heldout=False)),
         (metrics(1), summary()),
         ([], summary()),
         ([{"rollout_step": 1, "optimizer_step": 1}], summary()),
     ],
-    ids=["no baseline", "no greedy", "one step", "no steps", "nothing measured"],
+    ids=["no baseline", "no greedy", "nothing held out", "one step", "no steps", "nothing measured"],
 )
 def test_runs_with_less_to_show_are_drawn_too(tmp_path, lines, figures, recwarn):
     run_figure(lines, figures).savefig(tmp_path / "curves.png")

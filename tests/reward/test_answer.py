@@ -6,9 +6,10 @@ from fractions import Fraction
 import pytest
 
 from reward.answer import symbolic
-from reward.answer.compare import answer_key
+from reward.answer.compare import answer_key, compare
 from reward.answer.extract import last_statement
 from reward.answer.number import read_number
+from reward.answer.read import read
 from reward.answer.text import ascii_lower, clean
 from reward.verdict import Deferred, Rule, VerificationRequest, VerifierError
 from reward.verifiers import robust
@@ -178,3 +179,10 @@ def test_answers_that_are_counted_apart(one, other):
 @pytest.mark.parametrize("text", ["", "\\" * 200, "{" * 200, "9" * 200, "\ud800", "\x00", "1e999"])
 def test_any_text_has_a_key(text):
     hash(answer_key(text))
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("λ", "\\lambda"), ("2λ + 1", "2\\lambda+1"), ("2\\cdot x/", "2*x/"), ("2·x/", "2\\times x/")]
+)
+def test_letters_and_signs_for_times_are_one_text(answer, truth):
+    assert compare(read(clean(answer)), read(clean(truth))) == (True, Rule.TEXT)

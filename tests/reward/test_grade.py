@@ -86,6 +86,15 @@ def test_one_verdict_a_line_whatever_the_lines_hold(tmp_path, target):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_weighted_sum_shows_its_parts(tmp_path):
+    source = tmp_path / "responses.jsonl"
+    source.write_text(json.dumps({"response": "Answer: 42.", "ground_truth": "42"}))
+    result = grade(str(source), "--verifier", "robust + 0.5 * exact")
+    verdict = json.loads(result.stdout)
+    assert (verdict["accuracy"], verdict["reward"]) == (1, 0.5)
+    assert verdict["rewards"] == {"robust": 1.0, "exact": -1.0}
+
+
 def test_a_quarter_of_the_labelled_table_through_the_command(tmp_path):
     cases = load_cases()[::4]
     lines = (json.dumps({"response": c.response, "ground_truth": c.ground_truth, "prompt": c.prompt}) for c in cases)

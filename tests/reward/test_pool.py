@@ -47,6 +47,25 @@ def test_verdicts_come_in_order_from_both_queues(make_pool):
     assert all(0 <= verdict.seconds < LIMIT_S for verdict in verdicts)
 
 
+def test_a_weighted_sum_is_judged_by_each_of_its_verifiers(make_pool):
+    pool = make_pool(workers=1)
+    summed = "robust + 0.5 * tests.reward.hostile:judge + -2 * exact"
+    one = summed.removeprefix("robust + ")
+    both, one, plain = verify(pool, ask("Answer: 7.", "7", summed), ask("7", "7", one), ask("7", "7"))
+    assert (both.accuracy, both.extracted, both.rule) == (True, "7", "integer")
+    assert both.rewards == {"robust": 1.0, "tests.reward.hostile:judge": -1.0, "exact": -1.0}
+    assert both.reward == 1 - 0.5 + 2
+    assert (one.accuracy, one.reward, one.rule) == (True, 0.5 + 2, "own")
+    assert (plain.rewards, plain.reward) == (None, None)
+
+
+def test_another_reward_without_a_verdict_is_named_and_leaves_the_accuracy_as_it_is(make_pool):
+    (verdict,) = verify(make_pool(workers=1), ask("Answer: 42", "42", "robust + 0.5 * tests.reward.hostile:fail"))
+    assert verdict.accuracy
+    assert verdict.reward == 0.5
+    assert "hostile:fail: " in verdict.error
+
+
 def test_no_requests_no_verdicts(make_pool):
     assert verify(make_pool(workers=1)) == []
 

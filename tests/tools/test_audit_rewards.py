@@ -29,22 +29,25 @@ def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
         line("Answer: 42", verifier="exact", accuracy=False, rollout_step=3),
         line("Answer: B", "B", verifier="choice", accuracy=True, rollout_step=4),
         line("Answer: B", "Bern", verifier="choice", accuracy=False, rollout_step=5),
+        line("Answer: 42", verifier="robust + 0.2 * choice", accuracy=False, rollout_step=6),
+        line("Answer: B", "B", verifier="choice + 0.2 * robust", accuracy=True, rollout_step=7),
     )
     assert main([folder]) == EXIT_DISAGREE
     page = capsys.readouterr().out
-    assert page.startswith("5 responses, 3 to look at; ")
-    assert "| exact: right | 2 | 0 |" in page
+    assert page.startswith("7 responses, 4 to look at; ")
+    assert "| exact: right | 3 | 0 |" in page
     assert "| exact: wrong | 1 | 0 |" in page
     rows = [row for row in page.splitlines() if row.startswith("| samples")]
     assert [row.split(" | ")[0:3] for row in rows] == [
         ["| samples.jsonl:2", "2", "rules differ"],
         ["| samples.jsonl:3", "3", "exact changed"],
         ["| samples.jsonl:5", "5", "no verdict"],
+        ["| samples.jsonl:6", "6", "robust changed"],
     ]
     assert "robust: right (integer, '42')" in rows[0]
     assert "so \\| it is **Answer:** 42." in rows[0]
     assert main([folder, "--limit", "1"]) == EXIT_DISAGREE
-    assert "2 more rows" in capsys.readouterr().out
+    assert "3 more rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [5, ["robust"], {"a": 1}])

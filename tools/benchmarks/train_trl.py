@@ -128,7 +128,7 @@ class Watch(TrainerCallback):
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.config = tokenizer, config
         self.updates = config.algorithm.mini_batches_per_step
-        self.problems = problems(config.evaluation.path)[: config.evaluation.limit or None]
+        self.problems = problems(str(config.evaluation.path))[: config.evaluation.limit or None]
         self.seconds, self.since = 0.0, 0.0
         self.curve: list[tuple[int, float, float]] = []
         self.phases = dict.fromkeys(("rollout", "generate", "reward"), 0.0)
