@@ -1,7 +1,9 @@
 """What a report says in tables: computed here, laid out by the template."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +11,27 @@ from numpy.typing import ArrayLike
 
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
+from megatron_dapo.monitor.statistics import WAYS, difference
 from megatron_dapo.monitor.timeline import PHASES
+from megatron_dapo.monitor.writer import series
 from megatron_dapo.report.chart import Unit, value_text
+from megatron_dapo.report.overlay import Group
 from megatron_dapo.report.source import Run
 
 share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
 """12.5% and 12 345"""
+
+
+VITALS = {
+    "accuracy/mean": ("Right in training", Unit.SHARE),
+    "entropy": ("Entropy, nats", Unit.NUMBER),
+    "response_length/mean": ("Response, tokens", Unit.COUNT),
+    "truncated_fraction": ("Cut off", Unit.SHARE),
+    "sampling/pass_rate": ("Useful groups", Unit.SHARE),
+    "grad_norm": ("Gradient norm", Unit.NUMBER),
+    "mismatch/mean_abs": ("Server − trainer", Unit.NUMBER),
+}
+"""What the first screen says of a run's health."""
 
 
 class AlarmPeriod(NamedTuple):
@@ -102,6 +119,50 @@ def phase_rows(run: Run) -> list[list[str]]:
         for phase, seconds in spent.items()
         if seconds and whole
     ]
+
+
+def vital_rows(groups: Sequence[Group]) -> list[list[str]]:
+    """[what, first -> last], of several groups the last of each; means over a group's runs. What no run measured is
+    left out."""
+    rows = []
+    for metric, (label, unit) in VITALS.items():
+        known = [[values for run in group.runs if (values := series(run.lines, metric)[1])] for group in groups]
+        ends = [
+            [fmean(values[at] for values in each) for at in ((0, -1) if len(groups) == 1 else (-1,))] if each else []
+            for each in known
+        ]
+        if any(ends):
+            rows.append([label, *(" → ".join(value_text(value, unit) for value in each) or "–" for each in ends)])
+    return rows
+
+
+def held_out_change(group: Group) -> tuple[str, str]:
+    """Accuracy before -> after and the gain with its interval, or over several seeds its range, as texts."""
+    for way in WAYS:
+        known = [run.held_out[way] for run in group.runs if "before" in run.held_out.get(way, {})]
+        done = [(stages["before"], stages["after"]) for stages in known if "after" in stages]
+        if not done and known:
+            return share(fmean(stages["before"].accuracy for stages in known)), f"{way}, so far only before"
+        if done:
+            gains = [difference(*ends) for ends in done]
+            low, high = gains[0].low, gains[0].high
+            if len(gains) > 1:
+                low, high = min(gain.value for gain in gains), max(gain.value for gain in gains)
+            mean, seeds = fmean(gain.value for gain in gains), f"; {len(gains)} seeds" if len(gains) > 1 else ""
+            ends = [share(fmean(each.accuracy for each in stage)) for stage in zip(*done, strict=True)]
+            return " → ".join(ends), f"{way}; {100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]{seeds}"
+    return "–", "not measured yet"
+
+
+def time_parts(group: Group) -> dict[str, float]:
+    """Seconds by what they went into: of a finished run all of them, of another one those of its rollout steps."""
+    parts = {phase.replace("_", " "): sum(run.total(f"timing/{phase}") for run in group.runs) for phase in PHASES}
+    spent: list[dict[str, float]] = [run.summary.get("seconds") or {} for run in group.runs]
+    parts["evaluation"] += sum(each.get(f"evaluation_{when}", 0.0) for each in spent for when in ("before", "after"))
+    whole = sum(
+        max(run.total("timing/step"), each.get("total", 0.0)) for run, each in zip(group.runs, spent, strict=True)
+    )
+    return parts | {"start and rest": max(0.0, whole - sum(parts.values()))}
 
 
 def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:

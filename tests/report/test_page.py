@@ -4,13 +4,17 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+import yaml
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status_command
 from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.report.overlay import Group, group_by_seed
 from megatron_dapo.report.page import report_page
+from megatron_dapo.report.sections import draw_held_out, held_out_points, read_sections
 from megatron_dapo.report.source import ReportError, Run
 from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
@@ -137,8 +141,68 @@ def test_two_runs_share_the_axes_and_differ_by_name(tmp_path):
 def test_two_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     one, other = write_run(tmp_path / "a" / "quickstart"), write_run(tmp_path / "b" / "quickstart")
     text = page_of(one, other).text
-    assert f"{one}: mean" in text
-    assert f"{other}: mean" in text
+    assert "a/quickstart: mean" in text
+    assert "b/quickstart: mean" in text
+
+
+def seeded(folder, seed, factor=1.0, **settings):
+    """A run of that seed whose entropies are `factor` times the usual ones."""
+    run = write_run(folder)
+    lines = [{**line, "entropy": factor * line["entropy"]} for line in metrics()]
+    write_lines(run / "metrics.jsonl", lines)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"] |= {"seed": seed, "dir": str(folder)}
+    config["algorithm"] |= settings
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_runs_that_differ_by_seed_alone_are_one_line_with_a_band(tmp_path):
+    runs = [
+        Run(seeded(tmp_path / f"plain-seed{seed}", seed, factor)) for seed, factor in ((0, 1.0), (1, 1.5), (2, 2.0))
+    ]
+    others = [Run(seeded(tmp_path / "wide", 0, policy_loss="gspo")), Run(seeded(tmp_path / "again", 0))]
+    groups = group_by_seed([*runs, *others])
+    assert [(group.name, len(group.runs)) for group in groups] == [("plain (3 seeds)", 3), ("wide", 1), ("again", 1)]
+    chart = next(chart for chart in read_sections()[0].charts if chart.title == "Entropy")
+    [[band, wide, again]] = chart.curves(groups)
+    entropy = np.array([line["entropy"] for line in metrics()])
+    np.testing.assert_allclose((band.values, band.low, band.high), (1.5 * entropy, entropy, 2 * entropy))
+    assert (again.low, wide.dash, [one.colour for one in (band, wide, again)]) == (None, 0, [0, 1, 2])
+    page = Page(report_page([*runs, *others]))
+    assert len(page.ids) == len(set(page.ids))
+    assert re.search(r"sampled; \+(\S+) points \[\+\1, \+\1\]; 3 seeds", page.text)
+    assert re.search(r"algorithm\.policy_loss\s*\(no such key\)\s*gspo\s*\(no", page.text)
+
+
+def test_held_out_accuracy_of_several_runs_lies_on_one_axis(tmp_path):
+    short = write_run(tmp_path / "short", steps=7)
+    one, other = (
+        Group(name=run.name, runs=[run], colour=at)
+        for at, run in enumerate(map(Run, (write_run(tmp_path / "long"), short)))
+    )
+    [drawn] = draw_held_out([one, other], ["greedy"], "")
+    assert [(curve.label, curve.steps, curve.values) for curve in drawn.curves] == [
+        ("long", [0, 12], [0.358, 0.848]),
+        ("short", [0, 7], [0.358, 0.848]),
+    ]
+    assert list(held_out_points(one.runs[0], "sampled")) == [6, 0, 12], "before, during and after"
+
+
+def test_a_long_run_is_smoothed_and_each_step_is_pale(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "metrics.jsonl", metrics(200))
+    html = report_page([Run(folder)])
+    assert "Lines are means over 4 rollout steps" in html
+    assert "opacity: 0.3" in html
+    assert "opacity: 0.3" not in report_page([Run(folder)], smooth=1)
+
+
+def test_the_first_screen_says_whether_it_learns_is_healthy_and_where_time_goes(usual):
+    first = usual.text.partition("Held-outAlarms")[0]
+    for part in ("Does it learn?", "No alarm now", "0.233 → 0.05", "start and rest", "7 min"):
+        assert part in first, part
+    assert usual.ids[0] == "overview"
 
 
 def test_a_curve_goes_where_its_metric_goes(tmp_path):
