@@ -101,6 +101,9 @@ class WandbConfig:
     name: Text | None = None
     """Name of the run there; none: that of the run directory."""
 
+    samples: bool = False
+    """Send the responses of samples.jsonl, with their prompts, too."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MonitorConfig:

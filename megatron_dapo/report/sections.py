@@ -10,11 +10,10 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
-from megatron_dapo.monitor.statistics import Estimate
 from megatron_dapo.monitor.writer import Line, series, shares
 from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
 from megatron_dapo.report.overlay import Group, Points, overlay
-from megatron_dapo.report.source import BESIDE, INSIDE, SAMPLED, Run
+from megatron_dapo.report.source import Run
 
 CHARTS = Path(__file__).with_name("charts.yaml")
 SIZE_32B = (30e9, 35e9)
@@ -30,6 +29,8 @@ class Chart(Frame):
     series: dict[str, str]
     share_of: tuple[str, ...] = ()
     colours: tuple[int, ...] = ()
+    vital: bool = False
+    """Its first series stands on the first screen, as a sign of health."""
 
     def curves(self, groups: Sequence[Group]) -> list[list[Curve]]:
         """As `overlay`: each series of the groups that measured it."""
@@ -98,59 +99,32 @@ def step_label(runs: Sequence[Run]) -> str:
     return "rollout step"
 
 
-def draw_held_out(groups: Sequence[Group], ways: Sequence[str], salt: str) -> list[Drawn]:
-    """Accuracy on held-out problems before, during and after training; nothing where none is measured."""
-    curves = list(chain(*overlay(groups, lambda run: {way: held_out_points(run, way) for way in ways})))
-    spread = {"lowest to highest seed" if len(group.runs) > 1 else "95% interval" for group in groups}
-    note = f"Right answers, {' and '.join(ways)}; pale: {' or '.join(sorted(spread))}."
-    return [_evaluation_chart("Held-out accuracy", note, curves, salt)] if curves else []
+def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = ()) -> list[Drawn]:
+    """Accuracy on held-out problems over the training, with intervals or, of several seeds, from lowest to highest;
+    nothing where none was measured.
 
-
-def held_out_points(run: Run, way: str) -> Points:
-    """From the metrics and, with intervals, from the evaluations' own files and the summary."""
-    points = dict(_without_interval(run.lines, f"evaluation/{way}"))
-    for each in run.evaluations:
-        if (each.way, each.where) == (way, INSIDE) and each.step is not None and each.step <= run.steps:
-            points[each.step] = _point(next(iter(each.figures.values())))
-    for stage, step in (("before", 0), ("after", run.steps)):
-        if found := run.held_out.get(way, {}).get(stage):
-            points[step] = (found.accuracy, found.low, found.high)
-    return points
-
-
-def draw_evaluations(groups: Sequence[Group]) -> list[Drawn]:
-    """avg, pass and cons of the evaluations inside the runs, and of those beside them, where there are two steps or
-    more and, inside, more than one answer a problem: else it is the chart of held-out accuracy."""
-    drawn = []
-    for where in (BESIDE, INSIDE):
-        curves = list(chain(*overlay(groups, partial(_figures, where=where))))
-        if any(len(curve.steps) > 1 for curve in curves):
-            note = f"Evaluations {where}; pale: intervals, or lowest to highest seed."
-            drawn.append(_evaluation_chart("Over the training", note, curves, where))
-    return drawn
-
-
-def _figures(run: Run, where: str) -> dict[str, Points]:
-    """Figures of sampled answers, where there are any, else of greedy ones."""
-    here = [each for each in run.evaluations if each.where == where and each.step is not None]
-    sampled = {each.name for each in here if each.way == SAMPLED}
-    found: dict[str, dict[int, tuple[float, float, float]]] = {}
-    for each in here:
-        if each.way == SAMPLED or each.name not in sampled:
-            for name, figure in each.figures.items():
-                found.setdefault(f"{name}, {each.way}", {})[each.step or 0] = _point(figure)
-    return {} if where == INSIDE and not any(name.startswith("pass") for name in found) else found
-
-
-def _evaluation_chart(title: str, note: str, curves: Sequence[Curve], salt: str) -> Drawn:
+    Args:
+        where: inside the runs or beside them.
+        ways: of answering, whose averages are wanted; none: all figures (avg@n, pass@n, cons@n), from two steps on.
+    """
+    curves = list(chain(*overlay(groups, partial(_figures, where=where, ways=ways))))
+    if not curves or not (ways or any(len(curve.steps) > 1 for curve in curves)):
+        return []
+    note = f"Evaluations {where}; pale: 95% intervals, of several seeds from the lowest to the highest."
     last = max(curve.steps[-1] for curve in curves)
-    frame = Frame(title=title, note=note, unit=Unit.SHARE, first=0, last=last, to_one=True, marks=True)
-    return draw_curves(curves, frame, salt=f"evaluated {salt}")
+    frame = Frame(title="Held-out accuracy", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True, marks=True)
+    return [draw_curves(curves, frame, salt=f"evaluated {where} {ways}")]
+
+
+def _figures(run: Run, where: str, ways: Sequence[str]) -> dict[str, Points]:
+    found: dict[str, dict[int, tuple[float, float, float]]] = {}
+    for each in run.evaluations:
+        for name, figure in each.figures.items():
+            if each.where == where and each.step is not None and (not ways or (each.way in ways and "avg" in name)):
+                label = each.way if ways else f"{name}, {each.way}"
+                found.setdefault(label, {})[each.step] = figure.value, figure.low, figure.high
+    return found
 
 
 def _without_interval(lines: Sequence[Line], metric: str) -> Points:
     return {step: (value, value, value) for step, value in zip(*series(lines, metric), strict=True)}
-
-
-def _point(figure: Estimate) -> tuple[float, float, float]:
-    return figure.value, figure.low, figure.high
