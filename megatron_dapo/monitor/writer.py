@@ -59,7 +59,7 @@ class MetricsWriter:
         drop_torn_line(self._path)
         self._file = self._path.open("ab")
         self._tensorboard, self._mirror = tensorboard, mirror
-        self._done, self._settings = done or dict.fromkeys(AXES, 0), settings or {}
+        self._done, self._settings = done or {}, settings or {}
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, Value]) -> Line:
@@ -118,7 +118,7 @@ class MetricsWriter:
 
         for axis in AXES:
             if axis not in self._boards:
-                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self._done[axis]
+                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self._done.get(axis, 0)
                 # What a resumed run does again is hidden; step 0 is what was measured before training.
                 self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
                 if axis == "rollout_step" and self._settings:
@@ -136,13 +136,9 @@ class MetricsWriter:
 
 def sample_text(sample: Mapping[str, Any]) -> str:
     """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown."""
-    head = f"**{'right' if sample['accuracy'] else 'wrong'}**, reward {sample['reward_shaped']:+.2f}"
-    parts = {
-        "Answer": f"{sample['extracted']}, ground truth {sample['answer']}",
-        "Prompt": sample["prompt_text"],
-        "Response": sample["response"],
-    }
-    return head + "".join(f"\n\n{title}:\n\n{indent(text, '    ')}" for title, text in parts.items())
+    shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
+    text = "\n".join(f"{key}: {sample[key]}" for key in shown)
+    return f"**{'right' if sample['accuracy'] else 'wrong'}**\n\n{indent(text, '    ')}"
 
 
 def read_metrics(run_dir: str | Path) -> list[Line]:

@@ -14,8 +14,10 @@ from megatron_dapo.report.source import Run
 OWN_KEYS = ("run.dir", "run.seed", "run.resume", "run.resume_step", "monitor.wandb.name")
 """What runs of one group may differ in."""
 
-Points = Mapping[int, tuple[float, float, float]]
-"""Rollout step -> a value and its 95% interval; the value three times where it has none."""
+Point = tuple[float, float, float]
+"""A value and its 95% interval; the value three times where it has none."""
+Points = Mapping[int, Point]
+"""By rollout step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,8 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
         with_seed = f"{config} {run.setting('run.seed')}"
         alike.setdefault((config, seen[with_seed]), []).append(run)
         seen[with_seed] += 1
-    return [
-        Group(name=_common_name(group), runs=group, colour=number % SERIES_COLOURS)
-        for number, group in enumerate(alike.values())
-    ]
+    named = [(_common_name(group), group) for group in alike.values()]
+    return [Group(name=name, runs=group, colour=at % SERIES_COLOURS) for at, (name, group) in enumerate(named)]
 
 
 def _common_name(runs: Sequence[Run]) -> str:
@@ -70,15 +70,15 @@ def overlay(
             if len(groups) == 1:
                 name, colour, dash = label, (colours or range(len(labels)))[at], 0
             steps = sorted(set.intersection(*(set(run.get(label, ())) for run in runs)))
-            values = [[run[label][step] for run in runs] for step in steps]
-            mean = [fmean(value for value, _, _ in each) for each in values]
-            low, high = (
-                [min(low for _, low, _ in each) for each in values],
-                [max(high for *_, high in each) for each in values],
-            )
-            if len(runs) > 1:
-                low, high = ([end(value for value, _, _ in each) for each in values] for end in (min, max))
-            band = {"low": low, "high": high} if (low, high) != (mean, mean) else {}
-            if steps:
-                curves[at].append(Curve(label=name, steps=steps, values=mean, colour=colour, dash=dash, **band))
+            if not steps:
+                continue
+            mean, low, high = zip(*(_spread([run[label][step] for run in runs]) for step in steps), strict=True)
+            band = {} if mean == low == high else {"low": low, "high": high}
+            curves[at].append(Curve(label=name, steps=steps, values=mean, colour=colour, dash=dash, **band))
     return curves
+
+
+def _spread(points: Sequence[Point]) -> Point:
+    """One run's point; of several runs the mean, the lowest and the highest value."""
+    values = [value for value, _, _ in points]
+    return points[0] if len(points) == 1 else (fmean(values), min(values), max(values))

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as declared
 
 from megatron_dapo.monitor.writer import Line, series, shares
 from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
-from megatron_dapo.report.overlay import Group, Points, overlay
+from megatron_dapo.report.overlay import Group, Point, Points, overlay
 from megatron_dapo.report.source import Run
 
 CHARTS = Path(__file__).with_name("charts.yaml")
@@ -70,7 +70,7 @@ def draw_section(
             missing.append(chart.title)
             continue
         band, last = chart.band if has_paper_ranges(runs) else None, max(run.steps for run in runs)
-        frame = replace(chart, x_label=step_label(runs), last=last, band=band, smooth=smooth)
+        frame = replace(chart, last=last, band=band, smooth=smooth)
         # Layers of two groups cannot lie on each other: a chart a group.
         for some in [[group] for group in groups] if chart.stack else [groups]:
             title = f"{chart.title}: {some[0].name}" if len(some) < len(groups) else chart.title
@@ -88,15 +88,6 @@ def draw_section(
 def has_paper_ranges(runs: Sequence[Run]) -> bool:
     """Whether the paper's figures are about models of this size."""
     return all(SIZE_32B[0] <= (run.parameters or 0) <= SIZE_32B[1] for run in runs)
-
-
-def step_label(runs: Sequence[Run]) -> str:
-    """The axis, with the optimizer steps that a rollout step holds."""
-    each = {(line.get("optimizer_step") or 0) / line["rollout_step"] for run in runs for line in run.lines[-1:]}
-    if len(each) == 1 and (number := each.pop()) > 0:
-        exact = f"{number:.0f}" if number == int(number) else f"{number:.1f} on average"
-        return f"rollout step, {exact} optimizer steps each"
-    return "rollout step"
 
 
 def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = ()) -> list[Drawn]:
@@ -117,12 +108,12 @@ def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = 
 
 
 def _figures(run: Run, where: str, ways: Sequence[str]) -> dict[str, Points]:
-    found: dict[str, dict[int, tuple[float, float, float]]] = {}
+    found: dict[str, dict[int, Point]] = {}
     for each in run.evaluations:
         for name, figure in each.figures.items():
             if each.where == where and each.step is not None and (not ways or (each.way in ways and "avg" in name)):
                 label = each.way if ways else f"{name}, {each.way}"
-                found.setdefault(label, {})[each.step] = figure.value, figure.low, figure.high
+                found.setdefault(label, {})[each.step] = (figure.value, figure.low, figure.high)
     return found
 
 

@@ -147,6 +147,5 @@ def test_tensorboard_has_both_axes_and_forgets_what_a_resume_does_again(tmp_path
 
 def test_a_response_stays_text_in_markdown():
     text = sample_text(SAMPLE)
-    assert text.startswith("**wrong**, reward -1.00\n")
-    assert "    **8**\n\n    <b>" in text, "indented: a block of code"
-    assert "None, ground truth 7" in text
+    assert text.startswith("**wrong**\n\n    reward_shaped: -1.0\n")
+    assert "    response: **8**\n\n    <b>" in text, "indented: a block of code"
