@@ -76,9 +76,7 @@ app.command()(diff)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run directories, drawn over each other.")],
     out: Annotated[Path | None, typer.Option(help="File to write; report.html in the first RUN if not given.")] = None,
-    smooth: Annotated[
-        int | None, typer.Option(min=1, help="Steps a line is the mean of; else a fiftieth of the run.")
-    ] = None,
+    smooth: Annotated[int | None, typer.Option(min=1, help="Steps a line averages; else 1/50 of the run.")] = None,
 ) -> None:
     """Write runs, finished or not, as one HTML file that needs no network; runs that differ by seed alone as a band."""
     from megatron_dapo.report.page import report_page

@@ -13,6 +13,10 @@ from urllib.parse import urlsplit
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
 
+Row = Mapping[str, Any]
+Histograms = Mapping[str, Sequence[float]]
+"""Name -> the values counted."""
+
 ID_FILE = "wandb_id"
 """In the run directory: a resumed run goes on in the same place."""
 
@@ -74,12 +78,7 @@ class WandbMirror:
         self._run.define_metric("rollout_step")
         self._run.define_metric("*", step_metric="rollout_step")
 
-    def write(
-        self,
-        values: Mapping[str, float | int | None],
-        histograms: Mapping[str, Sequence[float]],
-        samples: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def write(self, values: Row, histograms: Histograms, samples: Sequence[Row]) -> None:
         """As `MetricsWriter.show`; `values` has the rollout step. Calls for one step become one row."""
         row: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         row |= {name: self._wandb.Histogram(numbers) for name, numbers in histograms.items()}

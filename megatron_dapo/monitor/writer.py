@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.monitor.weights_and_biases import WandbMirror
+from megatron_dapo.monitor.weights_and_biases import Histograms, Row, WandbMirror
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
 FILE = "metrics.jsonl"
@@ -46,8 +46,8 @@ class MetricsWriter:
         *,
         tensorboard: bool,
         mirror: WandbMirror | None = None,
-        done: Mapping[str, int] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        done: Row | None = None,
+        settings: Row | None = None,
     ) -> None:
         """
         Args:
@@ -81,13 +81,7 @@ class MetricsWriter:
         self.show(values, values)
         return line
 
-    def show(
-        self,
-        at: Mapping[str, Value],
-        values: Mapping[str, Value],
-        histograms: Mapping[str, Sequence[float]] | None = None,
-        samples: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    def show(self, at: Row, values: Row, histograms: Histograms | None = None, samples: Sequence[Row] = ()) -> None:
         """To TensorBoard and Weights & Biases alone.
 
         Args:
@@ -111,7 +105,7 @@ class MetricsWriter:
         for board in self._boards.values():
             board.close()
 
-    def _write_boards(self, at: Mapping[str, Value], values: Mapping[str, Value]) -> None:
+    def _write_boards(self, at: Row, values: Row) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -134,7 +128,7 @@ class MetricsWriter:
             self._boards[axis].flush()
 
 
-def sample_text(sample: Mapping[str, Any]) -> str:
+def sample_text(sample: Row) -> str:
     """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown."""
     shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
     text = "\n".join(f"{key}: {sample[key]}" for key in shown)

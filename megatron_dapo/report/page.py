@@ -15,7 +15,6 @@ from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.outcomes import count_outcomes
 from megatron_dapo.report.overlay import group_by_seed
 from megatron_dapo.report.source import Run, look_up
 
@@ -52,7 +51,6 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
             run.name = os.path.relpath(run.path.resolve(), above)
     groups = group_by_seed(runs)
     runs = [run for group in groups for run in group.runs]
-    notes = [[*run.notes] for run in runs]
     configs = [flatten(group.runs[0].config) for group in groups]
     changed = dict.fromkeys(each.key for config in configs[1:] for each in differences(configs[0], config))
     return (
@@ -64,8 +62,6 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
             smooth=smooth or max(run.steps for run in runs) // 50 or 1,
             colours=[group.colour for group in groups for _ in group.runs],
             changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
-            outcomes=[count_outcomes(run.path / "ledger.jsonl", noted) for run, noted in zip(runs, notes, strict=True)],
-            notes=notes,
             heartbeats=[read_heartbeat(run.path) for run in runs],
             alarms=[tables.alarm_periods(run) for run in runs],
             baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),

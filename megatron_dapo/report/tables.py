@@ -38,17 +38,6 @@ def alarm_periods(run: Run) -> list[AlarmPeriod]:
     return [*periods.values(), *sorted(over, key=lambda period: -period.last)]
 
 
-def bias_rows(run: Run) -> list[list[str]]:
-    """[what, trained on, generated, ratio] over the whole run, weighted by the groups of each step."""
-    rows = []
-    for what, worded in (("length", count), ("accuracy", share)):
-        accepted = _weighted(run, f"bias/accepted_{what}", "sampling/kept")
-        generated = _weighted(run, f"bias/generated_{what}", "sampling/generated")
-        if accepted is not None and generated:
-            rows.append([f"mean {what}", worded(accepted), worded(generated), f"{accepted / generated:.3f}"])
-    return rows
-
-
 def vital_rows(groups: Sequence[Group]) -> list[list[str]]:
     """[what, first -> last], of several groups the last of each; means over a group's runs. What no run measured is
     left out."""
@@ -77,9 +66,3 @@ def time_parts(group: Group) -> dict[str, float]:
 def newest_samples(run: Run, *, right: bool) -> list[dict[str, Any]]:
     """The newest four responses that were right, or wrong."""
     return [line for line in run.samples if bool(line.get("accuracy")) is right][:-5:-1]
-
-
-def _weighted(run: Run, name: str, weight: str) -> float | None:
-    known = [(line[name], line[weight]) for line in run.lines if line.get(name) is not None and line.get(weight)]
-    groups = sum(number for _, number in known)
-    return sum(value * number for value, number in known) / groups if groups else None

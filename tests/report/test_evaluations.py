@@ -73,8 +73,8 @@ def test_held_out_accuracy_of_several_runs_lies_on_one_axis(tmp_path):
     groups = [Group(name=run.name, runs=[run], colour=at) for at, run in enumerate(map(Run, runs))]
     [drawn] = draw_evaluations(groups, INSIDE, ["sampled"])
     assert [(curve.label, curve.steps, curve.values) for curve in drawn.curves] == [
-        ("long", [0, 4, 12], [0.2, 0.4, 0.8]),
-        ("short", [0, 4, 7], [0.2, 0.4, 0.6]),
+        ("long", [0, 4, 12], (0.2, 0.4, 0.8)),
+        ("short", [0, 4, 7], (0.2, 0.4, 0.6)),
     ]
     assert drawn.curves[0].low == pytest.approx([0.1, 0.3, 0.7])
     page = report_page([Run(run) for run in runs])
