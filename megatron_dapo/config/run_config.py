@@ -102,7 +102,7 @@ class WandbConfig:
     """Name of the run there; none: that of the run directory."""
 
     samples: bool = False
-    """Send the responses of samples.jsonl, with their prompts, too."""
+    """Send the texts of samples.jsonl too."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

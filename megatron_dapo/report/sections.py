@@ -10,7 +10,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
-from megatron_dapo.monitor.writer import Line, series, shares
+from megatron_dapo.monitor.writer import series, shares
 from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
 from megatron_dapo.report.overlay import Group, Point, Points, overlay
 from megatron_dapo.report.source import Run
@@ -38,7 +38,8 @@ class Chart(Frame):
 
     def _measured(self, run: Run) -> dict[str, Points]:
         lines = shares(run.lines, self.share_of) if self.share_of else run.lines
-        return {label: _without_interval(lines, metric) for metric, label in self.series.items()}
+        known = {label: zip(*series(lines, metric), strict=True) for metric, label in self.series.items()}
+        return {label: {step: (value, value, value) for step, value in points} for label, points in known.items()}
 
 
 @declared(frozen=True, kw_only=True, config=_STRICT)
@@ -115,7 +116,3 @@ def _figures(run: Run, where: str, ways: Sequence[str]) -> dict[str, Points]:
                 label = each.way if ways else f"{name}, {each.way}"
                 found.setdefault(label, {})[each.step] = (figure.value, figure.low, figure.high)
     return found
-
-
-def _without_interval(lines: Sequence[Line], metric: str) -> Points:
-    return {step: (value, value, value) for step, value in zip(*series(lines, metric), strict=True)}
