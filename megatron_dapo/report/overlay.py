@@ -11,8 +11,8 @@ from megatron_dapo.config.load import flatten
 from megatron_dapo.report.chart import SERIES_COLOURS, Curve
 from megatron_dapo.report.source import Run
 
-OWN_KEYS = ("run.dir", "run.seed", "run.resume", "run.resume_step", "monitor.wandb.name")
-"""What runs of one group may differ in."""
+OWN_KEYS = ("run.dir", "run.seed", "run.resume", "monitor.", "evaluation.every")
+"""What keys begin with in which runs of one group may differ: seed, place, and what is watched."""
 
 Point = tuple[float, float, float]
 """A value and its 95% interval; the value three times where it has none."""
@@ -38,7 +38,9 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
     alike: dict[tuple[str, int], list[Run]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
-        config = str(sorted((key, str(value)) for key, value in flatten(run.config).items() if key not in OWN_KEYS))
+        config = str(
+            sorted((key, str(value)) for key, value in flatten(run.config).items() if not key.startswith(OWN_KEYS))
+        )
         with_seed = f"{config} {run.setting('run.seed')}"
         alike.setdefault((config, seen[with_seed]), []).append(run)
         seen[with_seed] += 1
