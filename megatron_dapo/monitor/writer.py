@@ -23,6 +23,9 @@ AXES = ("rollout_step", "optimizer_step")
 HEADLINES = ("evaluation/sampled", "evaluation/greedy", "accuracy/mean")
 """Metrics that TensorBoard shows beside the hyperparameters."""
 
+LONG_TEXT = 8000
+"""Characters of a response above which its middle is left out of TensorBoard: its files would grow by gigabytes."""
+
 Value = float | int | None
 Line = dict[str, Any]
 """One rollout step: metric name -> number or None, and perhaps `non_finite` -> list of names."""
@@ -116,10 +119,8 @@ class MetricsWriter:
                 # What a resumed run does again is hidden; step 0 is what was measured before training.
                 self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
                 if axis == "rollout_step" and self._settings:
-                    plain = {
-                        key: each if isinstance(each, int | float) else str(each)
-                        for key, each in self._settings.items()
-                    }
+                    settings = self._settings.items()
+                    plain = {key: each if type(each) in (int, float) else str(each) for key, each in settings}
                     for summary in hparams(plain, dict.fromkeys(HEADLINES, 0.0)):
                         self._boards[axis].file_writer.add_summary(summary)
             for name, value in values.items():
@@ -129,9 +130,11 @@ class MetricsWriter:
 
 
 def sample_text(sample: Row) -> str:
-    """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown."""
+    """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown. Of a long one
+    the beginning and the end."""
     shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
     text = "\n".join(f"{key}: {sample[key]}" for key in shown)
+    text = text if len(text) <= LONG_TEXT else f"{text[: LONG_TEXT // 2]}\n[...]\n{text[-LONG_TEXT // 2 :]}"
     return f"**{'right' if sample['accuracy'] else 'wrong'}**\n\n{indent(text, '    ')}"
 
 

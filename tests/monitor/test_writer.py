@@ -149,3 +149,6 @@ def test_a_response_stays_text_in_markdown():
     text = sample_text(SAMPLE)
     assert text.startswith("**wrong**\n\n    reward_shaped: -1.0\n")
     assert "    response: **8**\n\n    <b>" in text, "indented: a block of code"
+    long = sample_text(SAMPLE | {"response": "x" * 100_000 + " the end"})
+    assert len(long) < 9000
+    assert long.endswith(" the end")
