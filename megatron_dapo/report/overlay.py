@@ -50,10 +50,8 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
 
 def _common_name(runs: Sequence[Run]) -> str:
     """`quickstart (3 seeds)` of `quickstart-seed0`, `quickstart-seed1`, ..."""
-    if len(runs) == 1:
-        return runs[0].name
     without_seed = re.sub(r"[-_./](seed|s)?[-_.]?\d+$", "", runs[0].name)
-    return f"{without_seed} ({len(runs)} seeds)"
+    return f"{without_seed} ({len(runs)} seeds)" if len(runs) > 1 else runs[0].name
 
 
 def overlay(
@@ -63,9 +61,8 @@ def overlay(
     group and a dash a series. Of several runs: their mean, and from the lowest to the highest, at the steps of all."""
     found = [[measured(run) for run in group.runs] for group in groups]
     labels = dict.fromkeys(chain.from_iterable(chain.from_iterable(found)))
-    curves: list[list[Curve]] = []
+    curves: list[list[Curve]] = [[] for _ in labels]
     for at, label in enumerate(labels):
-        curves.append([])
         for group, runs in zip(groups, found, strict=True):
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
             colour, dash = group.colour, at
