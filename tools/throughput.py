@@ -167,7 +167,9 @@ def as_json(profiles: Sequence[Profile]) -> str:
 
 def page(profiles: Sequence[Profile]) -> str:
     """The same as one HTML file."""
-    template = page_environment(TEMPLATES).get_template("throughput.html.j2")
+    environment = page_environment(TEMPLATES)
+    environment.filters["duration"] = human_seconds  # phases of a step may take milliseconds
+    template = environment.get_template("throughput.html.j2")
     bars = {"Where a rollout step goes": _step_bar, "Where the update goes": _update_bar}
     drawn = {f"{phase}_{what}" for phase in (*PHASES, "other") for what in ("s", "share")}
     return template.render(
