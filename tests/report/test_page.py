@@ -118,7 +118,7 @@ def test_the_ledger_is_not_read(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "ledger.jsonl").write_text("{]\n{}\n")
     status_command(folder)
-    assert "ledger" not in capsys.readouterr().out
+    assert "ledger.jsonl" not in capsys.readouterr().out
     assert "ledger.jsonl" not in page_of(folder).text
 
 
