@@ -100,7 +100,7 @@ class MetricsWriter:
                 board.add_text(f"responses/{number}", sample_text(sample), step)
             board.flush()
         if self._mirror is not None:
-            self._mirror.write({name: at[name] for name in AXES} | values, histograms or {}, samples)
+            self._mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
 
     def close(self) -> None:
         """Close all files; harmless when called again."""

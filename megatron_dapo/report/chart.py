@@ -125,8 +125,8 @@ def _draw_lines(panel: Axes, curves: Sequence[Curve], frame: Frame) -> None:
             smoothed(curve.values, frame.smooth),
         )
         if curve.low is not None and curve.high is not None:
-            ends = (smoothed(end, frame.smooth) for end in (curve.low, curve.high))
-            panel.fill_between(curve.steps, *ends, color=colour, alpha=0.16, linewidth=0)
+            low, high = smoothed(curve.low, frame.smooth), smoothed(curve.high, frame.smooth)
+            panel.fill_between(curve.steps, low, high, color=colour, alpha=0.16, linewidth=0)
         elif frame.smooth > 1:
             panel.plot(curve.steps, curve.values, color=colour, alpha=0.3, linewidth=0.8)
         dot = "o" if frame.marks or len(curve.steps) == 1 else None  # a line through one point would not be seen

@@ -1,6 +1,6 @@
 """The curves of the runs, as charts.yaml lists them: drawn, with legend, last values and a table of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -108,7 +108,7 @@ def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = 
     return [draw_curves(curves, frame, salt=f"evaluated {where} {ways}")]
 
 
-def _figures(run: Run, where: str, ways: Sequence[str]) -> dict[str, Points]:
+def _figures(run: Run, where: str, ways: Sequence[str]) -> Mapping[str, Points]:
     found: dict[str, dict[int, Point]] = {}
     for each in run.evaluations:
         for name, figure in each.figures.items():
