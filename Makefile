@@ -9,6 +9,7 @@
 #   SYMBOLIC_VENV  environment with CUDA wheels for `make test-symbolic` (.venv-symbolic, made where it is missing)
 #   SYMBOLIC_PAGE  page that `make test-symbolic` writes its tables to (none)
 #   DEMO_DIR     run directory of `make demo` (runs/quickstart)
+#   RUNS         finished runs whose screenshots `make docs` takes (none); the last one with monitor.timeline_every
 
 VENV ?= .venv
 SYMBOLIC_VENV ?= .venv-symbolic
@@ -93,8 +94,8 @@ ladder: install ## switch each technique on and off over five seeds; hours, and 
 data: install ## write the quickstart's prompt files anew
 	$(BIN)/python examples/quickstart/make_data.py
 
-docs: install ## write the generated pages anew
-	$(BIN)/python -m tools.docs_pages
+docs: install ## write the generated pages anew; RUNS="runs/a runs/b": the screenshots too, of those runs (Chromium)
+	$(BIN)/python -m tools.docs_pages $(if $(RUNS),--pictures $(RUNS))
 
 clean: ## remove caches and build products (runs stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

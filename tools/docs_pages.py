@@ -1,19 +1,32 @@
-"""The pages of the documentation that are made from the code: docs/config.md and docs/metrics.md.
+"""What the documentation has from the code: docs/config.md, docs/metrics.md and, of finished runs, its screenshots.
 
 python -m tools.docs_pages
+python -m tools.docs_pages --pictures runs/quickstart runs/quickstart-seed1   # needs Chromium
 """
 
+import argparse
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatron_dapo.config.config_diff import shown
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.catalog import GROUPS
-from megatron_dapo.report.page import page_environment
+from megatron_dapo.plan.scenario import load_calibration
+from megatron_dapo.report.page import page_environment, report_page
+from megatron_dapo.report.source import Run
+from tools.throughput import page, profile_run
 
 ROOT = Path(__file__).parents[1]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PLANNED = "examples/qwen2.5_32b/h100_32.yaml"
 
 HEADER = """# Configuration reference
 
@@ -85,10 +98,46 @@ def metrics_page() -> str:
     return page_environment(ROOT / "tools" / "templates").get_template("metrics.md.j2").render(groups=GROUPS)
 
 
+def pictures(runs: Sequence[Path], folder: Path) -> None:
+    """Screenshots of their report, of the last one's throughput and of a plan, as PNG files in `folder`.
+
+    Raises:
+        FileNotFoundError: no Chromium on this machine.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise FileNotFoundError(f"no browser: install one of {', '.join(BROWSERS)}")
+    found = [Run(path) for path in runs]
+    last = profile_run(found[-1], skip=1, peak_flops=load_calibration().peak_flops, tail_share=0.5)
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "plan", PLANNED]
+    plan = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"COLUMNS": "120"}, capture_output=True, text=True, check=True
+    )
+    environment = page_environment(ROOT / "tools" / "templates")
+    terminal = environment.get_template("terminal.html.j2").render(
+        command=f"megatron-dapo plan {PLANNED}", text=plan.stdout
+    )
+    pages = {"report": (report_page(found), 720), "throughput": (page([last]), 860), "plan": (terminal, 1150)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as scratch:
+        for name, (html, height) in pages.items():
+            file = Path(scratch, f"{name}.html")
+            file.write_text(html, encoding="utf-8")
+            options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={scratch}"]
+            options += ["--blink-settings=preferredColorScheme=1", f"--window-size=1184,{height}"]
+            shot = [browser, *options, f"--screenshot={folder / name}.png", file.as_uri()]
+            subprocess.run(shot, capture_output=True, timeout=120, check=True)
+
+
 def main() -> None:
-    """Write both pages."""
+    """Write both pages, and the screenshots of the runs that are given."""
+    parser = argparse.ArgumentParser(prog="python -m tools.docs_pages", description=__doc__.split("\n")[0])
+    parser.add_argument("--pictures", type=Path, nargs="+", metavar="RUN", default=[], help="finished runs to picture")
+    given = parser.parse_args()
     (ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
     (ROOT / "docs" / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    if given.pictures:
+        pictures(given.pictures, ROOT / "docs" / "images")
 
 
 if __name__ == "__main__":

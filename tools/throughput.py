@@ -2,7 +2,7 @@
 no network."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import Line
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
@@ -166,13 +167,18 @@ def as_json(profiles: Sequence[Profile]) -> str:
 
 def page(profiles: Sequence[Profile]) -> str:
     """The same as one HTML file."""
-    template = page_environment(TEMPLATES).get_template("throughput.html.j2")
+    environment = page_environment(TEMPLATES)
+    environment.filters["duration"] = human_seconds  # phases of a step may take milliseconds
+    template = environment.get_template("throughput.html.j2")
+    bars = {"Where a rollout step goes": _step_bar, "Where the update goes": _update_bar}
+    drawn = {f"{phase}_{what}" for phase in (*PHASES, "other") for what in ("s", "share")}
     return template.render(
         names=" and ".join(profile.name for profile in profiles),
         descriptions=_descriptions(profiles),
         tiles=[(label, [_tile(profile, units, form) for profile in profiles]) for label, units, form in WORDS["tiles"]],
         heads=_heads(profiles),
-        rows=[row for row in _cells(profiles) if any(cell != "–" for cell in row[1:])],
+        bars={title: [_labelled(p.name, bar(p)) for p in profiles] for title, bar in bars.items()},
+        rows=[row for row in _cells(profiles, drawn) if any(cell != "–" for cell in row[1:])],
         ranks=[(profile.name, _rank_cells(profile)) for profile in profiles if profile.recorded],
         rank_heads=WORDS["rank_heads"],
         notes=_notes(profiles),
@@ -186,7 +192,35 @@ def _tile(profile: Profile, units: dict[str, str], form: str) -> tuple[str, str]
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    if value is None:
+        return "–"
+    units = {"s": human_seconds(value), "GB": f"{value / 1e9:.3g} GB", "MB/s": f"{value:,.3g} MB/s"}
+    return units[form] if form in units else format(value, form)
+
+
+def human_seconds(value: float) -> str:
+    """`8 ms`, `3.25 s`, `320 s`, `2 h 40 min`."""
+    if 0 < value < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 1000 else duration(value)
+
+
+def _step_bar(profile: Profile) -> dict[str, float]:
+    """Seconds of a rollout step by phase."""
+    parts = {phase.replace("_", " "): profile.figures[f"{phase}_s"] or 0.0 for phase in PHASES}
+    return parts | {"coordinator": max(0.0, profile.figures["other_s"] or 0.0)}
+
+
+def _labelled(name: str, parts: dict[str, float]) -> tuple[str, dict[str, float]]:
+    return f"{name}, {human_seconds(sum(parts.values()))} a step", parts
+
+
+def _update_bar(profile: Profile) -> dict[str, float]:
+    """Seconds of a rollout step's update by what the ranks did; nothing where that is not recorded."""
+    update = profile.figures["update_s"] or 0.0
+    names = {"passes": "compute", "sum of gradients": "gradient_sync", "optimizer": "optimizer"}
+    parts = {label: (profile.figures[key] or 0.0) * update for label, key in names.items()}
+    return parts | {"bubble and rest": max(0.0, update - sum(parts.values()))} if profile.recorded else {}
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -204,9 +238,9 @@ def _heads(profiles: Sequence[Profile]) -> list[str]:
     return ["figure", *(profile.name for profile in profiles), *(["second / first"] if len(profiles) == 2 else [])]
 
 
-def _cells(profiles: Sequence[Profile]) -> list[list[str]]:
+def _cells(profiles: Sequence[Profile], without: Collection[str] = ()) -> list[list[str]]:
     table = []
-    for key, label, form in WORDS["rows"]:
+    for key, label, form in (row for row in WORDS["rows"] if row[0] not in without):
         values = [profile.figures[key] for profile in profiles]
         row = [label, *(_shown(value, form) for value in values)]
         if len(values) == 2:
@@ -226,7 +260,7 @@ def _rank_cells(profile: Profile) -> list[list[str]]:
                 str(place["rank"]),
                 f"TP {place['tensor']}, PP {place['pipeline']}, CP {place['context']}, DP {place['data']}",
                 _shown(row["compute"] / row["update"] if row["update"] else None, ".1%"),
-                _shown(row["peak"][call] / 1e6 if row["peak"] else None, ",.0f"),
+                _shown(row["peak"][call] if row["peak"] else None, "GB"),
                 call,
             ]
         )

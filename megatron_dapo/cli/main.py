@@ -74,16 +74,16 @@ app.command()(diff)
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="A second one, drawn over it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; RUN/report.html if not given.")] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run directories, drawn over each other.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; report.html in the first RUN if not given.")] = None,
+    smooth: Annotated[int | None, typer.Option(min=1, help="Steps a line averages; else 1/50 of the run.")] = None,
 ) -> None:
-    """Write a run, finished or not, as one HTML file that needs no network."""
+    """Write runs, finished or not, as one HTML file that needs no network; runs that differ by seed alone as a band."""
     from megatron_dapo.report.page import report_page
     from megatron_dapo.report.source import Run
 
-    file = out or run / "report.html"
-    file.write_text(report_page([Run(folder) for folder in (run, other) if folder]), encoding="utf-8")
+    file = out or runs[0] / "report.html"
+    file.write_text(report_page([Run(folder) for folder in runs], smooth), encoding="utf-8")
     print(file)
 
 

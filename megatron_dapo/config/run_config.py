@@ -109,6 +109,9 @@ class WandbConfig:
     name: Text | None = None
     """Name of the run there; none: that of the run directory."""
 
+    samples: bool = False
+    """Send the texts of samples.jsonl too."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MonitorConfig:

@@ -17,6 +17,7 @@ from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
+from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
@@ -24,7 +25,7 @@ from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import PHASES
-from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.monitor.writer import AXES, read_metrics
 from megatron_dapo.storage.durable import sync_tree
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError, newest_step
 
@@ -144,6 +145,7 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
     if context.progress.rollout_step == 0:
         with measured("evaluation_before"):
             stored: dict[str, Any] = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
+            _show(context, context.progress, stored["before"])
             context.run_dir.write_json(BEFORE, stored)
     else:
         stored = context.run_dir.read_json(BEFORE)
@@ -151,6 +153,7 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
         progress = await train(context, context.progress)
     with measured("evaluation_after"):
         answers = stored | {"after": await _heldout(context, "after")}
+        _show(context, progress, answers["after"])
     if config.run.export_at_end:
         await export_model(context)
     lines = read_metrics(context.run_dir.path)
@@ -190,6 +193,12 @@ async def _heldout(context: RunContext, name: str, forbid: int | None = None) ->
         mode: {"figures": asdict(found.accuracy), "texts": list(found.texts), "correct": list(found.correct)}
         for mode, found in (await context.evaluate(name, forbid=forbid)).items()
     }
+
+
+def _show(context: RunContext, progress: Progress, answers: Mapping[str, dict[str, Any]]) -> None:
+    """The evaluation before or after training in TensorBoard and W&B: it is in no line of metrics.jsonl."""
+    found = {f"evaluation/{mode}": answer["figures"]["accuracy"] for mode, answer in answers.items()}
+    context.writer.show({axis: getattr(progress, axis) for axis in AXES}, found)
 
 
 async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:

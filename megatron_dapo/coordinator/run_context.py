@@ -29,7 +29,7 @@ from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.weights_and_biases import WandbMirror
-from megatron_dapo.monitor.writer import MetricsWriter, read_metrics
+from megatron_dapo.monitor.writer import AXES, MetricsWriter, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
@@ -97,9 +97,8 @@ async def start_run(run: RunBase) -> RunContext:
         run.console.note(f"resuming after rollout step {progress.rollout_step}")
         ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
         ledger.commit()
-    mirror = None
+    mirror, settings = None, flatten(asdict(config))
     if config.monitor.wandb.mode != "off":
-        settings = flatten(asdict(config))
         mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
@@ -107,7 +106,8 @@ async def start_run(run: RunBase) -> RunContext:
     handover = GpuHandover(config.run, fleet, trainer.device_memory, run.waits, report=run.console.note)
     checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
     await stack.enter_async_context(checkpoints)
-    writer = MetricsWriter(run_dir.path, tensorboard=config.monitor.tensorboard, mirror=mirror)
+    board, stand = config.monitor.tensorboard, {axis: getattr(progress, axis) for axis in AXES}
+    writer = MetricsWriter(run_dir.path, tensorboard=board, mirror=mirror, done=stand, settings=settings)
     stack.callback(writer.close)
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,18 +107,31 @@ def write_records(context: RunContext, metrics: Mapping[str, float | int], admis
     for alarm in context.health.add(context.writer.write(metrics)):
         context.console.note(f"alarm: {alarm}")
     samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
-    write_samples(int(metrics["rollout_step"]), admission.judged, context.inputs.prompts.prompts, samples, count)
+    groups = admission.judged
+    lines = write_samples(int(metrics["rollout_step"]), groups, context.inputs.prompts.prompts, samples, count)
+    context.writer.show(metrics, {}, histograms(groups), lines)
+
+
+def histograms(groups: Sequence[ScoredGroup]) -> dict[str, list[float]]:
+    """What TensorBoard draws as histograms: a number a response, or a group."""
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "histograms/response_length": [_length(response) for response in responses],
+        "histograms/reward_shaped": [response.reward_shaped for response in responses],
+        "histograms/correct_in_group": [group.correct for group in groups],
+    }
 
 
 def write_samples(
     rollout_step: int, groups: Sequence[ScoredGroup], prompts: Sequence[Prompt], path: Path, count: int
-) -> None:
+) -> list[dict[str, Any]]:
     """Append, for a person and for tools/audit_rewards.py to read: the first responses of the step's first groups, and
     as many of the others as `count` allows again that have no verdict or on which the rules for mathematics disagree.
     """
     first = [(group, group.responses[0]) for group in groups[:count]]
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
+    lines = []
     drop_torn_line(path)
     with naming(path), path.open("a", encoding="utf-8") as file:
         for group, response in (*first, *disputed[:count]):
@@ -141,6 +155,8 @@ def write_samples(
                 "finish_reason": response.generation.finish_reason,
             }
             file.write(json.dumps(line) + "\n")
+            lines.append(line)
+    return lines
 
 
 def _mismatch_metrics(gap: Gap) -> dict[str, float]:

@@ -1,16 +1,21 @@
-"""Metrics to Weights & Biases as well, where `monitor.wandb.mode` asks for it; no text and no code is sent."""
+"""Metrics to Weights & Biases as well, where `monitor.wandb.mode` asks for it; no code is sent, and text only where
+`monitor.wandb.samples` asks for it."""
 
 import importlib.util
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
+
+Row = Mapping[str, Any]
+Histograms = Mapping[str, Sequence[float]]
+"""Name -> the values counted."""
 
 ID_FILE = "wandb_id"
 """In the run directory: a resumed run goes on in the same place."""
@@ -39,7 +44,7 @@ def check_wandb(config: WandbConfig) -> None:
 class WandbMirror:
     """One run on Weights & Biases, over rollout steps. Use as a context: its end says whether the run failed.
 
-    A step that a resumed run does again is drawn again: the newest value of a step is the true one.
+    A step that a resumed run does again keeps its first value there: Weights & Biases takes no step twice.
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -50,6 +55,8 @@ class WandbMirror:
         """
         # Imported here: few runs use it, and it need not be installed.
         import wandb
+
+        self._wandb, self._samples = wandb, config.samples
 
         file = run_dir / ID_FILE
         if not file.exists():
@@ -71,9 +78,14 @@ class WandbMirror:
         self._run.define_metric("rollout_step")
         self._run.define_metric("*", step_metric="rollout_step")
 
-    def write(self, values: Mapping[str, float | int | None]) -> None:
-        """One rollout step."""
-        self._run.log({name: value for name, value in values.items() if value is not None})
+    def write(self, values: Row, histograms: Histograms, samples: Sequence[Row]) -> None:
+        """As `MetricsWriter.show`; `values` has the rollout step. Calls for one step become one row."""
+        row: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        row |= {name: self._wandb.Histogram(numbers) for name, numbers in histograms.items()}
+        if samples and self._samples:
+            columns = list(samples[0])
+            row["responses"] = self._wandb.Table(columns, [[str(line[key]) for key in columns] for line in samples])
+        self._run.log(row, step=int(row["rollout_step"]))
 
     def __enter__(self) -> Self:
         return self

@@ -1,19 +1,30 @@
-"""metrics.jsonl and TensorBoard: one line a rollout step, on disk before the next step begins."""
+"""metrics.jsonl and TensorBoard: one line a rollout step, on disk before the next step begins. TensorBoard also gets
+the held-out accuracy before and after, the config, histograms and responses with their verdicts."""
 
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.monitor.weights_and_biases import WandbMirror
+from megatron_dapo.monitor.weights_and_biases import Histograms, Row, WandbMirror
 from megatron_dapo.storage.durable import drop_torn_line, naming
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
 """Key of a line that lists the metrics whose value was NaN or infinite; absent where there were none."""
+
+AXES = ("rollout_step", "optimizer_step")
+HEADLINES = ("evaluation/sampled", "evaluation/greedy", "accuracy/mean")
+"""Metrics that TensorBoard shows beside the hyperparameters."""
+
+LONG_TEXT = 8000
+"""Characters of a response above which its middle is left out of TensorBoard: its files would grow by gigabytes."""
 
 Value = float | int | None
 Line = dict[str, Any]
@@ -32,12 +43,26 @@ class MetricsWriter:
     A resumed run goes on in the same file: lines of steps beyond its checkpoint stay, superseded (see `read_metrics`).
     """
 
-    def __init__(self, run_dir: str | Path, *, tensorboard: bool, mirror: WandbMirror | None = None) -> None:
-        """`mirror`: gets every line too, with NaN as what it is."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        tensorboard: bool,
+        mirror: WandbMirror | None = None,
+        done: Row | None = None,
+        settings: Row | None = None,
+    ) -> None:
+        """
+        Args:
+            mirror: gets every line too, with NaN as what it is.
+            done: rollout and optimizer steps after which a resumed run goes on.
+            settings: config key -> value, shown by TensorBoard as hyperparameters.
+        """
         self._path = Path(run_dir) / FILE
         drop_torn_line(self._path)
         self._file = self._path.open("ab")
         self._tensorboard, self._mirror = tensorboard, mirror
+        self._done, self._settings = done or {}, settings or {}
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, Value]) -> Line:
@@ -56,11 +81,26 @@ class MetricsWriter:
             self._file.write(json.dumps(line, allow_nan=False, default=lambda number: number.item()).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-        if self._tensorboard:
-            self._write_boards(values)
-        if self._mirror is not None:
-            self._mirror.write(values)
+        self.show(values, values)
         return line
+
+    def show(self, at: Row, values: Row, histograms: Histograms | None = None, samples: Sequence[Row] = ()) -> None:
+        """To TensorBoard and Weights & Biases alone.
+
+        Args:
+            at: has the rollout and the optimizer step.
+            samples: responses as in samples.jsonl.
+        """
+        if self._tensorboard:
+            self._write_boards(at, values)
+            board, step = self._boards["rollout_step"], at["rollout_step"]
+            for name, numbers in (histograms or {}).items():
+                board.add_histogram(name, np.asarray(numbers), step)
+            for number, sample in enumerate(samples, start=1):
+                board.add_text(f"responses/{number}", sample_text(sample), step)
+            board.flush()
+        if self._mirror is not None:
+            self._mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
 
     def close(self) -> None:
         """Close all files; harmless when called again."""
@@ -68,20 +108,34 @@ class MetricsWriter:
         for board in self._boards.values():
             board.close()
 
-    def _write_boards(self, values: Mapping[str, Value]) -> None:
+    def _write_boards(self, at: Row, values: Row) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
-        for axis in ("rollout_step", "optimizer_step"):
-            at = values[axis]
+        for axis in AXES:
             if axis not in self._boards:
-                folder = self._path.parent / "tensorboard" / f"by_{axis}"
-                # What a resumed run does again is hidden.
-                self._boards[axis] = SummaryWriter(str(folder), purge_step=at)
+                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self._done.get(axis, 0)
+                # What a resumed run does again is hidden; step 0 is what was measured before training.
+                self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
+                if axis == "rollout_step" and self._settings:
+                    settings = self._settings.items()
+                    plain = {key: each if type(each) in (int, float) else str(each) for key, each in settings}
+                    for summary in hparams(plain, dict.fromkeys(HEADLINES, 0.0)):
+                        self._boards[axis].file_writer.add_summary(summary)
             for name, value in values.items():
                 if value is not None:  # NaN is drawn by TensorBoard as what it is
-                    self._boards[axis].add_scalar(name, value, at)
+                    self._boards[axis].add_scalar(name, value, at[axis])
             self._boards[axis].flush()
+
+
+def sample_text(sample: Row) -> str:
+    """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown. Of a long one
+    the beginning and the end."""
+    shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
+    text = "\n".join(f"{key}: {sample[key]}" for key in shown)
+    text = text if len(text) <= LONG_TEXT else f"{text[: LONG_TEXT // 2]}\n[...]\n{text[-LONG_TEXT // 2 :]}"
+    return f"**{'right' if sample['accuracy'] else 'wrong'}**\n\n{indent(text, '    ')}"
 
 
 def read_metrics(run_dir: str | Path) -> list[Line]:

@@ -1,1 +1,1 @@
-"""`megatron-dapo report`: one or two runs as a single HTML page that needs no network and runs no script."""
+"""`megatron-dapo report`: any number of runs as a single HTML page that needs no network and runs no script."""

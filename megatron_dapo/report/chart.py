@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import matplotlib
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ _PANEL = (48 / WIDTH, 42 / HEIGHT, 362 / WIDTH, 158 / HEIGHT)
 _FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
 _SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
 """Colours that matplotlib is given; each is replaced by the page's variable of the same place."""
+SERIES_COLOURS = len(_SERIES)
 _VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
     colour: f"--c{number}" for number, colour in enumerate(_SERIES)
 }
@@ -68,6 +70,10 @@ class Frame:
     to_one: bool = False
     stack: bool = False
     """The curves are layers on each other, the first at the bottom."""
+    smooth: int = 1
+    """Rollout steps around each over which a line is the mean; what is not smoothed is drawn pale behind it."""
+    marks: bool = False
+    """A dot at each value: there are few of them."""
     figure: str = ""
     """The paper's."""
     band: tuple[float, float] | None = None
@@ -103,7 +109,7 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     if frame.stack:
         _draw_layers(panel, curves, range(frame.first, max(frame.last, 1) + 1))
     else:
-        _draw_lines(panel, curves)
+        _draw_lines(panel, curves, frame)
     if frame.to_one:
         panel.set_ylim(0, 1)
     elif frame.from_zero and not frame.stack:
@@ -111,14 +117,29 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     return Drawn(frame=frame, curves=curves, svg=Markup(_svg_of(figure, salt)))
 
 
-def _draw_lines(panel: Axes, curves: Sequence[Curve]) -> None:
+def _draw_lines(panel: Axes, curves: Sequence[Curve], frame: Frame) -> None:
     for curve in curves:
-        colour = _SERIES[curve.colour]
+        colour, dash, values = (
+            _SERIES[curve.colour],
+            _DASHES[curve.dash % len(_DASHES)],
+            smoothed(curve.values, frame.smooth),
+        )
         if curve.low is not None and curve.high is not None:
-            panel.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-        alone = "o" if len(curve.steps) == 1 else None  # a line through one point would not be seen
-        dash = _DASHES[curve.dash]
-        panel.plot(curve.steps, curve.values, color=colour, linestyle=dash, linewidth=1.8, marker=alone, markersize=5)
+            low, high = smoothed(curve.low, frame.smooth), smoothed(curve.high, frame.smooth)
+            panel.fill_between(curve.steps, low, high, color=colour, alpha=0.16, linewidth=0)
+        elif frame.smooth > 1:
+            panel.plot(curve.steps, curve.values, color=colour, alpha=0.3, linewidth=0.8)
+        dot = "o" if frame.marks or len(curve.steps) == 1 else None  # a line through one point would not be seen
+        panel.plot(curve.steps, values, color=colour, linestyle=dash, linewidth=1.8, marker=dot, markersize=5)
+
+
+def smoothed(values: Sequence[float], window: int) -> Sequence[float]:
+    """The mean of the `window` values around each (one more if it is even); at the ends of those that there are."""
+    if window <= 1:
+        return values
+    half, here = window // 2, slice(window // 2, window // 2 + len(values))
+    kernel = np.ones(2 * half + 1)
+    return list(np.convolve(values, kernel)[here] / np.convolve(np.ones(len(values)), kernel)[here])
 
 
 def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:

@@ -1,5 +1,6 @@
 """The page: the template, what it may call, and every text escaped."""
 
+import os.path
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -8,13 +9,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
-from megatron_dapo.config.config_diff import departures, differences, shown
+from megatron_dapo.config.config_diff import ABSENT, departures, differences, shown
 from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.report.overlay import group_by_seed
 from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -31,26 +32,36 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    called = (look_up, percent, difference, differences, departures, flatten)
+    called = (look_up, percent, difference, departures, flatten)
     environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES}
     environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
     environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
 
 
-def report_page(runs: Sequence[Run]) -> str:
-    """HTML of one run, or of two on the same axes. No script, no request: the page's own policy forbids both."""
+def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
+    """HTML of one run, or of several on the same axes. No script, no request: the page's own policy forbids both.
+
+    Args:
+        smooth: rollout steps over which a curve is the mean; None: a fiftieth of the longest run.
+    """
     if len({run.name for run in runs}) < len(runs):  # folders of one name, as two clones of a repository have them
+        above = os.path.commonpath([run.path.resolve().parent for run in runs])
         for run in runs:
-            run.name = str(run.path)
-    notes = [[*run.notes] for run in runs]
+            run.name = os.path.relpath(run.path.resolve(), above)
+    groups = group_by_seed(runs)
+    runs = [run for group in groups for run in group.runs]
+    configs = [flatten(group.runs[0].config) for group in groups]
+    changed = dict.fromkeys(each.key for config in configs[1:] for each in differences(configs[0], config))
     return (
         page_environment()
         .get_template("report.html.j2")
         .render(
             runs=runs,
-            outcomes=[count_outcomes(run.path / "ledger.jsonl", noted) for run, noted in zip(runs, notes, strict=True)],
-            notes=notes,
+            groups=groups,
+            smooth=smooth or max(run.steps for run in runs) // 50 or 1,
+            colours=[group.colour for group in groups for _ in group.runs],
+            changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
             heartbeats=[read_heartbeat(run.path) for run in runs],
             alarms=[tables.alarm_periods(run) for run in runs],
             baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),

@@ -1,11 +1,10 @@
-"""The curves of one run or two, as charts.yaml lists them: drawn, with legend, last values and a table of numbers."""
+"""The curves of the runs, as charts.yaml lists them: drawn, with legend, last values and a table of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter
@@ -13,7 +12,8 @@ from pydantic.dataclasses import dataclass as declared
 
 from megatron_dapo.monitor.writer import series, shares
 from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
-from megatron_dapo.report.source import BESIDE, INSIDE, SAMPLED, Evaluation, Run
+from megatron_dapo.report.overlay import Group, Point, Points, overlay
+from megatron_dapo.report.source import Run
 
 CHARTS = Path(__file__).with_name("charts.yaml")
 SIZE_32B = (30e9, 35e9)
@@ -29,21 +29,17 @@ class Chart(Frame):
     series: dict[str, str]
     share_of: tuple[str, ...] = ()
     colours: tuple[int, ...] = ()
+    vital: bool = False
+    """Its first series stands on the first screen, as a sign of health."""
 
-    def curves(self, runs: Sequence[Run]) -> list[list[Curve]]:
-        """Each series of the runs that measured it. One run has a colour a series, two a colour a run and a dash a
-        series."""
-        found: list[list[Curve]] = [[] for _ in self.series]
-        for number, run in enumerate(runs):
-            lines = shares(run.lines, self.share_of) if self.share_of else run.lines
-            for at, (metric, label) in enumerate(self.series.items()):
-                steps, values = series(lines, metric)
-                name, colour, dash = f"{run.name}: {label}", number, at
-                if len(runs) == 1:
-                    name, colour, dash = label, (self.colours or range(len(self.series)))[at], 0
-                if steps:
-                    found[at].append(Curve(label=name, steps=steps, values=values, colour=colour, dash=dash))
-        return found
+    def curves(self, groups: Sequence[Group]) -> list[list[Curve]]:
+        """As `overlay`: each series of the groups that measured it."""
+        return overlay(groups, self._measured, self.colours)
+
+    def _measured(self, run: Run) -> dict[str, Points]:
+        lines = shares(run.lines, self.share_of) if self.share_of else run.lines
+        known = {label: zip(*series(lines, metric), strict=True) for metric, label in self.series.items()}
+        return {label: {step: (value, value, value) for step, value in points} for label, points in known.items()}
 
 
 @declared(frozen=True, kw_only=True, config=_STRICT)
@@ -52,6 +48,8 @@ class Section:
     title: str
     lead: str
     charts: list[Chart]
+    open: bool = True
+    """Else its content is shown on a click."""
 
 
 @cache
@@ -59,22 +57,25 @@ def read_sections() -> list[Section]:
     return TypeAdapter(list[Section]).validate_python(yaml.safe_load(CHARTS.read_text(encoding="utf-8")))
 
 
-def draw_section(section: Section, runs: Sequence[Run]) -> tuple[list[Drawn], list[list[str]], list[str]]:
+def draw_section(
+    section: Section, groups: Sequence[Group], smooth: int
+) -> tuple[list[Drawn], list[list[str]], list[str]]:
     """The charts that have something to show, [what, first, lowest, highest, last] of every series, and the titles of
-    charts that no run measured anything of."""
+    charts that no run measured anything of. `smooth`: as Frame's."""
     drawn: list[Drawn] = []
     numbers: list[list[str]] = []
     missing: list[str] = []
+    runs = [run for group in groups for run in group.runs]
     for chart in section.charts:
-        if not chart.curves(runs)[0]:
+        if not chart.curves(groups)[0]:
             missing.append(chart.title)
             continue
-        band = chart.band if has_paper_ranges(runs) else None
-        frame = replace(chart, x_label=step_label(runs), last=max(run.steps for run in runs), band=band)
-        # Layers of two runs cannot lie on each other: a chart a run.
-        for group in [[run] for run in runs] if chart.stack else [runs]:
-            title = f"{chart.title}: {group[0].name}" if len(group) < len(runs) else chart.title
-            first, *others = chart.curves(group)
+        band, last = chart.band if has_paper_ranges(runs) else None, max(run.steps for run in runs)
+        frame = replace(chart, last=last, band=band, smooth=smooth)
+        # Layers of two groups cannot lie on each other: a chart a group.
+        for some in [[group] for group in groups] if chart.stack else [groups]:
+            title = f"{chart.title}: {some[0].name}" if len(some) < len(groups) else chart.title
+            first, *others = chart.curves(some)
             for curve in chain(first, *others):
                 figures = (curve.values[0], min(curve.values), max(curve.values), curve.values[-1])
                 numbers.append([f"{title}, {curve.label}", *(value_text(value, chart.unit) for value in figures)])
@@ -90,39 +91,28 @@ def has_paper_ranges(runs: Sequence[Run]) -> bool:
     return all(SIZE_32B[0] <= (run.parameters or 0) <= SIZE_32B[1] for run in runs)
 
 
-def step_label(runs: Sequence[Run]) -> str:
-    """The axis, with the optimizer steps that a rollout step holds."""
-    each = {(line.get("optimizer_step") or 0) / line["rollout_step"] for run in runs for line in run.lines[-1:]}
-    if len(each) == 1 and (number := each.pop()) > 0:
-        exact = f"{number:.0f}" if number == int(number) else f"{number:.1f} on average"
-        return f"rollout step, {exact} optimizer steps each"
-    return "rollout step"
+def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = ()) -> list[Drawn]:
+    """Accuracy on held-out problems over the training, with intervals or, of several seeds, from lowest to highest;
+    nothing where none was measured.
+
+    Args:
+        where: inside the runs or beside them.
+        ways: of answering, whose averages are wanted; none: all figures (avg@n, pass@n, cons@n), from two steps on.
+    """
+    curves = list(chain(*overlay(groups, partial(_figures, where=where, ways=ways))))
+    if not curves or not (ways or any(len(curve.steps) > 1 for curve in curves)):
+        return []
+    note = f"Evaluations {where}; pale: 95% intervals, of several seeds from the lowest to the highest."
+    last = max(curve.steps[-1] for curve in curves)
+    frame = Frame(title="Held-out accuracy", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True, marks=True)
+    return [draw_curves(curves, frame, salt=f"evaluated {where} {ways}")]
 
 
-def draw_evaluations(run: Run, salt: str) -> list[Drawn]:
-    """A chart of the evaluations inside the run, and of those beside it, where there are two steps or more."""
-    last = max([run.steps, *(each.step or 0 for each in run.evaluations)])
-    drawn = []
-    for where in (BESIDE, INSIDE):
-        curves = _over_steps([each for each in run.evaluations if each.where == where and each.step is not None])
-        if any(len(curve.steps) > 1 for curve in curves):
-            note = f"Evaluations {where}; pale: 95% intervals over problems."
-            frame = Frame(title="Over the training", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True)
-            drawn.append(draw_curves(curves, frame, salt=f"{salt} {where}"))
-    return drawn
-
-
-def _over_steps(evaluations: Sequence[Evaluation]) -> list[Curve]:
-    """Their figures with intervals: of sampled answers, where there are any, else of greedy ones."""
-    sampled = {each.name for each in evaluations if each.way == SAMPLED}
-    found: dict[str, list[tuple[Any, ...]]] = {}
-    for each in evaluations:
-        if each.way == SAMPLED or each.name not in sampled:
-            for name, figure in each.figures.items():
-                point = (each.step, figure.value, figure.low, figure.high)
-                found.setdefault(f"{name}, {each.way}", []).append(point)
-    curves = []
-    for colour, (label, points) in enumerate(found.items()):
-        steps, values, low, high = zip(*points, strict=True)
-        curves.append(Curve(label=label, steps=steps, values=values, colour=colour, low=low, high=high))
-    return curves
+def _figures(run: Run, where: str, ways: Sequence[str]) -> Mapping[str, Points]:
+    found: dict[str, dict[int, Point]] = {}
+    for each in run.evaluations:
+        for name, figure in each.figures.items():
+            if each.where == where and each.step is not None and (not ways or (each.way in ways and "avg" in name)):
+                label = each.way if ways else f"{name}, {each.way}"
+                found.setdefault(label, {})[each.step] = (figure.value, figure.low, figure.high)
+    return found

@@ -46,6 +46,7 @@ class _Summary(BaseModel, strict=True):
     rollout_steps: int = 0
     heldout: dict[str, dict[str, Accuracy] | None] | None = None
     examples: list[Any] | None = None
+    seconds: dict[str, float] | None = None
 
 
 class _PromptFile(BaseModel, strict=True):

@@ -12,11 +12,11 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSampli
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit, SamplerState
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
-from megatron_dapo.report.outcomes import count_outcomes
 from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.ledger_check import check_ledger
+from tests.outcome_counts import count_outcomes
 from tests.simulation.virtual_time import run_virtually
 
 GROUP = 4
@@ -250,7 +250,7 @@ def test_every_token_has_one_fate(make, max_staleness):
         assert sum(g.tokens for g in batch.generated) + before == spent
         before = fates["tokens/carried"]
     assert (sum(batch.discarded_tokens for batch in batches) > 0) == (max_staleness == 0)
-    written = count_outcomes(ledger._path, [])
+    written = count_outcomes(ledger._path)
     for fate, name in (("all right", "all_correct"), ("all wrong", "all_wrong"), ("generated again", "expired")):
         given_up = sum(fates_of(batch)["tokens/discarded"] for batch in batches) if name == "expired" else 0
         assert written.tokens[fate] == sum(fates_of(batch)[f"tokens/{name}"] for batch in batches) + given_up

@@ -79,7 +79,7 @@ def test_every_line_reaches_the_mirror(tmp_path):
         def __init__(self):
             self.lines = []
 
-        def write(self, values):
+        def write(self, values, histograms, samples):
             self.lines.append(dict(values))
 
     mirror = Mirror()
@@ -103,13 +103,17 @@ def test_an_offline_run_keeps_metrics_config_and_how_it_ended(tmp_path):
     for steps in ((1, 2), (2, 3)):  # the second is the same run, resumed after step 1
         with WandbMirror(config, tmp_path, {"algorithm.clip.high": 0.28}) as mirror:
             for step in steps:
-                mirror.write({"rollout_step": step, "optimizer_step": 4 * step, "entropy": step / 10, "loss": None})
+                values = {"rollout_step": step, "optimizer_step": 4 * step, "entropy": step / 10, "loss": None}
+                mirror.write(values, {}, [])
+                mirror.write({"rollout_step": step}, {"histograms/response_length": [1, 2, 2]}, [{"response": "abc"}])
     first, second = kept(tmp_path)
     assert first["id"] == second["id"] == [(tmp_path / ID_FILE).read_text().strip()]
     assert first["config"]["algorithm.clip.high"] == 0.28
     assert [line["entropy"] for line in first["history"]] == [0.1, 0.2]
     assert [line["rollout_step"] for line in second["history"]] == [2, 3]
-    assert "loss" not in first["history"][0]
+    assert [line["_step"] for line in first["history"]] == [1, 2], "one row a rollout step"
+    assert sum(first["history"][0]["histograms/response_length.values"]) == 3
+    assert not {"loss", "responses.nrows"} & first["history"][0].keys(), "text is sent only where it is asked for"
     assert first["exit"] == [0]
 
 
@@ -122,3 +126,11 @@ def test_a_run_that_fails_is_marked_so(tmp_path):
     with pytest.raises(RuntimeError):
         fail()
     assert kept(tmp_path)[0]["exit"] == [1]
+
+
+@needs_wandb
+def test_responses_are_sent_where_it_is_asked_for(tmp_path):
+    with WandbMirror(WandbConfig(mode="offline", samples=True), tmp_path, {}) as mirror:
+        mirror.write({"rollout_step": 1}, {}, [{"response": "abc", "accuracy": True}])
+    (row,) = kept(tmp_path)[0]["history"]
+    assert (row["responses.ncols"], row["responses.nrows"]) == (2, 1)

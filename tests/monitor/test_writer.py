@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
 from megatron_dapo.monitor.catalog import UndeclaredMetricError
-from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, series
+from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, sample_text, series
 
 
 def line(step: int, **values) -> dict:
@@ -100,13 +101,54 @@ def test_series_leaves_out_what_was_not_measured():
         series(lines, "entrpy")
 
 
+SAMPLE = {
+    "accuracy": False, "reward_shaped": -1.0, "extracted": None, "answer": "7", "prompt_text": "2 + 5 ?",
+    "response": "**8**\n\n<b>"
+}  # fmt: skip
+
+
 def test_tensorboard_has_both_axes_and_forgets_what_a_resume_does_again(tmp_path):
+    """Steps 2 and 3 are done again after a resume from step 1; the held-out accuracy before and after stands once."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    write(tmp_path, *(line(step, entropy=float(step), loss=None) for step in (1, 2, 3)), tensorboard=True)
-    write(tmp_path, line(2, entropy=20.0), tensorboard=True)
+    newer = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
+    for done, steps in ((0, (1, 2, 3)), (1, (2, 3))):
+        writer = MetricsWriter(
+            tmp_path, tensorboard=True, done=line(done), settings={"run.seed": 1, "data.path": "x", "a": None}
+        )
+        if not done:
+            writer.show(line(0), {"evaluation/sampled": 0.1})
+        for step in steps:
+            writer.write(line(step, entropy=float(10 * done + step), loss=None))
+            writer.show(
+                line(step), {}, {"histograms/response_length": [step, 2 * step]}, [SAMPLE | {"accuracy": step > 1}]
+            )
+        writer.show(line(3), {"evaluation/sampled": 0.5})
+        writer.close()
     for axis, factor in (("by_rollout_step", 1), ("by_optimizer_step", 4)):
-        board = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / axis))
+        board = accumulator.EventAccumulator(
+            str(tmp_path / "tensorboard" / axis), size_guidance={"histograms": 0, "tensors": 0}
+        )
         board.Reload()
-        points = [(event.step, event.value) for event in board.Scalars("entropy")]
-        assert points == [(1 * factor, 1.0), (2 * factor, 20.0)]
-        assert "loss" not in board.Tags()["scalars"]
+        curves = {
+            name: [(at.step, pytest.approx(at.value)) for at in board.Scalars(name)] for name in board.Tags()["scalars"]
+        }
+        assert curves["entropy"] == [(1 * factor, 1.0), (2 * factor, 12.0), (3 * factor, 13.0)]
+        assert curves["evaluation/sampled"] == [(0, 0.1), (3 * factor, 0.5)]
+        assert "loss" not in curves
+        if axis == "by_rollout_step":
+            assert [each.step for each in board.Histograms("histograms/response_length")] == [1, 2, 3]
+            board = newer.EventAccumulator(str(tmp_path / "tensorboard" / axis))  # the older one keeps texts done again
+            board.Reload()
+            texts = [each.tensor_proto.string_val[0].decode() for each in board.Tensors("responses/1/text_summary")]
+            assert [text.split("**")[1] for text in texts] == ["wrong", "right", "right"]
+            started = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+            assert {b"run.seed", b"data.path"} <= set(re.findall(rb"[a-z]+\.[a-z]+", started))
+
+
+def test_a_response_stays_text_in_markdown():
+    text = sample_text(SAMPLE)
+    assert text.startswith("**wrong**\n\n    reward_shaped: -1.0\n")
+    assert "    response: **8**\n\n    <b>" in text, "indented: a block of code"
+    long = sample_text(SAMPLE | {"response": "x" * 100_000 + " the end"})
+    assert len(long) < 9000
+    assert long.endswith(" the end")

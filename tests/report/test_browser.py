@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this mac
 MEASURE = """<!DOCTYPE html><body><iframe style="width:%dpx;height:900px;border:0" srcdoc="%s"></iframe><script>
 const frame = document.querySelector('iframe');
 frame.onload = () => {
-  const page = frame.contentDocument, wide = page.documentElement.scrollWidth;
+  const page = frame.contentDocument;
+  page.querySelectorAll('details').forEach(each => { each.open = true; });
+  const wide = page.documentElement.scrollWidth;
   const drawn = [...page.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 50).length;
   document.title = [page.title, wide, drawn].join('|');
 };
@@ -34,7 +36,7 @@ def browse(folder, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     runs = tmp_path_factory.mktemp("runs")
-    return report_page([Run(write_run(runs / name)) for name in ("one", "a-run-with-a-rather-long-name")])
+    return report_page([Run(write_run(runs / name)) for name in ("one", "a-run-with-a-rather-long-name", "third")])
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -43,7 +45,7 @@ def test_every_chart_is_drawn_and_nothing_overflows(page, tmp_path, width):
     file.write_text(MEASURE % (width, html.escape(page)))
     seen = browse(tmp_path, "--virtual-time-budget=5000", "--dump-dom", file.as_uri())
     title, wide, drawn = re.search(r"<title>(.*?)</title>", seen).group(1).split("|")
-    assert title == "one and a-run-with-a-rather-long-name - DAPO run report", "a response ran as a script"
+    assert title == "one and a-run-with-a-rather-long-name and third - DAPO run report", "a response ran as a script"
     assert int(wide) <= width, "the page scrolls sideways"
     assert int(drawn) == page.count("<svg")
 

@@ -2,7 +2,9 @@
 
 import re
 
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves
+import pytest
+
+from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, smoothed
 
 FRAME = Frame(title="", note="", unit=Unit.SHARE, last=4)
 
@@ -22,3 +24,11 @@ def test_the_axis_reaches_below_zero_where_only_the_spread_does() -> None:
     curve = Curve(label="", steps=[1, 2], values=[0.1, 0.1], colour=0, low=[-0.5, -0.5], high=[0.2, 0.2])
     shown = draw_curves([curve], Frame(title="", note="", last=2), salt="b").svg
     assert ">-0.4<" in shown
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [(1, [3, 0, 6, 9, 0]), (3, [1.5, 3, 5, 5, 4.5]), (2, [1.5, 3, 5, 5, 4.5]), (99, [3.6] * 5)],
+)
+def test_smoothing_is_the_mean_around_each_value(window, expected) -> None:
+    assert smoothed([3, 0, 6, 9, 0], window) == pytest.approx(expected)

@@ -3,7 +3,11 @@
 import json
 import re
 
+import pytest
+
+from megatron_dapo.report.overlay import Group
 from megatron_dapo.report.page import report_page
+from megatron_dapo.report.sections import draw_evaluations
 from megatron_dapo.report.source import BESIDE, INSIDE, Run, read_evaluations
 from tests.report.folders import write_run
 
@@ -40,7 +44,7 @@ def test_they_are_drawn_over_steps_with_intervals_and_listed(tmp_path):
     (chart,) = re.findall(r"Evaluations beside it; pale.*?</svg>", page, re.DOTALL)
     assert all(f"var(--c{colour})" in chart for colour in range(3)), "avg, pass, cons"
     assert "opacity: 0.16" in chart
-    assert "inside the run; pale" not in page, "one point is no curve"
+    assert page.count("inside the run; pale") == 1, "on the first screen; one point is no curve"
     assert "avg@8 40.0% [30.0, 50.0]; pass@8 40.0% [30.0, 50.0]; cons@8 40.0% [30.0, 50.0]" in page
     assert "avg@1 20.0% [10.0, 30.0]" in page
     assert "for the same answers they differ a little" in page, "the bars' interval is another one"
@@ -59,3 +63,20 @@ def test_one_that_cannot_be_read_is_named(tmp_path):
     found = Run(run)
     assert [each.name for each in found.evaluations] == ["v1"]
     assert sum("evaluations/v" in note for note in found.notes) == 3
+
+
+def test_held_out_accuracy_of_several_runs_lies_on_one_axis(tmp_path):
+    runs = [write_run(tmp_path / name, steps=steps) for name, steps in (("long", 12), ("short", 7))]
+    for run, after in zip(runs, (0.8, 0.6), strict=True):
+        for name, value in (("before", 0.2), ("step4", 0.4), ("after", after)):
+            write(run, name, value)
+    groups = [Group(name=run.name, runs=[run], colour=at) for at, run in enumerate(map(Run, runs))]
+    [drawn] = draw_evaluations(groups, INSIDE, ["sampled"])
+    assert [(curve.label, curve.steps, curve.values) for curve in drawn.curves] == [
+        ("long", [0, 4, 12], (0.2, 0.4, 0.8)),
+        ("short", [0, 4, 7], (0.2, 0.4, 0.6)),
+    ]
+    assert drawn.curves[0].low == pytest.approx([0.1, 0.3, 0.7])
+    page = report_page([Run(run) for run in runs])
+    assert "20.0% → 80.0%" in page
+    assert "20.0% → 60.0%" in page

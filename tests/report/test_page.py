@@ -4,13 +4,16 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+import yaml
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status_command
-from megatron_dapo.report.outcomes import count_outcomes
+from megatron_dapo.report.overlay import group_by_seed
 from megatron_dapo.report.page import report_page
+from megatron_dapo.report.sections import read_sections
 from megatron_dapo.report.source import ReportError, Run
 from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
@@ -91,19 +94,32 @@ def test_departures_from_the_paper_are_named_with_both_values(usual):
     assert "algorithm.group_size16" not in re.sub(r"\s", "", usual.text.split("All ")[0]), "it is the paper's"
 
 
-def test_outcomes_count_every_prompt_and_token_once(tmp_path):
-    outcomes = count_outcomes(write_run(tmp_path / "run") / "ledger.jsonl", [])
-    assert outcomes.prompts == {"trained": 1, "all right": 1, "all wrong": 1, "waiting": 1, "in flight": 1}
-    assert outcomes.tokens == {"trained": 100, "all right": 10, "all wrong": 20, "waiting": 44, "generated again": 40}
+def test_outcomes_are_sums_of_the_metrics(tmp_path):
+    folder = write_run(tmp_path / "run")
+    counts = {"trained": 90, "all_correct": 10, "all_wrong": 20, "carried": 7, "expired": 4, "discarded": 1}
+    groups = {"sampling/kept": 3, "sampling/all_correct": 1, "sampling/all_wrong": 2, "sampling/carried": 1}
+    tokens = {f"tokens/{name}": number for name, number in counts.items()}
+    write_lines(folder / "metrics.jsonl", [{**line, **groups, **tokens} for line in metrics(2)])
+    text = re.sub(r"\s+", " ", page_of(folder).text.partition("Prompts sent")[2])
+    for part in (
+        "trained 6 prompts, 46.2%",
+        "all right 2 prompts",
+        "all wrong 4 prompts",
+        "waiting 1 prompts",
+        "trained 180 tokens",
+    ):
+        assert part in text
+    assert "waiting 7 tokens" in text
+    assert "generated again 10 tokens" in text
 
 
-def test_status_does_not_read_the_ledger(tmp_path, capsys):
-    """A million prompts would cost it seconds and a gigabyte; the report counts them."""
+def test_the_ledger_is_not_read(tmp_path, capsys):
+    """A million prompts would cost seconds and a gigabyte."""
     folder = write_run(tmp_path / "run")
     (folder / "ledger.jsonl").write_text("{]\n{}\n")
     status_command(folder)
-    assert "ledger" not in capsys.readouterr().out
-    assert "ledger.jsonl:1: not an event" in page_of(folder).text
+    assert "ledger.jsonl" not in capsys.readouterr().out
+    assert "ledger.jsonl" not in page_of(folder).text
 
 
 def test_the_papers_ranges_are_shown_for_32b_models_only(usual, tmp_path):
@@ -137,8 +153,53 @@ def test_two_runs_share_the_axes_and_differ_by_name(tmp_path):
 def test_two_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     one, other = write_run(tmp_path / "a" / "quickstart"), write_run(tmp_path / "b" / "quickstart")
     text = page_of(one, other).text
-    assert f"{one}: mean" in text
-    assert f"{other}: mean" in text
+    assert "a/quickstart: mean" in text
+    assert "b/quickstart: mean" in text
+
+
+def seeded(folder, seed, factor=1.0, **settings):
+    """A run of that seed whose entropies are `factor` times the usual ones."""
+    run = write_run(folder)
+    lines = [{**line, "entropy": factor * line["entropy"]} for line in metrics()]
+    write_lines(run / "metrics.jsonl", lines)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"] |= {"seed": seed, "dir": str(folder)}
+    config["algorithm"] |= settings
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_runs_that_differ_by_seed_alone_are_one_line_with_a_band(tmp_path):
+    runs = [
+        Run(seeded(tmp_path / f"plain-seed{seed}", seed, factor)) for seed, factor in ((0, 1.0), (1, 1.5), (2, 2.0))
+    ]
+    others = [Run(seeded(tmp_path / "wide", 0, policy_loss="gspo")), Run(seeded(tmp_path / "again", 0))]
+    groups = group_by_seed([*runs, *others])
+    assert [(group.name, len(group.runs)) for group in groups] == [("plain (3 seeds)", 3), ("wide", 1), ("again", 1)]
+    chart = next(chart for chart in read_sections()[0].charts if chart.title == "Entropy")
+    [[band, wide, again]] = chart.curves(groups)
+    entropy = np.array([line["entropy"] for line in metrics()])
+    np.testing.assert_allclose((band.values, band.low, band.high), (1.5 * entropy, entropy, 2 * entropy))
+    assert (again.low, wide.dash, [one.colour for one in (band, wide, again)]) == (None, 0, [0, 1, 2])
+    page = Page(report_page([*runs, *others]))
+    assert len(page.ids) == len(set(page.ids))
+    assert re.search(r"algorithm\.policy_loss\s*\(no such key\)\s*gspo\s*\(no", page.text)
+
+
+def test_a_long_run_is_smoothed_and_each_step_is_pale(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "metrics.jsonl", metrics(200))
+    html = report_page([Run(folder)])
+    assert "Lines are means over 4 rollout steps" in html
+    assert "stroke-opacity: 0.3" in html
+    assert "stroke-opacity: 0.3" not in report_page([Run(folder)], smooth=1)
+
+
+def test_the_first_screen_says_whether_it_learns_is_healthy_and_where_time_goes(usual):
+    first = usual.text.partition("Held-outAlarms")[0]
+    for part in ("Does it learn?", "No alarm now", "28.9% → 74.4%", "0.233 → 0.05", "start and rest", "7 min"):
+        assert part in first, part
+    assert usual.ids[0] == "overview"
 
 
 def test_a_curve_goes_where_its_metric_goes(tmp_path):
@@ -166,7 +227,7 @@ def test_the_error_that_ended_a_run_is_shown(tmp_path):
     assert "Last error: Stalled: <no answer>" in page_of(folder).text
 
 
-@pytest.mark.parametrize("name", ["summary.json", "ledger.jsonl", "manifest.json", "config.yaml", "samples.jsonl"])
+@pytest.mark.parametrize("name", ["summary.json", "manifest.json", "config.yaml", "samples.jsonl"])
 @pytest.mark.parametrize("content", [None, "[1]"], ids=["missing", "a list"])
 def test_no_single_file_is_needed(tmp_path, name, content):
     folder = write_run(tmp_path / "run")

@@ -1,6 +1,7 @@
 """Figures of a made-up run on GPUs, worked out by hand, and of the same run on CPUs, where some must be absent."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from tools.profile_throughput import main
-from tools.throughput import WORDS
+from tools.throughput import WORDS, human_seconds
 
 PHASES = {"rollout": 30.0, "reward": 10.0, "logprob": 5.0, "update": 40.0, "weight_sync": 10.0}
 MODEL = {
@@ -137,7 +138,7 @@ def test_two_runs_stand_side_by_side_with_their_ratio(tmp_path, capsys):
     assert main([str(one), str(two)]) == 0
     shown = capsys.readouterr().out
     assert "| figure | one | two | second / first |" in shown
-    assert "| rollout step, s | 100.00 | 200.00 | 2.00 |" in shown
+    assert "| rollout step | 100 s | 200 s | 2.00 |" in shown
     assert "| trained tokens/s, update | 150.0 | 75.0 | 0.50 |" in shown
 
 
@@ -152,6 +153,22 @@ def test_the_page_is_whole_and_harmless(tmp_path):
     assert "script" not in tags
     assert tags.count("table") == 1
     assert "://" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0 s"), (0.0081, "8.1 ms"), (3.254, "3.25 s"), (320.4, "320 s"), (9600, "2 h 40 min")]
+)
+def test_seconds_are_said_as_a_person_says_them(seconds, said):
+    assert human_seconds(seconds) == said
+
+
+def test_the_page_stacks_the_phases_and_leaves_them_out_of_its_table(tmp_path):
+    assert main([str(write_run(tmp_path / "one")), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out.html").read_text()
+    assert "one, 100 s a step" in text
+    assert re.search(r'class="dot c3"></i>update <b>40 s, 40.0%</b>', text)
+    assert "update, share of the step" not in text
+    assert "Where the update goes" not in text, "this run has no timeline"
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
