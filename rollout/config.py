@@ -1,6 +1,7 @@
 """Section `rollout`: the SGLang servers and how responses are sampled."""
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -8,6 +9,20 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StageConfig:
+    """Sampling of training responses from a rollout step on."""
+
+    from_step: PositiveInt
+    """First rollout step of the stage; the run's first is 1."""
+
+    max_new_tokens: PositiveInt | None = None
+    """None: as before."""
+
+    temperature: PositiveFloat | None = None
+    """None: as before."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -23,6 +38,11 @@ class RolloutConfig:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full distribution,
     not of the one that was sampled from."""
+
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    """Other values of `max_new_tokens` (DeepScaleR; Skywork-OR1, section 3.2.2) and `temperature` (Polaris) from a step
+    on: a list of {from_step, max_new_tokens, temperature}. A stage generates again what was sent before it. Evaluations
+    allow the longest responses of all stages."""
 
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
@@ -89,3 +109,17 @@ class RolloutConfig:
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`. Not allowed: arguments that a config key stands for, and those with
     which published weights could not be verified (speculative decoding, quantization, LoRA)."""
+
+    @property
+    def longest_response(self) -> int:
+        """`max_new_tokens` of the stage that allows most."""
+        return max([self.max_new_tokens, *(stage.max_new_tokens or 0 for stage in self.stages)])
+
+    def at_step(self, step: int) -> "RolloutConfig":
+        """With the values that hold in rollout step `step`."""
+        changes: dict[str, Any] = {}
+        for stage in self.stages:
+            given = {"max_new_tokens": stage.max_new_tokens, "temperature": stage.temperature}
+            if stage.from_step <= step:
+                changes |= {name: value for name, value in given.items() if value is not None}
+        return replace(self, **changes)

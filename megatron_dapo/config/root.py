@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -42,7 +43,11 @@ class Config:
     @property
     def longest_prompt(self) -> int:
         """Tokens of a prompt, at most."""
-        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.max_new_tokens
+        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_response
+
+    def at_step(self, step: int) -> "Config":
+        """With the values of `rollout` that hold in rollout step `step`."""
+        return replace(self, rollout=self.rollout.at_step(step))
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -62,8 +67,9 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     if clip.dual is not None and clip.dual <= 1 + clip.high:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
     overlong = algorithm.overlong
-    if overlong.shape != "none" and overlong.buffer >= rollout.max_new_tokens:
-        yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {rollout.max_new_tokens}"
+    shortest = min(rollout.at_step(step).max_new_tokens for step in (0, *(stage.from_step for stage in rollout.stages)))
+    if overlong.shape != "none" and overlong.buffer >= shortest:
+        yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
     if entry is not None:
         if clip.dual is not None and "clip.dual" not in entry.reads:
@@ -89,7 +95,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    longest, given = (config.data.max_prompt_tokens or 1) + rollout.max_new_tokens, config.model.context_length
+    longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_response, config.model.context_length
     if longest > given:
         yield (
             f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
@@ -149,6 +155,11 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
     yield from itertools.chain.from_iterable(map(_of_option, rollout.extra_args))
+    for number, stage in enumerate(rollout.stages):
+        if any(stage.from_step <= before.from_step for before in rollout.stages[:number]):
+            yield f"rollout.stages.{number}.from_step = {stage.from_step}: must be above those before it"
+        if stage.max_new_tokens is None and stage.temperature is None:
+            yield f"rollout.stages.{number}: changes nothing; set max_new_tokens or temperature, or remove it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

@@ -153,7 +153,10 @@ def mini_batches(
     *,
     hidden_size: int,
 ) -> list[MiniBatch]:
-    """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
+    """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split.
+
+    `config`: as it holds in the step.
+    """
     algorithm, lengths = config.algorithm, arrays.responses.response_lengths
     group_size = algorithm.group_size
     groups = len(arrays.advantages) // group_size
@@ -218,7 +221,8 @@ class LogProbStream:
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
     def __init__(self, trainer: "Trainer", config: Config) -> None:
-        self._trainer = trainer
+        """`config`: as it holds in the step."""
+        self._trainer, self._temperature = trainer, config.rollout.temperature
         self._chunk_size = chunk_size(config.algorithm.prompts_per_step)
         self._wait = config.run.mode == "colocated"
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
@@ -252,7 +256,7 @@ class LogProbStream:
     def _send(self) -> None:
         responses = responses_of(self._waiting[: self._chunk_size])
         del self._waiting[: self._chunk_size]
-        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses)))
+        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses, self._temperature)))
 
 
 class MismatchStop(RuntimeError):

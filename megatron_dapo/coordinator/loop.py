@@ -45,7 +45,8 @@ async def train(context: RunContext, progress: Progress) -> Progress:
 
 async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) -> FilledBatch:
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
-    config, step = context.config, progress.rollout_step + 1
+    step = progress.rollout_step + 1
+    config = context.config.at_step(step)
     async with LogProbStream(context.trainer, config) as stream:
         with timer.measure("handover"):
             await context.handover.to_servers()
@@ -109,12 +110,13 @@ async def update_actor(
     context: RunContext, batch: FilledBatch, step: int, timer: StepTimer
 ) -> tuple[list[UpdateMetrics], Correction | None]:
     """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with."""
-    config, trainer, reference = context.config, context.trainer, None
+    config, trainer, reference = context.config.at_step(step), context.trainer, None
+    temperature = config.rollout.temperature
     if config.algorithm.kl.coefficient > 0:
         with timer.measure("logprob"):
-            reference = await trainer.log_probs(batch.arrays.responses, reference=True)
+            reference = await trainer.log_probs(batch.arrays.responses, temperature, reference=True)
     correction = step_correction(batch.arrays, batch.old, config)
     with timer.measure("update"):
         hidden = context.inputs.model.hidden_size
         batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden)
-        return await trainer.update(batches, objective_of(config.algorithm)), correction
+        return await trainer.update(batches, objective_of(config.algorithm), temperature), correction

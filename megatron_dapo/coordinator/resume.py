@@ -50,6 +50,13 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
             raise RunDirError(
                 f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep"
             )
+    reached = latest.step + 1 if (latest := run_dir.latest_checkpoint()) else 0
+    begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
+    if begun[0] != begun[1]:
+        raise RunDirError(
+            f"rollout.stages: the run in {run_dir.path} had others up to rollout step {reached}, which its groups were "
+            "drawn in; change later ones only"
+        )
     if data["train"]["sha256"] != inputs.prompts.content_hash:
         raise RunDirError(
             f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "

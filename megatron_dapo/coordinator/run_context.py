@@ -114,14 +114,15 @@ async def start_run(run: RunBase) -> RunContext:
     bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
     bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
-    sampling = SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=inputs.text.stop_token_ids,
-    )
+
+    def sampling(weight_version: int) -> SamplingParams:
+        at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
+        stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
+        return SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
+
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at)
+    stages = [stage.from_step for stage in config.rollout.stages]
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at, stages)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

@@ -94,8 +94,11 @@ class DynamicSampler:
         ledger: Ledger,
         state: SamplerState,
         prompt_at: Callable[[int], int] = lambda position: position,
+        stages: Sequence[int] = (),
     ) -> None:
-        """`prompt_at`: position -> which prompt stands there."""
+        """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
+        another way; what was sent before is then generated again."""
+        self._stages = stages
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
         self._history = dict(state.history)
@@ -234,8 +237,9 @@ class DynamicSampler:
             elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
                 self._flight.append(self._send(position, rollout_step, weight_version))
         self._next = end
-        limit = self._config.dynamic_sampling.max_staleness
-        too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
+        begun = [step - 1 for step in self._stages if step <= rollout_step]  # the version that a stage began with
+        oldest = max(weight_version - self._config.dynamic_sampling.max_staleness, *begun, 0)
+        too_old = [at for at, sent in enumerate(self._flight) if sent.version < oldest]
         tokens = await self._expire(too_old, rollout_step)
         for at in too_old:
             self._flight[at] = self._send(self._flight[at].position, rollout_step, weight_version)

@@ -62,7 +62,7 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
 
 
 def _compute(job: ActorJob, ranks: RankPool, groups: Sequence[ScoredGroup], step: int) -> list[UpdateMetrics]:
-    config, arrays = job.config, step_arrays(groups, job.config)
+    config, arrays = job.config.at_step(step), step_arrays(groups, job.config)
     # In the parts that the run computed them in: sums of another order would differ in the last bits.
     each = chunk_size(config.algorithm.prompts_per_step)
     chunks = [responses_of(groups[at : at + each]) for at in range(0, len(groups), each)]

@@ -114,8 +114,14 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSet, sampling: SamplingParams, algorithm: AlgorithmConfig, seed: int
+        self,
+        responder: Responder,
+        prompts: PromptSet,
+        sampling: Callable[[int], SamplingParams],
+        algorithm: AlgorithmConfig,
+        seed: int,
     ) -> None:
+        """`sampling`: weight version at a group's dispatch -> how its responses are drawn."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
         self._clock = RewardClock()
@@ -130,14 +136,14 @@ class GroupGenerator:
         """The responses to the prompt at `position` of the shuffled order, judged."""
         index = self.prompt_at(position)
         prompt = self._prompts[index]
-        place = f"prompt {position} ({prompt.place})"
+        place, sampling = f"prompt {position} ({prompt.place})", self._sampling(weight_version)
         with self._clock.measure("writing"):
             generations = await gather_or_cancel(
-                self._responder.generate(place, self._request(prompt, position, weight_version, sample))
+                self._responder.generate(place, self._request(prompt, position, weight_version, sample, sampling))
                 for sample in range(self._algorithm.group_size)
             )
         with self._clock.measure("judging"):
-            responses = await self._judge(place, prompt, generations)
+            responses = await self._judge(place, prompt, generations, sampling.max_new_tokens)
         self.finished += 1
         return ScoredGroup(
             position=position,
@@ -151,17 +157,21 @@ class GroupGenerator:
         """Seconds, since the last call, in which verdicts were awaited and no response was being written."""
         return self._clock.take()
 
-    def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
+    def _request(
+        self, prompt: Prompt, position: int, weight_version: int, sample: int, sampling: SamplingParams
+    ) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
             prompt_ids=prompt.ids,
-            sampling=self._sampling,
+            sampling=sampling,
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
         )
 
-    async def _judge(self, place: str, prompt: Prompt, answers: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
+    async def _judge(
+        self, place: str, prompt: Prompt, answers: Sequence[Generation], longest: int
+    ) -> tuple[ScoredResponse, ...]:
         requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
         accuracy, overlong = torch.tensor([verdict.accuracy for verdict in verdicts]), self._algorithm.overlong
         raw = raw_reward(accuracy).tolist()
@@ -169,7 +179,7 @@ class GroupGenerator:
             accuracy,
             torch.tensor([len(answer.token_ids) for answer in answers]),
             shape=overlong.shape,
-            max_length=self._sampling.max_new_tokens,
+            max_length=longest,
             buffer=overlong.buffer,
             factor=overlong.factor,
         ).tolist()
