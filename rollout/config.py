@@ -1,7 +1,8 @@
 """Section `rollout`: the SGLang servers and how responses are sampled."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from operator import attrgetter
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -16,7 +17,7 @@ class StageConfig:
     """Sampling of training responses from a rollout step on."""
 
     from_step: PositiveInt
-    """First rollout step of the stage; the run's first is 1."""
+    """Its first rollout step, from 1 on."""
 
     max_new_tokens: PositiveInt | None = None
     """None: as before."""
@@ -30,19 +31,18 @@ class RolloutConfig:
     """Section `rollout`: the SGLang servers and how responses are sampled."""
 
     max_new_tokens: PositiveInt = 20480
-    """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
+    """Longest response in tokens; the soft overlong penalty (eq. 13) reaches its full size here."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training responses. The trainer's log-probs use the same temperature."""
+    """Sampling temperature of training responses, and of the trainer's log-probs of them."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full distribution,
-    not of the one that was sampled from."""
+    """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full
+    distribution."""
 
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
-    """Other values of `max_new_tokens` (DeepScaleR; Skywork-OR1, section 3.2.2) and `temperature` (Polaris) from a step
-    on: a list of {from_step, max_new_tokens, temperature}. A stage generates again what was sent before it. Evaluations
-    allow the longest responses of all stages."""
+    """Other `max_new_tokens` (DeepScaleR; Skywork-OR1, section 3.2.2) and `temperature` (Polaris) from a step on. What
+    was sent before is generated again. Evaluations allow the longest."""
 
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
@@ -66,7 +66,7 @@ class RolloutConfig:
     """Port of the first started server; the others use the ports after it. 0: free ports."""
 
     max_running_requests: PositiveInt = 256
-    """Maximum number of responses that one server decodes at the same time."""
+    """Responses that one server decodes at a time."""
 
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
@@ -75,8 +75,7 @@ class RolloutConfig:
     """Fraction of the device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
 
     deterministic: bool = False
-    """Make each response depend only on its prompt and seed, not on the other requests in its batch (SGLang's
-    deterministic inference)."""
+    """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
@@ -97,10 +96,10 @@ class RolloutConfig:
     --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Time limit in seconds for one request. Then another server continues the response from the tokens it has."""
+    """Seconds for one request; then another server continues the response."""
 
     max_attempts: PositiveInt = 5
-    """Number of failed attempts at one response after which the run stops and shows the server's last error."""
+    """Failed attempts at one response that stop the run, with the server's last error."""
 
     fleet_deadline_s: PositiveFloat = 300.0
     """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
@@ -117,9 +116,7 @@ class RolloutConfig:
 
     def at_step(self, step: int) -> "RolloutConfig":
         """With the values that hold in rollout step `step`."""
-        changes: dict[str, Any] = {}
-        for stage in self.stages:
-            given = {"max_new_tokens": stage.max_new_tokens, "temperature": stage.temperature}
-            if stage.from_step <= step:
-                changes |= {name: value for name, value in given.items() if value is not None}
-        return replace(self, **changes)
+        begun = sorted((stage for stage in self.stages if stage.from_step <= step), key=attrgetter("from_step"))
+        limits = [self.max_new_tokens, *(stage.max_new_tokens for stage in begun if stage.max_new_tokens)]
+        temperatures = [self.temperature, *(stage.temperature for stage in begun if stage.temperature)]
+        return replace(self, max_new_tokens=limits[-1], temperature=temperatures[-1])

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 
 HEADER = """# Configuration reference
 
-Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; on the command
-line a key is `section.key=value`. Unknown keys, wrong types and keys that contradict each other stop the run before it
-starts. In brackets: type and default. Defaults are the paper's where the paper states one. Outside the sections,
-`preset: NAME` sets the keys of a recipe ([algorithm.md](algorithm.md#the-family)) that the file does not set itself.
+Made from the code by `make docs`. A config is a YAML file with these sections; on the command line a key is
+`section.key=value`. In brackets: type and default. Defaults are the paper's where the paper states one. Outside the
+sections, `preset: NAME` sets the keys of a recipe ([algorithm.md](algorithm.md#the-family)) that the file does not set
+itself.
 """
 
 

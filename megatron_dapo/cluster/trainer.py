@@ -103,7 +103,7 @@ class Trainer:
     async def log_probs(self, responses: Responses, temperature: float, *, reference: bool = False) -> LogProbs:
         """Log-probs and entropies of every response token, at `temperature`, under the current weights.
 
-        `reference`: under the weights that the run began with.
+        `reference`: under the reference's.
         """
         plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
         asked = responses, plan, temperature
@@ -118,6 +118,14 @@ class Trainer:
         return await self._everyone(
             "update", lambda rank: rank.actor.update(rank.counted(batches), objective, temperature)
         )
+
+    async def reset_reference(self, *, optimizer: bool) -> None:
+        """The current weights become the reference; `optimizer`: its moments begin anew."""
+        await self._everyone("reset_reference", lambda rank: rank.actor.reset_reference(optimizer=optimizer))
+
+    async def load_reference(self, folder: Path) -> None:
+        """The reference becomes the weights in `folder`, in Hugging Face format."""
+        await self._everyone("load_reference", lambda rank: rank.actor.load_reference(folder))
 
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""

@@ -85,6 +85,11 @@ def _of_algorithm(config: Config) -> Iterator[str]:
                 f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
                 "corrects for the engine by itself; set it to none"
             )
+    if algorithm.kl.reset_every is not None and algorithm.kl.coefficient == 0:
+        yield f"algorithm.kl.reset_every = {algorithm.kl.reset_every}: without kl.coefficient there is no reference"
+    control, start = algorithm.entropy_control, algorithm.entropy_coefficient
+    if control.target is not None and start > control.maximum:
+        yield f"algorithm.entropy_coefficient = {start:g}: above entropy_control.maximum = {control.maximum:g}"
     sampling = algorithm.dynamic_sampling
     if sampling.retire_for is not None and sampling.retire_at is None:
         yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
@@ -155,11 +160,6 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
     yield from itertools.chain.from_iterable(map(_of_option, rollout.extra_args))
-    for number, stage in enumerate(rollout.stages):
-        if any(stage.from_step <= before.from_step for before in rollout.stages[:number]):
-            yield f"rollout.stages.{number}.from_step = {stage.from_step}: must be above those before it"
-        if stage.max_new_tokens is None and stage.temperature is None:
-            yield f"rollout.stages.{number}: changes nothing; set max_new_tokens or temperature, or remove it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

@@ -13,7 +13,7 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -105,24 +105,17 @@ def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     """Flatten the groups and compute their advantages."""
     everyone = [response for group in groups for response in group.responses]
-    advantage = config.algorithm.advantage
     rewards = torch.tensor(
         [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
     )
     truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups)
+    lengths = torch.from_numpy(responses.response_lengths.astype(np.int64))
+    advantages = step_advantages(rewards, lengths, **asdict(config.algorithm.advantage))
     return StepArrays(
         responses=responses,
         rollout_log_probs=np.concatenate([response.generation.log_probs for response in everyone]).astype(np.float32),
         weight_versions=np.concatenate([response.generation.weight_versions for response in everyone]),
-        advantages=step_advantages(
-            rewards,
-            torch.from_numpy(responses.response_lengths.astype(np.int64)),
-            epsilon=advantage.epsilon,
-            ddof=advantage.ddof,
-            estimator=advantage.estimator,
-        )
-        .numpy()
-        .astype(np.float32),
+        advantages=advantages.numpy().astype(np.float32),
         carries_loss=~truncated if config.algorithm.overlong.filter else np.ones(len(everyone), bool),
     )
 
@@ -135,10 +128,7 @@ def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correc
     return correction_weights(
         torch.tensor(old.log_probs),
         torch.tensor(arrays.rollout_log_probs),
-        mode=mode,
-        level=importance.level,
-        upper=importance.upper,
-        lower=importance.lower,
+        **asdict(importance) | {"mode": mode},
         response_lengths=torch.from_numpy(arrays.responses.response_lengths.astype(np.int64)),
     )
 

@@ -27,6 +27,8 @@ from rollout.generation import FinishReason, Generation, GenerationRequest, Samp
 
 T = TypeVar("T")
 OnKept = Callable[[ScoredGroup], None]
+SamplingAt = Callable[[int], SamplingParams]
+"""Weight version at the dispatch of a group -> how its responses are drawn."""
 
 
 class EngineAborted(RuntimeError):
@@ -114,14 +116,8 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self,
-        responder: Responder,
-        prompts: PromptSet,
-        sampling: Callable[[int], SamplingParams],
-        algorithm: AlgorithmConfig,
-        seed: int,
+        self, responder: Responder, prompts: PromptSet, sampling: SamplingAt, algorithm: AlgorithmConfig, seed: int
     ) -> None:
-        """`sampling`: weight version at a group's dispatch -> how its responses are drawn."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
         self._clock = RewardClock()
@@ -136,14 +132,14 @@ class GroupGenerator:
         """The responses to the prompt at `position` of the shuffled order, judged."""
         index = self.prompt_at(position)
         prompt = self._prompts[index]
-        place, sampling = f"prompt {position} ({prompt.place})", self._sampling(weight_version)
+        place = f"prompt {position} ({prompt.place})"
         with self._clock.measure("writing"):
             generations = await gather_or_cancel(
-                self._responder.generate(place, self._request(prompt, position, weight_version, sample, sampling))
+                self._responder.generate(place, self._request(prompt, position, weight_version, sample))
                 for sample in range(self._algorithm.group_size)
             )
         with self._clock.measure("judging"):
-            responses = await self._judge(place, prompt, generations, sampling.max_new_tokens)
+            responses = await self._judge(place, prompt, generations, self._sampling(weight_version).max_new_tokens)
         self.finished += 1
         return ScoredGroup(
             position=position,
@@ -157,14 +153,12 @@ class GroupGenerator:
         """Seconds, since the last call, in which verdicts were awaited and no response was being written."""
         return self._clock.take()
 
-    def _request(
-        self, prompt: Prompt, position: int, weight_version: int, sample: int, sampling: SamplingParams
-    ) -> GenerationRequest:
+    def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
             prompt_ids=prompt.ids,
-            sampling=sampling,
+            sampling=self._sampling(weight_version),
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
         )

@@ -78,7 +78,7 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
                 stream.add(each)
             old = await stream.finish()
         batch = SimpleNamespace(arrays=step_arrays(groups, config), old=old)
-        await update_actor(context, batch, step, StepTimer())
+        await update_actor(context, batch, step, 0.0, StepTimer())
 
     asyncio.run(one_step())
     assert set(trainer.temperatures) == {temperature}
@@ -90,7 +90,7 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
 @pytest.mark.parametrize("killed_after", [None, 3, 4])
 def test_a_stage_trains_on_nothing_that_was_sent_before_it(tmp_path, killed_after):
     """Ahead of the actor by two batches, with a stage that begins in step 5: also over a resume."""
-    sampling = DynamicSamplingConfig(max_staleness=9, caution=0.0)
+    sampling = DynamicSamplingConfig(max_staleness=9, surplus=0.0)
     algorithm = AlgorithmConfig(
         prompts_per_step=8, group_size=GROUP, mini_batch_responses=GROUP, dynamic_sampling=sampling
     )

@@ -174,7 +174,7 @@ def test_a_resume_may_change_only_stages_that_lie_ahead(begun):
     check_resume(load_config(file, ["rollout.stages=[{from_step: 3, temperature: 1.1}]"]), inputs(), run_dir)
     for step in (1, 2):
         changed = load_config(file, [f"rollout.stages=[{{from_step: {step}, temperature: 1.1}}]"])
-        with pytest.raises(RunDirError, match=r"rollout\.stages: .* had others up to rollout step 2"):
+        with pytest.raises(RunDirError, match=r"rollout\.stages: .* had others up to step 2"):
             check_resume(changed, inputs(), run_dir)
 
 
