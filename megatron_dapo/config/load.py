@@ -124,12 +124,12 @@ def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
             raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
         sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
         lines[new] = lines.pop(old, _place(section, lines))
-    old = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
-    if old and of_a_run and "surplus" not in sampling and all(isinstance(value, int | float) for value in old.values()):
+    past = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
+    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past.values()):
         caution, margin = (sampling.pop(name, 0.0) for name in ("caution", "margin"))
         sampling["surplus"] = -float(caution) if caution else float(margin)
-    elif old:
-        where = ("algorithm", "dynamic_sampling", next(iter(old)))
+    elif past:
+        where = ("algorithm", "dynamic_sampling", next(iter(past)))
         raise ConfigError(f"{_place(where, lines)}: {'.'.join(where)}: now surplus, which is -caution, or else margin")
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
