@@ -1,5 +1,7 @@
 """Section `rollout`: the SGLang servers and how responses are sampled."""
 
+from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -11,11 +13,25 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class StageConfig:
+    """Sampling of training responses from a rollout step on."""
+
+    from_step: PositiveInt
+    """Its first rollout step, from 1 on."""
+
+    max_new_tokens: PositiveInt | None = None
+    """None: as before."""
+
+    temperature: PositiveFloat | None = None
+    """None: as before."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     """Section `rollout`: the SGLang servers and how responses are sampled."""
 
     max_new_tokens: PositiveInt = 20480
-    """Maximum length of a response in tokens. The soft overlong penalty (eq. 13) reaches its full size here."""
+    """Longest response in tokens; the soft overlong penalty (eq. 13) reaches its full size here."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training responses, and of the trainer's log-probs."""
@@ -23,6 +39,10 @@ class RolloutConfig:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of training responses. Below 1, the engine's log-probs are still those of the full
     distribution."""
+
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    """Other `max_new_tokens` (DeepScaleR; Skywork-OR1, section 3.2.2) and `temperature` (Polaris) from a step on. What
+    was sent before is generated again. Evaluations allow the longest."""
 
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
@@ -46,7 +66,7 @@ class RolloutConfig:
     """Port of the first started server; the others use the ports after it. 0: free ports."""
 
     max_running_requests: PositiveInt = 256
-    """Responses that one server decodes at a time, at most."""
+    """Responses that one server decodes at a time."""
 
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
@@ -55,7 +75,7 @@ class RolloutConfig:
     """Fraction of the device's memory for weights and KV cache."""
 
     deterministic: bool = False
-    """Make each response depend only on its prompt and seed, not on the other requests in its batch."""
+    """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
@@ -76,10 +96,10 @@ class RolloutConfig:
     --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
-    """Seconds for one request; then another server continues the response from the tokens it has."""
+    """Seconds for one request; then another server continues the response."""
 
     max_attempts: PositiveInt = 5
-    """Failed attempts at one response after which the run stops and shows the server's last error."""
+    """Failed attempts at one response that stop the run, with the server's last error."""
 
     fleet_deadline_s: PositiveFloat = 300.0
     """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
@@ -88,3 +108,15 @@ class RolloutConfig:
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
     verified (speculative decoding, quantization, LoRA)."""
+
+    @property
+    def longest_response(self) -> int:
+        """`max_new_tokens` of the stage that allows most."""
+        return max([self.max_new_tokens, *(stage.max_new_tokens or 0 for stage in self.stages)])
+
+    def at_step(self, step: int) -> "RolloutConfig":
+        """With the values that hold in rollout step `step`."""
+        begun = sorted((stage for stage in self.stages if stage.from_step <= step), key=attrgetter("from_step"))
+        limits = [self.max_new_tokens, *(stage.max_new_tokens for stage in begun if stage.max_new_tokens)]
+        temperatures = [self.temperature, *(stage.temperature for stage in begun if stage.temperature)]
+        return replace(self, max_new_tokens=limits[-1], temperature=temperatures[-1])

@@ -30,10 +30,10 @@ PLANNED = "examples/qwen2.5_32b/h100_32.yaml"
 
 HEADER = """# Configuration reference
 
-Made from the code by `make docs`; a test keeps it equal. A config is a YAML file with these sections; on the command
-line a key is `section.key=value`. Unknown keys, wrong types and keys that contradict each other stop the run before it
-starts. In brackets: type and default. Defaults are the paper's where the paper states one. Outside the sections,
-`preset: NAME` sets the keys of a recipe ([algorithm.md](algorithm.md#the-family)) that the file does not set itself.
+Made from the code by `make docs`. A config is a YAML file with these sections; on the command line a key is
+`section.key=value`. In brackets: type and default. Defaults are the paper's where the paper states one. Outside the
+sections, `preset: NAME` sets the keys of a recipe ([algorithm.md](algorithm.md#the-family)) that the file does not set
+itself.
 """
 
 

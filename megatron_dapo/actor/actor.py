@@ -164,15 +164,32 @@ class MegatronActor:
             return self.passes.log_probs(responses, plan, temperature)
 
     def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
-        """The same under the weights that the actor was built with.
+        """The same under the reference: the weights that the actor was built with, or that a reset made it.
 
         Raises:
             ValueError: it was built without `keep_reference`.
         """
-        if self.reference is None:
-            raise ValueError("reference_log_probs: the actor keeps no reference weights; build it with keep_reference")
-        with self.memory.resident("parameters"), self.reference.swapped_in():
+        with self.memory.resident("parameters"), self._kept_reference().swapped_in():
             return self.passes.log_probs(responses, plan, temperature)
+
+    def reset_reference(self, *, optimizer: bool) -> None:
+        """The reference becomes the weights that the actor holds. `optimizer`: moments begin anew too."""
+        with self.memory.resident("parameters", "optimizer"):
+            self._kept_reference().take()
+            if optimizer:
+                self.optimizer.reset()
+
+    def load_reference(self, folder: Path) -> None:
+        """The reference becomes the weights in `folder`, in Hugging Face format."""
+        reference = self._kept_reference()
+        with self.memory.resident("parameters"), reference.swapped_in():
+            self._weights.load_hf_weights(self._chunks, self.hf, folder)
+            reference.take()
+
+    def _kept_reference(self) -> ReferenceWeights:
+        if self.reference is None:
+            raise ValueError("the actor keeps no reference weights; build it with keep_reference")
+        return self.reference
 
     def update(
         self, mini_batches: Iterable[MiniBatch], objective: Objective, temperature: float

@@ -158,11 +158,15 @@ def _copied(storage: UntypedStorage, host: list[Tensor] | None) -> list[Tensor]:
 
 
 class ReferenceWeights:
-    """The reference policy of the KL term: the weights that the run began with, a rank's own shard, in host memory."""
+    """The reference policy of the KL term: weights of a rank's own shard, in host memory."""
 
     def __init__(self, chunks: Sequence[Module]) -> None:
-        """Copy the weights that `chunks` hold now."""
+        """`chunks`: whose present weights it begins with."""
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self.take()
+
+    def take(self) -> None:
+        """Copy the weights that the chunks hold now."""
         self._weights = [to_host(parameter) for parameter in self._parameters]
 
     @contextmanager

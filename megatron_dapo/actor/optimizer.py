@@ -128,6 +128,14 @@ class ActorOptimizer:
             self.megatron.step_with_ready_grads()
         return grad_norm, self.scheduler.get_lr({})
 
+    def reset(self) -> None:
+        """AdamW's moments and their step count as before the first step. Weights and learning rate stay."""
+        for group in self._inner.optimizer.param_groups:
+            group["step"] = 0
+        for state in self._inner.optimizer.state.values():
+            for name in NAMES[1:]:
+                state[name].zero_()
+
     def sharded_state(self, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
         """What `dist_checkpointing` saves, or with `loading` what it fills; then `load_state` takes it.
 

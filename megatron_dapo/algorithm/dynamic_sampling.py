@@ -96,6 +96,11 @@ class PassRate:
         times = caution * (1 + math.sqrt(max(0.0, math.log(self.memory / groups)) / 2))
         return min(1.0, mean + times * math.sqrt(mean * (1 - mean) / (groups + 1)))
 
+    def prompts_to_send(self, missing: int, in_flight: int, surplus: float) -> int:
+        """`prompts_to_dispatch` for the mean share, with `surplus` standard deviations as margin; below 0 for the upper
+        bound at so many."""
+        return prompts_to_dispatch(missing, in_flight, self.upper(max(0.0, -surplus)), max(0.0, surplus))
+
     def update(self, *, kept: int, filtered: int) -> "PassRate":
         """The estimate after `kept` + `filtered` more groups, which count alike: their order does not matter."""
         fade = (1 - 1 / self.memory) ** (kept + filtered)

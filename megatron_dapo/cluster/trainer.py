@@ -100,25 +100,32 @@ class Trainer:
         self._watch = asyncio.create_task(self._until_lost())
         return described
 
-    async def log_probs(self, responses: Responses, *, reference: bool = False) -> LogProbs:
-        """Log-probs and entropies of every response token, at the rollout temperature, under the current weights.
+    async def log_probs(self, responses: Responses, temperature: float, *, reference: bool = False) -> LogProbs:
+        """Log-probs and entropies of every response token, at `temperature`, under the current weights.
 
-        `reference`: under the weights that the run began with.
+        `reference`: under the reference's.
         """
         plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
-        asked = responses, plan, self._config.rollout.temperature
+        asked = responses, plan, temperature
         if reference:
             return await self._everyone("reference_log_probs", lambda rank: rank.actor.reference_log_probs(*asked))
         return await self._everyone("log_probs", lambda rank: rank.actor.log_probs(*asked))
 
-    async def update(self, batches: list[MiniBatch], objective: Objective) -> list[UpdateMetrics]:
-        """One optimizer step a mini-batch, in order."""
+    async def update(self, batches: list[MiniBatch], objective: Objective, temperature: float) -> list[UpdateMetrics]:
+        """One optimizer step a mini-batch, in order, of responses that were drawn at `temperature`."""
         self.weight_changes += 1
-        temperature = self._config.rollout.temperature
         write_count(self._run_dir, 0, len(batches))
         return await self._everyone(
             "update", lambda rank: rank.actor.update(rank.counted(batches), objective, temperature)
         )
+
+    async def reset_reference(self, *, optimizer: bool) -> None:
+        """The current weights become the reference; `optimizer`: its moments begin anew."""
+        await self._everyone("reset_reference", lambda rank: rank.actor.reset_reference(optimizer=optimizer))
+
+    async def load_reference(self, folder: Path) -> None:
+        """The reference becomes the weights in `folder`, in Hugging Face format."""
+        await self._everyone("load_reference", lambda rank: rank.actor.load_reference(folder))
 
     async def device_memory(self) -> list[GpuMemory]:
         """Each rank's GPU now; nothing on the CPU."""

@@ -26,21 +26,28 @@ def _known_loss(name: str) -> str:
     raise ValueError(f"did you mean {near[0]}?" if near else f"valid: {', '.join(LOSSES)}, or module:name")
 
 
+def automatic_mode(policy_loss: str, max_staleness: int) -> Literal["none", "truncated"]:
+    """What `importance.mode: auto` stands for."""
+    entry = LOSSES.get(policy_loss)
+    corrects = entry is not None and entry.needs_rollout_log_probs
+    return "truncated" if max_staleness and not corrects else "none"
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdvantageConfig:
     estimator: Literal["group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline"] = (
         "group_std"
     )
-    """All compare a response with its group. `group_std`: divided by the group's standard deviation (eq. 9). `no_std`:
+    """`group_std`: divided by the group's standard deviation (eq. 9). `no_std`:
     not divided (Dr. GRPO). `rloo`: against the mean of the others. `mini_batch_std` (Magistral), `batch_std` (ScaleRL):
     divided by that of the mini-batch, of the rollout step. `reinforce_pp_baseline`: standardized over the step's
     tokens (REINFORCE++)."""
 
     epsilon: NonNegativeFloat = 1e-6
-    """Added to the standard deviation; the paper states none."""
+    """Added to the standard deviation."""
 
     ddof: Literal[0, 1] = 1
-    """1: sample standard deviation (divide by G - 1). 0: population. The paper states neither."""
+    """1: sample standard deviation (divide by G - 1). 0: population."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,8 +59,7 @@ class ClipConfig:
     """Upper clip range of eq. 8 (clip-higher, section 3.1): the ratio is clipped at 1 + high."""
 
     dual: PositiveFloat | None = None
-    """Dual clip: with a negative advantage the loss of a token is at most `dual` x |advantage|. Must exceed 1 +
-    high."""
+    """Dual clip: with a negative advantage the loss of a token is at most `dual` x |advantage|."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -66,7 +72,7 @@ class OverlongConfig:
     """`soft`: tokens over which the penalty grows from 0 to -1. `linear`: L is `rollout.max_new_tokens` - buffer."""
 
     factor: PositiveFloat = 1.0
-    """Scale of the penalty; the paper's eq. 13 has 1."""
+    """Scale of the penalty; 1 in eq. 13."""
 
     filter: bool = False
     """Overlong filtering (section 3.4): truncated responses carry no loss."""
@@ -75,27 +81,45 @@ class OverlongConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class KLConfig:
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty to the reference (the starting weights). DAPO has none (section 2.3)."""
+    """Weight of the KL penalty to the reference. DAPO has none (section 2.3)."""
+
+    reset_every: PositiveInt | None = None
+    """Rollout steps after which the current weights become the reference (ProRL, arXiv 2505.24864). None: never."""
+
+    reset_optimizer: bool = True
+    """With `reset_every`: AdamW's moments begin anew too; the learning rate goes on."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of KL from samples: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log pi - log ref."""
 
     aggregation: Literal["token", "sequence", "response_mean", "response_sum"] = "token"
-    """`token`: the estimator of each token's ratio, averaged with the loss's weights. `sequence`: of the whole
-    response's. `response_mean`: each token's, averaged over the response, then over responses, whatever the loss's
-    `aggregation` (GRPO as it is written). `response_sum`: added up over the response, then averaged over responses."""
+    """`token`: the estimator of each token's ratio, averaged as the loss. `sequence`: of the whole response's.
+    `response_mean`: each token's, averaged over the response, then over responses (GRPO as it is written).
+    `response_sum`: added up over the response, then averaged over responses."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EntropyControlConfig:
+    target: PositiveFloat | None = None
+    """Entropy to hold, in nats (Skywork-OR1, section 3.2.5: 0.2): a step above it gets no bonus. The weight starts at
+    `entropy_coefficient`. None: and stays there."""
+
+    change: PositiveFloat = 1e-4
+    """A step below the target raises the weight by this, another lowers it."""
+
+    maximum: PositiveFloat = 5e-3
+    """Upper bound of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceConfig:
     mode: Literal["auto", "none", "truncated", "masked"] = "auto"
-    """Correction of the engine's and the trainer's different log-probs, weight w = exp(old - rollout):
-    `truncated` multiplies the loss by min(w, upper); `masked` drops what lies outside [lower, upper]. `auto`:
-    `truncated` where older weights may have written tokens (`dynamic_sampling.max_staleness` > 0) and the loss does not
-    correct by itself (`reinforce`), else `none`."""
+    """Correction for the engine's other log-probs, weight w = exp(old - rollout): `truncated` multiplies the loss by
+    min(w, upper); `masked` drops what lies outside [lower, upper]. `auto`: `truncated` with
+    `dynamic_sampling.max_staleness` > 0, unless the loss corrects by itself (`reinforce`); else `none`."""
 
     level: Literal["token", "sequence"] = "token"
-    """Whether w is a token's or a response's (product over its tokens; suits `gspo`, `gmpo`)."""
+    """w of a token, or of a response (product over its tokens; suits `gspo`, `gmpo`)."""
 
     upper: PositiveFloat = 2.0
     """Upper bound of w."""
@@ -105,44 +129,51 @@ class ImportanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class PoolConfig:
+    at_least: Annotated[float, Field(ge=0, le=1)]
+    """Pass rate from which a prompt is in this pool, up to the next one's."""
+
+    share: Annotated[float, Field(ge=0, le=1)]
+    """Share of its turns at which it is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DynamicSamplingConfig:
     filter: Literal["refill", "drop", "off"] = "refill"
     """`refill`: keep a group only if 0 < correct < group_size (eq. 11) and sample until the batch is full. `drop`:
-    leave the other groups out and train on fewer (ScaleRL). `off`: train on all. Its old name is `enabled`."""
+    leave the other groups out and train on fewer (ScaleRL). `off`: train on all."""
 
     max_oversampling: float = Field(default=10.0, ge=1.0)
-    """At most this many times `prompts_per_step` prompts are decided for one batch."""
+    """Prompts decided for one batch, at most, in multiples of `prompts_per_step`."""
 
     on_limit: Literal["train", "stop"] = "stop"
-    """At the limit: stop the run; or train the smaller batch, correctly normalised, and raise an alarm. Algorithm 1
-    knows no limit."""
+    """At the limit: stop the run; or train the smaller batch and raise an alarm."""
 
     initial_pass_rate: Fraction = 0.5
     """Share of groups expected to be kept before any was measured."""
 
-    caution: NonNegativeFloat = 2.0
-    """How far above its mean the share of kept groups is assumed when prompts are sent, in standard deviations of what
-    was measured, and further while little was. 2: no batch sends two standard deviations more than it needs. 0: the
-    mean; the first batch may send several times what it needs. Not used with `ahead` in async mode."""
-
-    margin: NonNegativeFloat = 0.0
-    """Extra prompts sent at the beginning of a batch, in standard deviations of the number of kept groups. With
-    `caution: 0`, 0: every second batch needs a second round; 2: one in fifty. For runs that carry the surplus over.
-    Not used with `ahead` in async mode."""
+    surplus: float = -2.0
+    """Prompts sent at a time, in standard deviations from the mean need. -2: for an upper bound of the kept
+    share; no batch sends two deviations too many. 0: every second batch needs a second round; 2: one in fifty, for runs
+    that carry the surplus over; the first batch may send several times its need. Not used in async mode."""
 
     max_staleness: NonNegativeInt = 0
-    """Largest age in weight versions of any trained token. 0: eq. 8 as it is written, and a step's surplus is generated
-    again. 1: the surplus is carried over, with `importance.mode`'s correction. Older groups are generated again."""
+    """Largest age in weight versions of any trained token; older groups are generated again. 0: eq. 8 as it is written.
+    1: a step's surplus is carried over, with `importance.mode`'s correction."""
 
     retire_at: Fraction | None = None
-    """A prompt is not sent again once the share of right responses over its last `retire_groups` groups has reached
-    this (ScaleRL: 0.9). What a step finds out holds from the next one on. None: every prompt stays."""
+    """Pass rate over a prompt's last `retire_groups` groups from which it is not sent again (ScaleRL: 0.9). None: every
+    prompt stays."""
 
     retire_groups: PositiveInt = 1
-    """Groups of a prompt that `retire_at` looks at."""
+    """Groups of a prompt that its pass rate is over."""
 
     retire_for: PositiveInt | None = None
     """Rollout steps after which a retired prompt is sent again. None: never."""
+
+    pools: Annotated[tuple[PoolConfig, ...], Field(strict=False)] = ()
+    """Difficulty pools by pass rate over the last `retire_groups` groups (compare prioritized sampling, Kimi k1.5).
+    Prompts of none are sent at every turn."""
 
     ahead: PositiveFloat = 1.0
     """With `run.mode: async`: batches that the servers generate ahead. Below `max_staleness` fewer groups expire."""
@@ -154,8 +185,8 @@ class AlgorithmConfig:
 
     policy_loss: Annotated[str, AfterValidator(_known_loss)] = "clipped"
     """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine): a file
-    each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). They read `clip.low` and
-    `clip.high`; `sapo` reads `loss_options`, `reinforce` reads `importance.upper`."""
+    each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). `sapo` reads `loss_options`,
+    `reinforce` `importance.upper`, the others `clip`."""
 
     loss_options: dict[str, float] = field(default_factory=dict)
     """Arguments of `policy_loss` by name: `positive` and `negative` of `sapo`, all of your own."""
@@ -167,15 +198,15 @@ class AlgorithmConfig:
     """G: responses a prompt."""
 
     mini_batch_responses: PositiveInt = 512
-    """Responses an optimizer step; a multiple of `group_size`, so that a group is never split."""
+    """Responses an optimizer step; a multiple of `group_size`."""
 
     aggregation: Literal["token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"] = (
         "token_mean"
     )
     """How token losses are averaged. `token_mean`: over all tokens of the mini-batch (DAPO). `prompt_token_mean`: per
-    prompt, then over prompts (the literal eq. 8). `sequence_mean`: per response, then over responses (GRPO).
+    prompt, then over prompts (literal eq. 8). `sequence_mean`: per response, then over responses (GRPO).
     `sequence_sum_constant`: sum over a constant length, `rollout.max_new_tokens` (Dr. GRPO). `verl_legacy`: means of
-    micro-batches, weighted by their responses, as the reproduction on verl ran; it depends on the packing."""
+    micro-batches, weighted by their responses, as the reproduction on verl ran."""
 
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of an entropy bonus; 0 in DAPO."""
@@ -184,17 +215,15 @@ class AlgorithmConfig:
     clip: ClipConfig = ClipConfig()
     overlong: OverlongConfig = OverlongConfig()
     kl: KLConfig = KLConfig()
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
     importance: ImportanceConfig = ImportanceConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @property
     def importance_mode(self) -> Literal["none", "truncated", "masked"]:
         """`importance.mode`, with what `auto` stands for."""
-        if self.importance.mode != "auto":
-            return self.importance.mode
-        entry = LOSSES.get(self.policy_loss)
-        corrects = entry is not None and entry.needs_rollout_log_probs
-        return "truncated" if self.dynamic_sampling.max_staleness and not corrects else "none"
+        mode = self.importance.mode
+        return automatic_mode(self.policy_loss, self.dynamic_sampling.max_staleness) if mode == "auto" else mode
 
     @property
     def mini_batches_per_step(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from megatron_dapo.algorithm.losses import LOSSES
+from megatron_dapo.config.algorithm_config import automatic_mode
 from megatron_dapo.config.load import PRESETS, flatten, read_yaml
 from megatron_dapo.config.root import Config
 
@@ -21,7 +21,7 @@ PAPER = "paper"
 
 NOT_COMPARED = (
     "the model, prompts, template, sources' verifiers and seed; number formats; how many prompts are sent at a time "
-    "(algorithm.dynamic_sampling.initial_pass_rate, caution, margin, ahead, max_oversampling); and where it all runs"
+    "(algorithm.dynamic_sampling.initial_pass_rate, surplus, ahead, max_oversampling); and where it all runs"
 )
 """What a comparison with a preset leaves out unless the preset sets it."""
 
@@ -104,10 +104,8 @@ def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
     run's name of `filter`."""
     meant = dict(flat)
     if meant.get("algorithm.importance.mode") == "auto":
-        stale = meant.get("algorithm.dynamic_sampling.max_staleness")
-        entry = LOSSES.get(str(meant.get("algorithm.policy_loss")))
-        corrects = entry is not None and entry.needs_rollout_log_probs
-        meant["algorithm.importance.mode"] = "truncated" if stale and not corrects else "none"
+        loss, stale = meant.get("algorithm.policy_loss"), meant.get("algorithm.dynamic_sampling.max_staleness")
+        meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or 0)
     if meant.get("run.mode") == "colocated":
         meant["run.mode"] = "sync"
     if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):

@@ -68,7 +68,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         _override(tree, lines, override)
-    _old_names(tree, lines)
+    _old_names(tree, lines, of_a_run=Path(path).with_name("ledger.jsonl").exists())
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
@@ -110,8 +110,9 @@ def _values(node: yaml.MappingNode, above: tuple[str, ...]) -> Iterator[tuple[tu
             yield where, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
 
 
-def _old_names(tree: dict[str, Any], lines: Lines) -> None:
-    """Runs that began before `filter` have stored `enabled`. And YAML takes `off` without quotes for false."""
+def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
+    """Runs that began before `filter` have stored `enabled`, those before `surplus` `caution` and `margin`. And YAML
+    takes `off` without quotes for false."""
     algorithm = tree.get("algorithm")
     sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
     if not isinstance(sampling, dict):
@@ -123,6 +124,13 @@ def _old_names(tree: dict[str, Any], lines: Lines) -> None:
             raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
         sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
         lines[new] = lines.pop(old, _place(section, lines))
+    past = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
+    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past.values()):
+        caution, margin = (sampling.pop(name, 0.0) for name in ("caution", "margin"))
+        sampling["surplus"] = -float(caution) if caution else float(margin)
+    elif past:
+        where = ("algorithm", "dynamic_sampling", next(iter(past)))
+        raise ConfigError(f"{_place(where, lines)}: {'.'.join(where)}: now surplus, which is -caution, or else margin")
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
 

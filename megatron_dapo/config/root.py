@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -42,7 +43,11 @@ class Config:
     @property
     def longest_prompt(self) -> int:
         """Tokens of a prompt, at most."""
-        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.max_new_tokens
+        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_response
+
+    def at_step(self, step: int) -> "Config":
+        """With the values of `rollout` that hold in rollout step `step`."""
+        return replace(self, rollout=self.rollout.at_step(step))
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -62,8 +67,9 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     if clip.dual is not None and clip.dual <= 1 + clip.high:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
     overlong = algorithm.overlong
-    if overlong.shape != "none" and overlong.buffer >= rollout.max_new_tokens:
-        yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {rollout.max_new_tokens}"
+    shortest = min(rollout.at_step(step).max_new_tokens for step in (0, *(stage.from_step for stage in rollout.stages)))
+    if overlong.shape != "none" and overlong.buffer >= shortest:
+        yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
     if entry is not None:
         if clip.dual is not None and "clip.dual" not in entry.reads:
@@ -79,6 +85,11 @@ def _of_algorithm(config: Config) -> Iterator[str]:
                 f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
                 "corrects for the engine by itself; set it to none"
             )
+    if algorithm.kl.reset_every is not None and algorithm.kl.coefficient == 0:
+        yield f"algorithm.kl.reset_every = {algorithm.kl.reset_every}: without kl.coefficient there is no reference"
+    control, start = algorithm.entropy_control, algorithm.entropy_coefficient
+    if control.target is not None and start > control.maximum:
+        yield f"algorithm.entropy_coefficient = {start:g}: above entropy_control.maximum = {control.maximum:g}"
     sampling = algorithm.dynamic_sampling
     if sampling.retire_for is not None and sampling.retire_at is None:
         yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
@@ -89,7 +100,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    longest, given = (config.data.max_prompt_tokens or 1) + rollout.max_new_tokens, config.model.context_length
+    longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_response, config.model.context_length
     if longest > given:
         yield (
             f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "

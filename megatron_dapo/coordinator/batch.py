@@ -13,7 +13,7 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -105,24 +105,17 @@ def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     """Flatten the groups and compute their advantages."""
     everyone = [response for group in groups for response in group.responses]
-    advantage = config.algorithm.advantage
     rewards = torch.tensor(
         [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
     )
     truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups)
+    lengths = torch.from_numpy(responses.response_lengths.astype(np.int64))
+    advantages = step_advantages(rewards, lengths, **asdict(config.algorithm.advantage))
     return StepArrays(
         responses=responses,
         rollout_log_probs=np.concatenate([response.generation.log_probs for response in everyone]).astype(np.float32),
         weight_versions=np.concatenate([response.generation.weight_versions for response in everyone]),
-        advantages=step_advantages(
-            rewards,
-            torch.from_numpy(responses.response_lengths.astype(np.int64)),
-            epsilon=advantage.epsilon,
-            ddof=advantage.ddof,
-            estimator=advantage.estimator,
-        )
-        .numpy()
-        .astype(np.float32),
+        advantages=advantages.numpy().astype(np.float32),
         carries_loss=~truncated if config.algorithm.overlong.filter else np.ones(len(everyone), bool),
     )
 
@@ -135,10 +128,7 @@ def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correc
     return correction_weights(
         torch.tensor(old.log_probs),
         torch.tensor(arrays.rollout_log_probs),
-        mode=mode,
-        level=importance.level,
-        upper=importance.upper,
-        lower=importance.lower,
+        **asdict(importance) | {"mode": mode},
         response_lengths=torch.from_numpy(arrays.responses.response_lengths.astype(np.int64)),
     )
 
@@ -153,7 +143,10 @@ def mini_batches(
     *,
     hidden_size: int,
 ) -> list[MiniBatch]:
-    """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split."""
+    """The step's optimizer steps: groups in a seeded random order, `mini_batch_responses` at a time, no group split.
+
+    `config`: as it holds in the step.
+    """
     algorithm, lengths = config.algorithm, arrays.responses.response_lengths
     group_size = algorithm.group_size
     groups = len(arrays.advantages) // group_size
@@ -218,7 +211,8 @@ class LogProbStream:
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
     def __init__(self, trainer: "Trainer", config: Config) -> None:
-        self._trainer = trainer
+        """`config`: as it holds in the step."""
+        self._trainer, self._temperature = trainer, config.rollout.temperature
         self._chunk_size = chunk_size(config.algorithm.prompts_per_step)
         self._wait = config.run.mode == "colocated"
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
@@ -252,7 +246,7 @@ class LogProbStream:
     def _send(self) -> None:
         responses = responses_of(self._waiting[: self._chunk_size])
         del self._waiting[: self._chunk_size]
-        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses)))
+        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses, self._temperature)))
 
 
 class MismatchStop(RuntimeError):

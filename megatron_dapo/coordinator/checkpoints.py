@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole, read_manifest
 from megatron_dapo.actor.step_data import CheckpointDamagedError
@@ -42,17 +42,22 @@ class Progress:
     optimizer_step: int
     weight_version: int
     sampler: SamplerState
+    entropy_coefficient: float | None = None
+    """Weight of the next step's entropy bonus, where `algorithm.entropy_control` moves it. None: the config's."""
+    reference_step: int = 0
+    """Rollout step after which the KL term's reference was reset. 0: it holds the weights that the run began with."""
 
 
 COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
+CONTROL = ("entropy_coefficient", "reference_step")
 
 
 def save_progress(progress: Progress, folder: Path) -> None:
     """Write `progress.json` and `progress.npz` into `folder`."""
     sampler = progress.sampler
-    extra = {name: getattr(progress, name) for name in COUNTERS}
-    extra |= {"cursor": sampler.cursor, "pass_rate": asdict(sampler.pass_rate), "sent_with": sampler.sent_with}
-    extra |= {"next": sampler.next, "passed_over": sampler.passed_over}
+    extra = {name: getattr(progress, name) for name in (*COUNTERS, *CONTROL)}
+    extra |= {name: getattr(sampler, name) for name in ("cursor", "next", "passed_over", "sent_with")}
+    extra["pass_rate"] = asdict(sampler.pass_rate)
     extra["history"] = [[prompt, step, rates] for prompt, (step, rates) in sampler.history.items()]
     save_groups(folder, "progress", sampler.carried, extra)
 
@@ -65,16 +70,13 @@ def load_progress(folder: Path) -> Progress:
     """
     carried, extra = load_groups(folder, "progress")
     try:
-        state = SamplerState(
-            cursor=extra["cursor"],
-            pass_rate=PassRate(**extra["pass_rate"]),
-            carried=carried,
-            next=extra.get("next"),
-            passed_over=tuple(extra.get("passed_over", ())),
-            sent_with=tuple(extra.get("sent_with", ())),
-            history={prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())},
-        )
-        return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state)
+        # Older checkpoints have not all of it.
+        history = {prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())}
+        about: dict[str, Any] = {name: tuple(extra.get(name, ())) for name in ("passed_over", "sent_with")}
+        about |= {"cursor": extra["cursor"], "next": extra.get("next"), "pass_rate": PassRate(**extra["pass_rate"])}
+        state = SamplerState(carried=carried, history=history, **about)
+        control = {name: extra[name] for name in CONTROL if name in extra}
+        return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state, **control)
     except (KeyError, TypeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
 

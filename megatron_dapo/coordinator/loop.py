@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron_dapo.actor.step_data import UpdateMetrics
+from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.coordinator.batch import (
@@ -21,6 +22,7 @@ from megatron_dapo.coordinator.batch import (
 )
 from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.publish import publish_weights
+from megatron_dapo.coordinator.reference import reset_reference
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
@@ -45,7 +47,8 @@ async def train(context: RunContext, progress: Progress) -> Progress:
 
 async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) -> FilledBatch:
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
-    config, step = context.config, progress.rollout_step + 1
+    step = progress.rollout_step + 1
+    config = context.config.at_step(step)
     async with LogProbStream(context.trainer, config) as stream:
         with timer.measure("handover"):
             await context.handover.to_servers()
@@ -76,7 +79,9 @@ async def learn(
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
     if run.save_batches:
         save_batch(context.run_dir, step, batch.admission.kept, batch.arrays.advantages)
-    updates, correction = await update_actor(context, batch, step, timer)
+    weight, coefficient = _entropy_weight(context, progress, batch)
+    updates, correction = await update_actor(context, batch, step, weight, timer)
+    reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
     with timer.measure("weight_sync"):
         sync = await publish_weights(context, version)
     context.sampler.record_trained(batch.admission.kept, step, progress.weight_version)
@@ -86,6 +91,8 @@ async def learn(
         optimizer_step=progress.optimizer_step + len(updates),
         weight_version=version,
         sampler=context.sampler.snapshot(step),
+        entropy_coefficient=coefficient,
+        reference_step=step if reset else progress.reference_step,
     )
     last, every, evaluation, publish_checkpoint = step == run.rollout_steps, context.config.evaluation.every, {}, None
     if every and step % every == 0 and not last:
@@ -99,22 +106,37 @@ async def learn(
             publish_checkpoint = await context.checkpoints.begin(progress, wait=last)
     seconds = timer.seconds()
     metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
+    if coefficient is not None:
+        metrics["entropy_coefficient"] = weight
     write_records(context, metrics, batch.admission)
     if publish_checkpoint:  # last: after a kill before this line the step is done again, with its records
         await publish_checkpoint()
     return progress, metrics
 
 
+def _entropy_weight(context: RunContext, progress: Progress, batch: FilledBatch) -> tuple[float, float | None]:
+    """Of this step's entropy bonus, and what `algorithm.entropy_control` makes of it for the next; None: it is off."""
+    algorithm = context.config.algorithm
+    control, coefficient = algorithm.entropy_control, progress.entropy_coefficient
+    if control.target is None:
+        return algorithm.entropy_coefficient, None
+    coefficient = algorithm.entropy_coefficient if coefficient is None else coefficient
+    entropy = float(batch.old.entropy.mean())
+    return controlled(coefficient, entropy, target=control.target, change=control.change, maximum=control.maximum)
+
+
 async def update_actor(
-    context: RunContext, batch: FilledBatch, step: int, timer: StepTimer
+    context: RunContext, batch: FilledBatch, step: int, entropy_weight: float, timer: StepTimer
 ) -> tuple[list[UpdateMetrics], Correction | None]:
     """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with."""
-    config, trainer, reference = context.config, context.trainer, None
+    config, trainer, reference = context.config.at_step(step), context.trainer, None
+    temperature = config.rollout.temperature
     if config.algorithm.kl.coefficient > 0:
         with timer.measure("logprob"):
-            reference = await trainer.log_probs(batch.arrays.responses, reference=True)
+            reference = await trainer.log_probs(batch.arrays.responses, temperature, reference=True)
     correction = step_correction(batch.arrays, batch.old, config)
     with timer.measure("update"):
         hidden = context.inputs.model.hidden_size
         batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden)
-        return await trainer.update(batches, objective_of(config.algorithm)), correction
+        objective = objective_of(replace(config.algorithm, entropy_coefficient=entropy_weight))
+        return await trainer.update(batches, objective, temperature), correction

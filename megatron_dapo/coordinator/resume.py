@@ -33,7 +33,8 @@ BEFORE = "heldout_before.json"
 
 def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     """Compare with the config and the prompts that the run was begun with. Returns, for each other key of `algorithm`
-    that changes, a line with both values: a file that leaves it out may mean the default of an older version.
+    that changes and for `rollout.stages`, a line with both values: a file that leaves it out may mean the default of
+    an older version.
 
     Raises:
         RunDirError: one of them differs, and is named with both values; or a file of the run is damaged.
@@ -50,6 +51,12 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
             raise RunDirError(
                 f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep"
             )
+    reached = latest.step + 1 if (latest := run_dir.latest_checkpoint()) else 0
+    begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
+    if begun[0] != begun[1]:
+        raise RunDirError(
+            f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones"
+        )
     if data["train"]["sha256"] != inputs.prompts.content_hash:
         raise RunDirError(
             f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "
@@ -69,7 +76,7 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     return [
         f"{each.key} = {shown(each.other)} from here on; the run in {run_dir.path} had {shown(each.one)}"
         for each in differences(flatten_config(before), flatten_config(config))
-        if each.key.startswith("algorithm.")
+        if each.key.startswith(("algorithm.", "rollout.stages"))
     ]
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs
+from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
@@ -114,14 +116,16 @@ async def start_run(run: RunBase) -> RunContext:
     bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
     bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
-    sampling = SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=inputs.text.stop_token_ids,
-    )
+
+    @cache
+    def sampling(weight_version: int) -> SamplingParams:
+        at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
+        stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
+        return SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
+
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at)
+    stages = [stage.from_step for stage in config.rollout.stages]
+    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at, stages)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(
@@ -216,6 +220,8 @@ async def _start_trainer(
         placement = await place(run.config, run.waits, use_gpu=trainer.on_gpu, servers=0)
     run.stack.push_async_callback(trainer.close)
     described = await trainer.start(placement)
+    if progress.reference_step and run.config.algorithm.kl.coefficient > 0:
+        await trainer.load_reference(reference_folder(run.run_dir.path, progress.reference_step))
     latest = run.run_dir.latest_checkpoint() if progress.rollout_step else None
     if latest is None:
         return described

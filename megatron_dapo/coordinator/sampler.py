@@ -22,12 +22,14 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
+from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
+from megatron_dapo.coordinator.prompt_history import Groups, PromptHistory
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 
@@ -66,8 +68,8 @@ class SamplerState:
     """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
     passed_over: tuple[int, ...] = ()
     """Positions from cursor on that were passed over."""
-    history: Mapping[int, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
-    """Prompt -> the step of its last group, and the shares of right responses of its last ones; with `retire_at`."""
+    history: Groups = field(default_factory=dict)
+    """With `retire_at` or `pools`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,14 +96,14 @@ class DynamicSampler:
         ledger: Ledger,
         state: SamplerState,
         prompt_at: Callable[[int], int] = lambda position: position,
+        stages: Sequence[int] = (),
     ) -> None:
-        """`prompt_at`: position -> which prompt stands there."""
+        """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
+        another way; what was sent before is then generated again."""
+        self._stages = stages
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
-        self._history = dict(state.history)
-        self._retired: frozenset[int] = frozenset()
-        """Prompts that are not sent in this step."""
-        self._passed_over = 0
+        self._history = PromptHistory(config.dynamic_sampling, state.history)
         self._skipped = set(state.passed_over)
         """Positions passed over that the next snapshot may hold."""
         self._resumed_next = state.next or max((group.position for group in state.carried), default=-1) + 1
@@ -136,7 +138,7 @@ class DynamicSampler:
             cursor=cursor,
             next=max(self._next, self._resumed_next),
             passed_over=tuple(sorted(self._skipped)),
-            history=dict(self._history),
+            history=dict(self._history.groups),
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
             sent_with=tuple(version for _, version in carried),
@@ -166,10 +168,10 @@ class DynamicSampler:
         times = sampling.max_oversampling if sampling.filter == "refill" else 1.0
         limit = int(times * wanted)
         try:
-            self._retired, self._passed_over = self._retired_at(rollout_step), 0
+            self._history.begin_step(rollout_step)
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
             batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
-            predicted = min(limit, self._needed(wanted, 0, ahead, caution=0.0))
+            predicted = min(limit, self._needed(wanted, 0, ahead, max(0.0, sampling.surplus)))
             while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
                 self._decide(await self._head(self._failure), batch)
@@ -199,7 +201,7 @@ class DynamicSampler:
             expired_tokens=expired_tokens,
             discarded=discarded,
             discarded_tokens=discarded_tokens,
-            retired=self._passed_over,
+            passed_over=tuple(self._history.passed),
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
             limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
@@ -213,14 +215,13 @@ class DynamicSampler:
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
-    def _needed(self, missing: int, in_flight: int, ahead: int, caution: float) -> int:
+    def _needed(self, missing: int, in_flight: int, ahead: int, surplus: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
         sampling, rate = self._config.dynamic_sampling, self._pass_rate
         if sampling.filter != "refill":
             return max(0, missing - in_flight)
-        if ahead:  # reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle
-            return prompts_to_dispatch(missing, in_flight, rate.mean)
-        return prompts_to_dispatch(missing, in_flight, rate.upper(caution), sampling.margin)
+        # Ahead: reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle.
+        return rate.prompts_to_send(missing, in_flight, 0.0 if ahead else surplus)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
         """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
@@ -234,8 +235,9 @@ class DynamicSampler:
             elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
                 self._flight.append(self._send(position, rollout_step, weight_version))
         self._next = end
-        limit = self._config.dynamic_sampling.max_staleness
-        too_old = [at for at, sent in enumerate(self._flight) if weight_version - sent.version > limit]
+        begun = [step - 1 for step in self._stages if step <= rollout_step]  # the version that a stage began with
+        oldest = max(weight_version - self._config.dynamic_sampling.max_staleness, *begun, 0)
+        too_old = [at for at, sent in enumerate(self._flight) if sent.version < oldest]
         tokens = await self._expire(too_old, rollout_step)
         for at in too_old:
             self._flight[at] = self._send(self._flight[at].position, rollout_step, weight_version)
@@ -247,57 +249,35 @@ class DynamicSampler:
         await _end([sent.group for sent in groups])
         tokens = [sent.group.result().tokens if sent.finished else None for sent in groups]
         for sent, spent in zip(groups, tokens, strict=True):
-            self._ledger.record(
-                Event.EXPIRED,
-                prompt=sent.position,
-                rollout_step=rollout_step,
-                weight_version=sent.version,
-                tokens=spent,
-            )
+            self._write(Event.EXPIRED, sent.position, rollout_step, sent.version, tokens=spent)
         return sum(spent or 0 for spent in tokens)
 
     def _dispatch(self, batch: "_Batch") -> None:
         sampling = self._config.dynamic_sampling
         filled = len(batch.kept) if sampling.filter == "refill" else batch.decided
-        missing, caution = batch.wanted - filled + batch.ahead, sampling.caution
-        more = self._needed(missing, len(self._flight), batch.ahead, caution)
+        missing = batch.wanted - filled + batch.ahead
+        more = self._needed(missing, len(self._flight), batch.ahead, sampling.surplus)
         goal = min(len(self._flight) + more, batch.most - batch.decided)
-        passed_over = self._passed_over
+        most = len(self._history.passed) + self._history.most_passed(goal - len(self._flight))
         while len(self._flight) < goal:
             self._send_next(batch.rollout_step, batch.weight_version)
-            if self._passed_over - passed_over > 10 * len(self._retired):
+            if len(self._history.passed) > most:
                 raise OversamplingLimit(
-                    f"{len(self._retired)} prompts are retired (algorithm.dynamic_sampling.retire_at), hardly any is "
-                    "left; end the run, raise retire_at, or set retire_for"
+                    "hardly any prompt is left: the others are retired (algorithm.dynamic_sampling.retire_at) or in a "
+                    "pool whose share is 0; end the run, raise retire_at, or set retire_for"
                 )
 
     def _send_next(self, rollout_step: int, weight_version: int) -> None:
-        """Send the next position, or pass it over if its prompt is retired."""
-        if self._retired and self._prompt_at(self._next) in self._retired:
-            self._passed_over += 1
+        """Send the next position, or pass it over."""
+        if self._history.passes_over(self._prompt_at(self._next), self._next):
             self._skipped.add(self._next)
-            self._ledger.record(
-                Event.RETIRED, prompt=self._next, rollout_step=rollout_step, weight_version=weight_version
-            )
+            self._write(Event.RETIRED, self._next, rollout_step, weight_version)
         else:
             self._flight.append(self._send(self._next, rollout_step, weight_version))
         self._next += 1
 
-    def _retired_at(self, rollout_step: int) -> frozenset[int]:
-        """Prompts whose last groups were right often enough, and not so long ago that they come back."""
-        sampling = self._config.dynamic_sampling
-        if sampling.retire_at is None:
-            return frozenset()
-        return frozenset(
-            prompt
-            for prompt, (step, rates) in self._history.items()
-            if len(rates) == sampling.retire_groups
-            and sum(rates) / len(rates) >= sampling.retire_at
-            and (sampling.retire_for is None or rollout_step - step <= sampling.retire_for)
-        )
-
     def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
-        self._ledger.record(Event.DISPATCHED, prompt=position, rollout_step=rollout_step, weight_version=weight_version)
+        self._write(Event.DISPATCHED, position, rollout_step, weight_version)
         task = asyncio.create_task(self._finish(position, rollout_step, weight_version))
         return _Sent(position=position, version=weight_version, group=task)
 
@@ -322,10 +302,7 @@ class DynamicSampler:
 
     def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
         self._flight.popleft()
-        if self._config.dynamic_sampling.retire_at is not None:
-            _, before = self._history.get(group.prompt_index, (0, ()))
-            rates = (*before, group.correct / len(group.responses))[-self._config.dynamic_sampling.retire_groups :]
-            self._history[group.prompt_index] = (batch.rollout_step, rates)
+        self._history.add(group, batch.rollout_step)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
         if useful or self._config.dynamic_sampling.filter == "off":
@@ -337,7 +314,10 @@ class DynamicSampler:
 
     def _record(self, event: Event, group: ScoredGroup, rollout_step: int, **details: int) -> None:
         about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens} | details
-        self._ledger.record(event, prompt=group.position, rollout_step=rollout_step, **about)
+        self._write(event, group.position, rollout_step, **about)
+
+    def _write(self, event: Event, position: int, rollout_step: int, weight_version: int, **details: Any) -> None:
+        self._ledger.record(event, prompt=position, rollout_step=rollout_step, weight_version=weight_version, **details)
 
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:

@@ -209,7 +209,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "sampling/in_flight": admission.in_flight,
         "sampling/expired": admission.expired,
         "sampling/discarded": admission.discarded,
-        "sampling/retired": admission.retired,
+        "sampling/retired": len(admission.passed_over),
         "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
         "sampling/oversampling_actual": len(decided) / wanted,
@@ -223,6 +223,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "bias/generated_length": _mean(admission.judged, _length),
         "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
         "bias/generated_accuracy": _mean(admission.judged, _accuracy),
+        **({"bias/passed_over_accuracy": float(np.mean(admission.passed_over))} if admission.passed_over else {}),
     }
 
 

@@ -109,7 +109,7 @@ class EvaluationSession:
             "weights": weights,
             "temperature": config.evaluation.temperature,
             "top_p": config.evaluation.top_p,
-            "max_new_tokens": config.rollout.max_new_tokens,
+            "max_new_tokens": config.rollout.longest_response,
             "stop_token_ids": list(self.evaluator.stop_token_ids),
             "seed": config.run.seed if config.rollout.deterministic else None,
             "verifiers": sorted({prompt.verifier for prompt in self.evaluator.prompts}),

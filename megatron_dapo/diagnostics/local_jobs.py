@@ -77,6 +77,8 @@ class ActorJob:
     """Loaded before the call."""
     keep_reference: bool = False
     """As in MegatronActor."""
+    reference: Path | None = None
+    """Weights that become the reference before the call. None: the model's."""
 
     def run(self, ranks: RankPool, function: Callable[..., Any], *args: Any) -> Any:
         """What `function(actor, *args)` returns on rank 0; every rank makes the call.
@@ -103,6 +105,8 @@ def _on_rank(place: RankPlace, job: ActorJob, function: Callable[..., Any], args
         timeout_s=job.deadline_s,
         keep_reference=job.keep_reference,
     )
+    if job.reference is not None:
+        actor.load_reference(job.reference)
     if job.checkpoint is not None:
         actor.load_checkpoint(job.checkpoint)
     return function(actor, *args)

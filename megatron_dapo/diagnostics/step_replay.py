@@ -1,6 +1,7 @@
 """One rollout step of a run computed again, from its batch and the checkpoint before it; without Ray or servers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from megatron_dapo.coordinator.batch import (
     step_arrays,
     step_correction,
 )
+from megatron_dapo.coordinator.checkpoints import load_progress
+from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from megatron_dapo.experience.groups import ScoredGroup
@@ -35,21 +38,26 @@ def replay_step(run: Path, config: Config, step: int, *, deadline_s: float) -> d
         ConfigError: no batch, no checkpoint after step - 1, or no line of this step in metrics.jsonl.
         RankError: a rank failed or gave no result in time.
     """
+    checkpoint = run / "checkpoints" / f"step_{step - 1}" / "actor"
     try:
         groups, advantages = load_batch(run, step)
+        reset = load_progress(checkpoint.parent).reference_step if step > 1 and checkpoint.is_dir() else 0
     except GroupFileError as error:
         raise ConfigError(str(error)) from None
     recorded = next((line for line in read_metrics(run) if line["rollout_step"] == step), None)
     if recorded is None:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line of rollout step {step}: it did not end")
-    checkpoint = run / "checkpoints" / f"step_{step - 1}" / "actor"
     if step > 1 and not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: step {step} starts from the checkpoint before it; raise run.keep_checkpoints")
+    weight = recorded.get("entropy_coefficient", config.algorithm.entropy_coefficient)
+    config = replace(config.at_step(step), algorithm=replace(config.algorithm, entropy_coefficient=weight))
+    with_kl = config.algorithm.kl.coefficient > 0
     job = ActorJob(
         config=config,
         deadline_s=deadline_s,
         checkpoint=checkpoint if step > 1 else None,
-        keep_reference=config.algorithm.kl.coefficient > 0,
+        keep_reference=with_kl,
+        reference=reference_folder(run, reset) if reset and with_kl else None,
     )
     with RankPool(local_device(config)) as ranks:
         updates = _compute(job, ranks, groups, step)

@@ -27,6 +27,8 @@ from rollout.generation import FinishReason, Generation, GenerationRequest, Samp
 
 T = TypeVar("T")
 OnKept = Callable[[ScoredGroup], None]
+SamplingAt = Callable[[int], SamplingParams]
+"""Weight version at the dispatch of a group -> how its responses are drawn."""
 
 
 class EngineAborted(RuntimeError):
@@ -114,7 +116,7 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSet, sampling: SamplingParams, algorithm: AlgorithmConfig, seed: int
+        self, responder: Responder, prompts: PromptSet, sampling: SamplingAt, algorithm: AlgorithmConfig, seed: int
     ) -> None:
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
@@ -137,7 +139,7 @@ class GroupGenerator:
                 for sample in range(self._algorithm.group_size)
             )
         with self._clock.measure("judging"):
-            responses = await self._judge(place, prompt, generations)
+            responses = await self._judge(place, prompt, generations, self._sampling(weight_version).max_new_tokens)
         self.finished += 1
         return ScoredGroup(
             position=position,
@@ -156,12 +158,14 @@ class GroupGenerator:
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
             prompt_ids=prompt.ids,
-            sampling=self._sampling,
+            sampling=self._sampling(weight_version),
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
         )
 
-    async def _judge(self, place: str, prompt: Prompt, answers: Sequence[Generation]) -> tuple[ScoredResponse, ...]:
+    async def _judge(
+        self, place: str, prompt: Prompt, answers: Sequence[Generation], longest: int
+    ) -> tuple[ScoredResponse, ...]:
         requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
         raw, overlong = raw_reward(torch.tensor([verdict.accuracy for verdict in verdicts])), self._algorithm.overlong
         for at, verdict in enumerate(verdicts):
@@ -170,7 +174,7 @@ class GroupGenerator:
             raw,
             torch.tensor([len(answer.token_ids) for answer in answers]),
             shape=overlong.shape,
-            max_length=self._sampling.max_new_tokens,
+            max_length=longest,
             buffer=overlong.buffer,
             factor=overlong.factor,
         ).tolist()

@@ -82,8 +82,8 @@ class Admission:
     one (`max_staleness` 0); they are generated again."""
     discarded_tokens: int
     """Response tokens of those of them that were finished."""
-    retired: int
-    """Positions passed over because their prompt is retired."""
+    passed_over: tuple[float, ...]
+    """Pass rates of the prompts whose turn was passed over: retired, or of a pool."""
     generated: tuple[ScoredGroup, ...]
     """Groups that were finished since the batch before was full, in prompt order, whatever became of them."""
     predicted_groups: int

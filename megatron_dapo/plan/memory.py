@@ -113,7 +113,7 @@ def _alive(case: Scenario, stage: int) -> float:
     """Micro-batches whose activations of the whole stage are kept at once."""
     config, constants = case.config, case.constants
     layout, virtual = config.actor.layout, config.actor.layout.virtual_pipeline
-    mean = min(constants.mean_response, config.rollout.max_new_tokens) + constants.mean_prompt
+    mean = min(constants.mean_response, config.rollout.longest_response) + constants.mean_prompt
     tokens = config.algorithm.mini_batch_responses * mean / (layout.data * layout.context)
     micro_batches = max(1, round(tokens / config.actor.micro_batch_tokens))  # of an optimizer step on one rank, about
     if virtual is None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group, prompts_to_dispatch
+from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 
 _SAMPLE = 4096
@@ -146,8 +146,8 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
     for _ in range(steps):
         step = RolloutStep(fleet, source, carried)
         while missing := algorithm.prompts_per_step - len(step.kept):
-            expected = rate.upper(sampling.caution) if sampling.filter == "refill" else 1.0
-            more = prompts_to_dispatch(missing, len(step.flight), expected, sampling.margin)
+            more, refill = missing - len(step.flight), sampling.filter == "refill"
+            more = rate.prompts_to_send(missing, len(step.flight), sampling.surplus) if refill else max(0, more)
             step.dispatch(min(more, limit - step.groups))
             if not step.flight:
                 break  # the limit: the smaller batch is trained

@@ -180,6 +180,6 @@ class Scenario:
             difficulty_share=constants.difficulty_share,
             mean_prompt=min(constants.mean_prompt, config.longest_prompt),
             pass_rate=min(rate, 1 - 2 * 0.5**group),  # no more are kept than where each is right in half the cases
-            longest=config.rollout.max_new_tokens,
+            longest=config.rollout.longest_response,
             group_size=group,
         )

@@ -6,7 +6,7 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
                            -> filtered                all responses right or all wrong
                            -> carried -> trained ...  finished past the end of a full batch, first in line for the next
                -> expired -> dispatched               its weights became too old, finished or not: generated again
-    retired                                           its prompt is no longer asked: passed over
+    retired                                           its prompt is not sent at this turn: passed over
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
 that checkpoint, and what belongs to later steps than it; report/outcomes.py: effective_events gives what stands. What

@@ -22,7 +22,7 @@ from megatron_dapo.storage.durable import (
     replace_folder,
 )
 
-OWN_NAMES = ("model", "weights", "checkpoints", "metrics.jsonl")
+OWN_NAMES = ("model", "weights", "checkpoints", "references", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"

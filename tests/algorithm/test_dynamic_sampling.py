@@ -97,7 +97,7 @@ def test_pass_rate_forgets_as_the_formula_says():
 RATES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 
-def surpluses(rate: float, seed: int, *, caution: float, wanted: int = 512, batches: int = 4) -> list[float]:
+def surpluses(rate: float, seed: int, *, surplus: float, wanted: int = 512, batches: int = 4) -> list[float]:
     """Prompts of each batch sent beyond those it needed, in standard deviations of what a batch needs: the sampler's
     rule, asked after each decision."""
     random, estimate = np.random.default_rng(seed), PassRate.start(0.5, memory=4.0 * wanted)
@@ -106,7 +106,7 @@ def surpluses(rate: float, seed: int, *, caution: float, wanted: int = 512, batc
     for _ in range(batches):
         kept = decided = sent = 0
         while kept < wanted:
-            sent += prompts_to_dispatch(wanted - kept, sent - decided, estimate.upper(caution))
+            sent += estimate.prompts_to_send(wanted - kept, sent - decided, surplus)
             useful = bool(random.random() < rate)
             kept, decided = kept + useful, decided + 1
             estimate = estimate.update(kept=int(useful), filtered=int(not useful))
@@ -116,10 +116,10 @@ def surpluses(rate: float, seed: int, *, caution: float, wanted: int = 512, batc
 
 @pytest.mark.parametrize("rate", RATES)
 def test_no_batch_sends_more_than_two_standard_deviations_beyond_its_need(rate):
-    """Also the first, which has measured nothing. At the mean (caution 0) the first sends a multiple."""
-    caution = DynamicSamplingConfig().caution
-    assert max(max(surpluses(rate, seed, caution=caution)) for seed in range(20)) <= 2.0
-    assert max(surpluses(rate, seed, caution=0.0, batches=1)[0] for seed in range(5)) > 5.0
+    """Also the first, which has measured nothing. At the mean (surplus 0) the first sends a multiple."""
+    surplus = DynamicSamplingConfig().surplus
+    assert max(max(surpluses(rate, seed, surplus=surplus)) for seed in range(20)) <= 2.0
+    assert max(surpluses(rate, seed, surplus=0.0, batches=1)[0] for seed in range(5)) > 5.0
 
 
 def test_the_upper_bound_is_that_of_the_docstring():

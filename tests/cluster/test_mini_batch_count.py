@@ -42,7 +42,7 @@ def test_an_update_under_way(tmp_path, monkeypatch, written):
         waits = Waits()
         trainer = Trainer(config, None, tmp_path, waits, use_gpu=False)
         trainer._ranks = ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
-        updating, seen = asyncio.ensure_future(trainer.update(["a", "b", "c"], None)), []
+        updating, seen = asyncio.ensure_future(trainer.update(["a", "b", "c"], None, 1.0)), []
         await asyncio.sleep(0.05)
         ranks[1].allowed.release(3)  # the faster one: rank 0 alone is counted
         for _ in range(3):

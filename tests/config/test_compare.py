@@ -34,7 +34,7 @@ UNRELATED = """
     run.start_deadline_s run.step_deadline_s model.path model.context_length model.stop_token_ids model.dtype
     model.fp32_head
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
-    algorithm.dynamic_sampling.caution algorithm.dynamic_sampling.margin algorithm.dynamic_sampling.ahead
+    algorithm.dynamic_sampling.surplus algorithm.dynamic_sampling.ahead
     rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s

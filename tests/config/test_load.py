@@ -135,6 +135,16 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["algorithm.mini_batch_responses=500"], ["multiple of algorithm.group_size"]),
         ("", ["algorithm.clip.dual=1.1"], ["clip.dual = 1.1", "must exceed"]),
         ("", ["rollout.max_new_tokens=40000"], ["model.context_length"]),
+        ("", ["rollout.stages=[{from_step: 9, max_new_tokens: 40000}]"], ["model.context_length"]),
+        ("", ["rollout.stages=[{from_step: 9, max_new_tokens: 4096}]"], ["buffer = 4096", "max_new_tokens = 4096"]),
+        ("", ["algorithm.kl.reset_every=9"], ["kl.reset_every = 9", "without kl.coefficient"]),
+        (
+            "",
+            ["algorithm.entropy_control.target=0.2", "algorithm.entropy_coefficient=0.1"],
+            ["entropy_coefficient = 0.1", "above entropy_control.maximum = 0.005"],
+        ),
+        ("", ["rollout.stages=[{from_step: 9, temprature: 1.0}]"], ["did you mean rollout.stages.0.temperature"]),
+        ("", ["algorithm.dynamic_sampling.pools=[{at_least: 1.5, share: 0.1}]"], ["pools.0.at_least", "or equal to 1"]),
         ("", ["actor.layout.sequence_parallel=true"], ["sequence_parallel", "layout.tensor is 1"]),
         ("", ["actor.fp8=hybrid", "actor.device=cpu"], ["actor.fp8 = hybrid", "needs CUDA", "set actor.fp8 to none"]),
         ("", ["actor.fp8=e4m3", "model.dtype=float32"], ["actor.fp8 = e4m3", "set model.dtype"]),
@@ -273,6 +283,23 @@ def test_check_says_where_each_value_comes_from(file, tmp_path):
 def test_the_config_of_an_old_run_is_read(file, old, new):
     assert load_config(file(), [f"algorithm.dynamic_sampling.enabled={old}"]).algorithm.dynamic_sampling.filter == new
     assert load_config(file(), ["algorithm.dynamic_sampling.filter=off"]).algorithm.dynamic_sampling.filter == "off"
+
+
+@pytest.mark.parametrize(
+    ("stored", "surplus"),
+    [("{caution: 2.0, margin: 0.0}", -2.0), ("{caution: 0, margin: 2}", 2.0), ("{caution: 0.0, margin: 0.0}", 0.0)],
+)
+def test_caution_and_margin_are_read_of_an_old_run_and_refused_elsewhere(file, stored, surplus):
+    path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
+    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm\.dynamic_sampling\.caution: .* surplus"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"override .*dynamic_sampling\.margin: .* surplus"):
+        load_config(file(), ["algorithm.dynamic_sampling.margin=1"])
+    path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
+    path.with_name("ledger.jsonl").touch()
+    assert load_config(path).algorithm.dynamic_sampling.surplus == surplus
+    with pytest.raises(ConfigError, match="surplus"):
+        load_config(path, ["algorithm.dynamic_sampling.surplus=1", "algorithm.dynamic_sampling.margin=1"])
 
 
 def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):

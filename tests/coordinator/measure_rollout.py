@@ -70,7 +70,7 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
     generator = GroupGenerator(
         Responder(fleet=fleet, pool=pool, decoder=decoder),
         scripted_prompts(PROMPTS, answer="42", verifier="robust"),
-        SamplingParams(max_new_tokens=Script().max_new_tokens),
+        lambda version: SamplingParams(max_new_tokens=Script().max_new_tokens),
         algorithm,
         seed=0,
     )

@@ -84,7 +84,9 @@ async def fill_under_faults(
     )
     responder = Responder(fleet=fleet, pool=LastToken(), decoder=LastToken())
     asked = scripted_prompts(PROMPTS, answer="", verifier="last-token")
-    generator = GroupGenerator(responder, asked, SamplingParams(max_new_tokens=LONGEST), algorithm, seed=0)
+    generator = GroupGenerator(
+        responder, asked, lambda version: SamplingParams(max_new_tokens=LONGEST), algorithm, seed=0
+    )
     ledger = Ledger(folder / "ledger.jsonl")
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
     sampler = DynamicSampler(algorithm, generator.group, ledger, start)

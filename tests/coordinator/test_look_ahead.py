@@ -243,7 +243,7 @@ def test_after_a_resume_a_group_is_as_old_as_its_dispatch_not_as_its_tokens(tmp_
     assert len(again.sent_with) == len(again.carried)
 
 
-CARRYING = {"max_staleness": 1, "caution": 0.0, "margin": 2.0}
+CARRYING = {"max_staleness": 1, "surplus": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_an_error_of_what_is_given_up_is_nobodys_failure(tmp_path):
         return group(position, 2, 3, version)
 
     async def run():
-        sampler = sampler_of(breaks, Ledger(tmp_path / "ledger.jsonl"), caution=0.0)
+        sampler = sampler_of(breaks, Ledger(tmp_path / "ledger.jsonl"), surplus=0.0)
         return [await sampler.fill(step, step - 1) for step in (1, 2)]
 
     first, second = ran(run())

@@ -58,7 +58,7 @@ def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
         written = await held.to_disk()
         assert written is not None
         assert written.folder == Path("weights/v3")
-        await trainer.update([], None)  # type: ignore[arg-type]
+        await trainer.update([], None, 1.0)  # type: ignore[arg-type]
         assert await held.to_disk() is None
         assert trainer.asked == ["write", "update"]
         assert await weights(trainer).to_disk() is not None  # those of the next publish

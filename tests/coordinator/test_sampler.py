@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from tests.outcome_counts import count_outcomes
 from tests.simulation.virtual_time import run_virtually
 
 GROUP = 4
-CARRYING = {"max_staleness": 1, "caution": 0.0, "margin": 2.0}
+CARRYING = {"max_staleness": 1, "surplus": 2.0}
 """A surplus, so that there is something to carry."""
 
 
@@ -75,8 +74,9 @@ class Script:
         return group(position, correct, length, version)
 
 
-@pytest.fixture
-def make(tmp_path):
+def maker(tmp_path):
+    """What makes a sampler with a ledger in the folder."""
+
     def sampler(generate, state=None, name="ledger.jsonl", prompts=8, prompt_at=lambda position: position, **dynamic):
         config = AlgorithmConfig(
             prompts_per_step=prompts,
@@ -89,6 +89,11 @@ def make(tmp_path):
         return DynamicSampler(config, generate, ledger, start, prompt_at), ledger
 
     return sampler
+
+
+@pytest.fixture
+def make(tmp_path):
+    return maker(tmp_path)
 
 
 def ran(coroutine):
@@ -118,7 +123,7 @@ def steps(sampler, count, first=1):
 
 def test_a_batch_is_the_first_useful_groups_in_prompt_order(make):
     script = Script()
-    sampler, ledger = make(script, margin=0.0)  # with one, a surplus of more than a batch of 8 becomes too old
+    sampler, ledger = make(script, surplus=0.0)  # with one, a surplus of more than a batch of 8 becomes too old
     batches = steps(sampler, 5)
     ledger.close()
     kept = [g.position for batch in batches for g in batch.kept]
@@ -185,13 +190,13 @@ def test_a_resume_from_the_state_gives_the_same_batches(make):
     assert [b.carried for b in rest] == [b.carried for b in whole[3:]]
 
 
-def test_the_margin_spares_most_batches_a_second_round(make):
+def test_a_surplus_spares_most_batches_a_second_round(make):
     """A second round: prompts sent when the first dispatch of the batch is already decided."""
     short = {}
-    for margin in (0.0, 2.0):
-        sampler, _ = make(Script(), name=f"{margin}.jsonl", prompts=64, margin=margin)
+    for surplus in (0.0, 2.0):
+        sampler, _ = make(Script(), name=f"{surplus}.jsonl", prompts=64, surplus=surplus)
         batches = steps(sampler, 12)[2:]  # the first ones know no pass rate
-        short[margin] = sum(len(b.kept) + len(b.filtered) > b.predicted_groups for b in batches)
+        short[surplus] = sum(len(b.kept) + len(b.filtered) > b.predicted_groups for b in batches)
         assert all(len(b.kept) == 64 for b in batches)
     assert short[0.0] >= 4
     assert short[2.0] <= 1
@@ -302,7 +307,7 @@ def test_a_failure_ends_the_others_and_is_not_lost(make):
 def test_by_default_no_group_is_trained_that_other_weights_drew_and_little_is_sent_twice(make):
     """Eq. 8 draws from the pi_old of its ratio."""
     paper = DynamicSamplingConfig()
-    defaults = {"max_staleness": paper.max_staleness, "caution": paper.caution, "margin": paper.margin}
+    defaults = {"max_staleness": paper.max_staleness, "surplus": paper.surplus}
     script = Script(useful=0.7)
     sampler, _ = make(script, prompts=64, **defaults)
     batches = steps(sampler, 6)
@@ -328,68 +333,3 @@ def test_drop_leaves_groups_without_spread_out_and_sends_no_others(make):
     sampler, _ = make(Script(useful=0.0), name="none.jsonl", filter="drop")
     with pytest.raises(OversamplingLimit, match=r"0 of 8 groups after 8 prompts \(.*filter = drop\): .* or too easy"):
         steps(sampler, 1)
-
-
-class Epochs:
-    """20 prompts, one epoch after the other; every fifth is always right, the others are useful."""
-
-    PROMPTS = 20
-
-    def __init__(self):
-        self.sent: list[int] = []
-
-    def prompt_at(self, position):
-        return position % self.PROMPTS
-
-    async def __call__(self, position, version):
-        self.sent.append(position)
-        prompt = self.prompt_at(position)
-        correct = GROUP if prompt % 5 == 0 else 2
-        await asyncio.sleep(random.random())
-        return replace(group(position, correct, 3, version), prompt_index=prompt)
-
-
-@pytest.mark.parametrize(("years", "comes_back"), [({}, False), ({"retire_for": 3}, True)])
-@pytest.mark.parametrize("carrying", [{"max_staleness": 0}, {"max_staleness": 9}])
-def test_a_prompt_that_is_solved_is_retired(make, years, comes_back, carrying):
-    """No positive resampling: what a step finds out holds from the next step on, and may end."""
-    servers = Epochs()
-    given = {"retire_at": 0.9, "margin": 0.0, **years, **carrying}
-    sampler, ledger = make(servers, prompt_at=servers.prompt_at, **given)
-    batches = steps(sampler, 12)
-    ledger.close()
-    check_ledger(read_ledger(ledger._path))
-    kept = [each.position for batch in batches for each in batch.kept]
-    assert kept == [at for at in range(1000) if servers.prompt_at(at) % 5][: 12 * 8], "no other prompt is left out"
-    solved = [each.position for batch in batches for each in batch.filtered]
-    assert sorted(map(servers.prompt_at, solved[:4])) == [0, 5, 10, 15]
-    assert (len(solved) > 8) == comes_back, "a few of the second epoch may be on their way when the first is decided"
-    assert sum(batch.retired for batch in batches) > 0
-
-
-def test_retirement_looks_at_the_last_groups_and_survives_a_resume(make):
-    def of(sampler, batches):
-        return [([each.position for each in batch.kept], batch.retired) for batch in batches]
-
-    given = {"retire_at": 0.9, "retire_groups": 2, "margin": 0.0}
-    servers = Epochs()
-    sampler, _ = make(servers, name="whole.jsonl", prompt_at=servers.prompt_at, **given)
-    whole = of(sampler, steps(sampler, 10))
-    assert [retired for _, retired in whole][:3] == [0] * 3, "the second epoch asks the solved ones again"
-    assert sum(retired for _, retired in whole) > 0
-    for killed_after in (4, 6, 7):
-        again = Epochs()
-        sampler, _ = make(again, name=f"first{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
-        steps(sampler, killed_after)
-        state = sampler.snapshot(killed_after)
-        resumed, _ = make(again, state=state, name=f"s{killed_after}.jsonl", prompt_at=again.prompt_at, **given)
-        assert of(resumed, steps(resumed, 10 - killed_after, first=killed_after + 1)) == whole[killed_after:]
-
-
-def test_when_every_prompt_is_retired_the_run_ends_and_says_why(make):
-    async def solved(position, version):
-        return replace(group(position, GROUP, 3, version), prompt_index=position % 4)
-
-    sampler, _ = make(solved, prompt_at=lambda position: position % 4, retire_at=0.9, filter="off")
-    with pytest.raises(OversamplingLimit, match="4 prompts are retired"):
-        steps(sampler, 2)

@@ -28,7 +28,11 @@ TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
 
 
 class Script:
+    def __init__(self):
+        self.asked = []
+
     async def generate(self, request):
+        self.asked.append(request)
         at = int(request.request_id.split("-s")[1].rstrip("."))
         return Generation(
             request_id=request.request_id,
@@ -55,7 +59,7 @@ PROMPTS = (
 )
 
 
-def groups(*prompts, config=None):
+def groups(*prompts, config=None, overlong=None, version=0):
     spans = tuple(Span(name=p.source, start=at, count=1, weight=1.0) for at, p in enumerate(prompts))
     order = PromptOrder(spans, 0)
     at = {order.index_at(position): position for position in range(100)}
@@ -65,12 +69,14 @@ def groups(*prompts, config=None):
         generator = GroupGenerator(
             Responder(fleet=script, pool=pool, decoder=script),
             PromptSet(prompts=prompts, spans=spans, counts=Counter(), content_hash=""),
-            SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0, stop_token_ids=(0,)),
-            AlgorithmConfig(group_size=len(TEXTS), overlong=OverlongConfig(shape="none")),
+            lambda version: SamplingParams(max_new_tokens=4 + version, temperature=1.0 + version, stop_token_ids=(0,)),
+            AlgorithmConfig(group_size=len(TEXTS), overlong=overlong or OverlongConfig(shape="none")),
             seed=0,
         )
         try:
-            return [await generator.group(at[index], 0) for index in range(len(prompts))]
+            found = [await generator.group(at[index], version) for index in range(len(prompts))]
+            assert {request.sampling.temperature for request in script.asked} == {1.0 + version}
+            return found
         finally:
             pool.close()
 
@@ -116,6 +122,15 @@ def test_several_rewards_are_added_and_the_first_one_is_the_accuracy(tmp_path):
     write_samples(3, [summed], [replace(PROMPTS[0], verifier="robust + 0.25 * exact")], tmp_path / "samples.jsonl", 1)
     first = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert first["rewards"] == {"robust": -1.0, "exact": -1.0}
+
+
+def test_a_group_is_drawn_and_its_length_judged_as_the_weights_version_says():
+    """One token of at most 4 + version, of which the last 3 are punished: eq. 13 at two limits."""
+    buffer = OverlongConfig(shape="soft", buffer=4)
+    assert [groups(PROMPTS[0], overlong=buffer, version=at)[0].responses[0].reward_shaped for at in (0, 1)] == [
+        -1.25,
+        -1.0,
+    ]
 
 
 def test_samples_hold_the_first_responses_and_those_on_which_the_rules_disagree(tmp_path):

@@ -58,7 +58,7 @@ def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():
     useless, useful = Group(lengths=(1, 1), correct=0), Group(lengths=(2, 2), correct=1)
     source = itertools.chain([useless], itertools.repeat(useful))
     first, second = fill_batches(
-        algorithm(2, initial_pass_rate=0.5, max_staleness=1, caution=0.0), SECOND_A_TOKEN, source, 2
+        algorithm(2, initial_pass_rate=0.5, max_staleness=1, surplus=0.0), SECOND_A_TOKEN, source, 2
     )
     # Four are sent for two. The useless one brings the pass rate from 2/4 to 2/5: five must be in flight, three are.
     assert (first.groups, first.lengths, len(first.flight)) == (6, (2, 2, 2, 2), 3)

@@ -42,8 +42,8 @@ _COLUMNS = ("policy", "step, s", "times faster", "rollout, s", "tokens, M", "/ l
 def policies(wanted: int) -> dict[str, MakePolicy]:
     """By name."""
 
-    def ours(share: float, max_staleness: int, margin: float, caution: float = 0.0) -> MakePolicy:
-        sampling = DynamicSamplingConfig(max_staleness=max_staleness, margin=margin, caution=caution)
+    def ours(share: float, max_staleness: int, surplus: float) -> MakePolicy:
+        sampling = DynamicSamplingConfig(max_staleness=max_staleness, surplus=surplus)
         config = AlgorithmConfig(
             prompts_per_step=wanted,
             group_size=WORKLOAD.group_size,
@@ -61,12 +61,11 @@ def policies(wanted: int) -> dict[str, MakePolicy]:
     return {
         YARDSTICK: batch_synchronous(3.0),
         **{f"first completed, {factor:g}x, abort": first_completed(factor) for factor in (1.5, 2.0, 3.0)},
-        "ours, sync, defaults": ours(0, 0, 0, DynamicSamplingConfig().caution),
-        "ours, sync, defaults, margin 1": ours(0, 0, 1, DynamicSamplingConfig().caution),
-        "ours, sync, max_staleness 0, margin 0": ours(0, 0, 0),
-        "ours, sync, max_staleness 0, margin 1": ours(0, 0, 1),
-        "ours, sync, max_staleness 1, margin 0": ours(0, 1, 0),
-        "ours, sync, max_staleness 1, margin 2": ours(0, 1, 2),
+        "ours, sync, defaults": ours(0, 0, DynamicSamplingConfig().surplus),
+        "ours, sync, max_staleness 0, surplus 0": ours(0, 0, 0),
+        "ours, sync, max_staleness 0, surplus 1": ours(0, 0, 1),
+        "ours, sync, max_staleness 1, surplus 0": ours(0, 1, 0),
+        "ours, sync, max_staleness 1, surplus 2": ours(0, 1, 2),
         "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
         "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
         "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),

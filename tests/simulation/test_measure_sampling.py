@@ -142,7 +142,7 @@ def test_no_token_is_lost_when_groups_are_given_up_and_weights_change():
     )
 
 
-@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1, "caution": 0.0, "margin": 1.0}, {"filter": "drop"}])
+@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1, "surplus": 1.0}, {"filter": "drop"}])
 def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, sampling):
     """Two implementations of the same: the product's sampler on modelled servers, and the planner's short account."""
     config, prompts = algorithm(initial_pass_rate=0.5, **sampling), Prompts(replace(WORKLOAD, mean_prompt=50), 3)
@@ -178,7 +178,7 @@ def test_ours_trains_every_useful_prompt_in_order_and_first_completed_prefers_th
 
     async def run():
         fleet = ModelledFleet(Prompts(WORKLOAD, 1), engines=4, slots=16, speed=Speed())
-        policy = Ours(fleet, algorithm(max_staleness=2, margin=0.0), tmp_path, ahead=32)  # so that nothing expires
+        policy = Ours(fleet, algorithm(max_staleness=2, surplus=0.0), tmp_path, ahead=32)  # so that nothing expires
         kept = []
         for step in range(1, 7):
             kept += await policy.fill(step, fleet.version)

@@ -168,6 +168,16 @@ def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
         check_resume(load_config(file), inputs(prompts="def"), run_dir)
 
 
+def test_a_resume_may_change_only_stages_that_lie_ahead(begun):
+    """The checkpoint is step 1's, whose groups may wait for step 2."""
+    run_dir, file = begun
+    check_resume(load_config(file, ["rollout.stages=[{from_step: 3, temperature: 1.1}]"]), inputs(), run_dir)
+    for step in (1, 2):
+        changed = load_config(file, [f"rollout.stages=[{{from_step: {step}, temperature: 1.1}}]"])
+        with pytest.raises(RunDirError, match=r"rollout\.stages: .* had others up to step 2"):
+            check_resume(changed, inputs(), run_dir)
+
+
 def test_a_resume_with_another_algorithm_says_so(begun):
     run_dir, file = begun
     assert check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir) == []
