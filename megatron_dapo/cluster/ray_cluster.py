@@ -61,8 +61,7 @@ class Cluster:
                 raise StopRequested from None
             if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
-            done = "joined" if joins_cluster() else "started"
-            raise ClusterError(f"Ray could not be {done}: {error}") from None
+            raise ClusterError(f"Ray could not be {'joined' if joins_cluster() else 'started'}: {error}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)
 
