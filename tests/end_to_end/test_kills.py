@@ -14,6 +14,7 @@ from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import Event, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
+from tests.killer import MARKS
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
@@ -76,6 +77,14 @@ def check_equal(run_dir: Path, undisturbed: Path, output: str) -> None:
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event):
     output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11))
+    check_killed(victim, output)
+    check_equal(tmp_path / "run", undisturbed, output)
+
+
+@pytest.mark.parametrize("victim", ["coordinator", *MARKS])
+def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, tmp_path, victim):
+    """One kill a run, while the second step's responses are written."""
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, 11)
     check_killed(victim, output)
     check_equal(tmp_path / "run", undisturbed, output)
 
