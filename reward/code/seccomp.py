@@ -80,7 +80,8 @@ def _program(allowed: Collection[int], *, may_load: bool) -> bytes:
     Args:
         may_load: whether memory may become executable, as where a library is loaded.
     """
-    calls, checks, refused = sorted(allowed), [], [(READING["openat"], _NO_READING)]
+    calls, refused = sorted(allowed), [(READING["openat"], _NO_READING)]
+    checks: list[tuple[int, int, int, int]] = []
     if not may_load:
         refused += [(ALLOWED[name], _PROT_EXEC) for name in ("mmap", "mprotect")]
     for left in reversed(range(len(refused))):

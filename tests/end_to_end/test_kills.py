@@ -89,6 +89,21 @@ def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, t
     check_equal(tmp_path / "run", undisturbed, output)
 
 
+def test_a_rank_that_is_stopped_is_named(tmp_path):
+    """The other rank waits for it, and would answer no more than it does."""
+    overrides = ("run.rollout_steps=50", "run.step_deadline_s=20")
+    running = Running(*arguments(tmp_path / "run", *overrides), log=tmp_path / "out.txt")
+    running.wait_for("step 1/50", 300)
+    ranks = [process for process in running.marked() if " ".join(process.cmdline()).startswith("ray::TrainerRank")]
+    (second,) = (rank for rank in ranks if any("trainer-rank1" in file.path for file in rank.open_files()))
+    second.suspend()
+    finished = running.finish(200)
+    assert finished.code == ExitCode.STALLED, finished.output
+    assert f"\n  rank 1: stopped (process {second.pid} on " in finished.output
+    assert "\n  rank 0: waits for other ranks in " in finished.output
+    assert finished.left_behind == ()
+
+
 @pytest.mark.parametrize("event", [*EVENTS, Event.EXPIRED])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_in_async_mode_loses_nothing_and_trains_nothing_twice(tmp_path, victim, event):
