@@ -252,12 +252,12 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     """Where the run begins, or goes on. Nothing is changed unless the checkpoint can be used."""
     step, found = config.run.resume_step, run_dir.checkpoints() if config.run.resume else []
     chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)][-1:]
-    for checkpoint in chosen:
-        progress = await load_counters(run_dir, checkpoint)
-        read_state(checkpoint.folder / "actor", distributed=config.actor.optimizer.distributed)
+    progress = await load_counters(run_dir, chosen[0]) if chosen else None
+    if chosen:
+        read_state(chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed)
     if step is not None:
         run_dir.go_back_to(step)
-    if chosen:
+    if progress is not None:
         return progress
     sampling = config.algorithm.dynamic_sampling
     # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
