@@ -205,12 +205,13 @@ class Trainer:
 
     async def _states(self) -> str:
         """A line for each state that ranks are in; those that wait for others stand last."""
-        look, ranks = ray.remote(num_cpus=0)(state_of), defaultdict[str, list[str]](list)
+        look, ranks = ray.remote(state_of), defaultdict[str, list[str]](list)
 
         async def ask(rank: int, place: dict[str, Any], pid: int) -> None:
             state = "its node gives no answer"
             with suppress(TimeoutError, ray.exceptions.RayError):
-                state = await asyncio.wait_for(look.options(**place).remote(self._run_dir, rank, pid), LOOK_DEADLINE_S)
+                asked = look.options(num_cpus=0, **place).remote(self._run_dir, rank, pid)
+                state = await asyncio.wait_for(asked, LOOK_DEADLINE_S)
             ranks[state].append(str(rank))
 
         await asyncio.gather(*(ask(rank, *home) for rank, home in enumerate(self._homes)))

@@ -77,7 +77,7 @@ def test_ranks_in_one_state_share_a_line_and_who_waits_comes_last(monkeypatch, t
         trainer._homes = homes
         return await trainer._states()
 
-    monkeypatch.setattr(trainer_module.ray, "remote", lambda **_: lambda _: Look())
+    monkeypatch.setattr(trainer_module.ray, "remote", lambda _: Look())
     assert asyncio.run(states([({}, 1)] * 12 + [({}, 0)])) == (
         "\n  rank 11: stands in hang\n  rank 12: its node gives no answer"
         "\n  rank 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10: waits for other ranks in barrier"
