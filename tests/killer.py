@@ -1,7 +1,7 @@
 """`python -m tests.killer VICTIM EVENT COUNT ARGUMENTS ...`: megatron-dapo with a murder in it.
 
-When the ledger records its COUNT-th EVENT, one process of the run is killed by SIGKILL: `coordinator` (this process),
-`trainer`, `server` or `reward`. EVENT `after` counts seconds since the first event instead, `born` those since there is
+When the ledger records its COUNT-th EVENT, one process of the run is killed by SIGKILL: `coordinator` (this process)
+or one of MARKS. EVENT `after` counts seconds since the first event instead, `born` those since there is
 a process of that kind.
 """
 
@@ -17,7 +17,20 @@ import psutil
 
 from megatron_dapo.storage.ledger import Ledger
 
-MARKS = {"trainer": "ray::TrainerRank", "server": "rollout.server.launch_server", "reward": "reward.pool.worker"}
+MARKS = {
+    "trainer": "ray::TrainerRank",
+    "server": "rollout.server.launch_server",
+    "scheduler": "sglang::scheduler",
+    "detokenizer": "sglang::detokenizer",
+    "reward": "reward.pool.worker",
+    "gcs": "ray/gcs/gcs_server",
+    "raylet": "ray/raylet/raylet",
+    "agent": "ray::DashboardAgent",
+    "environment": "ray::RuntimeEnvAgent",
+    "monitor": "autoscaler/_private/monitor.py",
+    "sweeper": "ray_sweeper.py",
+}
+"""What the command line of each kind of process holds."""
 
 
 def kill(victim: str) -> None:

@@ -239,6 +239,8 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, not whole, damaged, or of another kind, or cannot be written; the message names the
     file. On every rank."""
 
+    exit_code = 2
+
 
 class CheckpointDamagedError(CheckpointError):
     """A file of a checkpoint is missing or does not have its checksum: an earlier checkpoint may be whole."""

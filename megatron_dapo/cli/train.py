@@ -15,7 +15,6 @@ from typing import Any
 from megatron_dapo.cli.exit_codes import ExitCode, exit_code_of, named
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.monitor.console import Console
-from megatron_dapo.storage.run_dir import CheckpointDamaged
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what `sbatch --signal` is usually told to send ahead of the time limit."""
@@ -70,15 +69,17 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
             console.note(f"stopped; continue with: {again}")
         else:
             console.error(named(error))
-            if isinstance(error, CheckpointDamaged) and error.intact is not None:
-                console.note(f"continue with: {again} run.resume_step={error.intact}")
+            if changed := getattr(error, "overrides", ()):
+                console.note(f"continue with: {_resume_command(path, overrides, *changed)}")
         return code
     return ExitCode.FINISHED
 
 
-def _resume_command(path: Path, overrides: Sequence[str]) -> str:
-    kept = [override for override in overrides if override.split("=")[0] not in ("run.resume", "run.resume_step")]
-    return f"megatron-dapo train {shlex.join([str(path), *kept, 'run.resume=true'])}"
+def _resume_command(path: Path, overrides: Sequence[str], *changed: str) -> str:
+    """`changed`: overrides that take the place of the user's."""
+    last = {"run.resume": "run.resume=true", "run.resume_step": ""} | {one.partition("=")[0]: one for one in changed}
+    kept = [override for override in overrides if override.partition("=")[0] not in last]
+    return f"megatron-dapo train {shlex.join([str(path), *kept, *filter(None, last.values())])}"
 
 
 def _run(config: Config, console: Console) -> None:
@@ -125,12 +126,16 @@ def prepare_environment() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["HF_HUB_OFFLINE"] = "1"  # a run reads what it was given and never a hub
+    os.environ["PYTHONSAFEPATH"] = "1"  # a file random.py in the working directory is not what a library asks for
+    for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS"):  # Ray adds to docstrings; Megatron's warnings are no errors
+        os.environ.pop(name, None)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "RAY_ADDRESS" not in os.environ:
         # Ray's name for "this machine alone". Else it takes the machine's own address, whatever address it is given,
         # and its processes listen on every interface.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ["AUTOSCALER_METRIC_PORT"] = "-1"  # its figures would answer any user of the machine
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         # Another user of this machine reaches the same loopback ports: only who knows the token may talk to our Ray.
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -36,7 +36,7 @@ NO_NODE = (
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
-"""In the run directory, which every node sees."""
+"""In the run directory, which every node sees, until the servers have ended."""
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:

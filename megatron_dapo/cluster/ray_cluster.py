@@ -61,8 +61,7 @@ class Cluster:
                 raise StopRequested from None
             if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
-            done = "joined" if joins_cluster() else "started"
-            raise ClusterError(f"Ray could not be {done}: {error}") from None
+            raise ClusterError(f"Ray could not be {'joined' if joins_cluster() else 'started'}: {error}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)
 
@@ -87,7 +86,8 @@ class Cluster:
             logging_level="ERROR",
             # Ray runs its workers at niceness 15; here they are the trainer, as urgent as the servers beside them.
             _system_config={"worker_niceness": 0},
-            _temp_dir=self._sweeper.folder,
+            _temp_dir=self._sweeper.rays,
+            _plasma_directory=None if os.access("/dev/shm", os.W_OK) else self._sweeper.rays,
             _node_ip_address="127.0.0.1",
         )
         mine = (child for child in psutil.Process().children() if child.name() == GCS and _lives(child))

@@ -27,8 +27,10 @@ END_DEADLINE_S = 10.0
 PREFIX = "dapo-ray_"
 YOUNG_S = 60.0
 """A folder of this age may be one whose sweeper has not locked it yet."""
+RAYS = "r"
+"""Ray's own folder, below that of PREFIX: Ray lets every user write into its folders, so one above them is closed."""
 LONGEST_PARENT = 24
-"""Characters; Ray adds about 80 of its own to the folder that it is given, and a Unix socket's path may have 107."""
+"""Characters; 84 are added to it at most, and a Unix socket's path may have 107."""
 
 
 def new_temp_dir() -> str:
@@ -58,8 +60,8 @@ class RaySweeper:
     """From before Ray's start until `close`, or until this process is gone."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: `_temp_dir` of the Ray to come, which no other one uses."""
-        self.folder = folder
+        """`folder`: of `new_temp_dir`; the Ray to come works in `rays` below it."""
+        self.rays = os.path.join(folder, RAYS)
         import ray  # not by the program itself: it takes a second
 
         command = [sys.executable, "-P", __file__, folder, os.path.dirname(ray.__file__)]
@@ -99,7 +101,7 @@ def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
         return False
     if any(f"{folder}/" in word for word in words):
         return True
-    session = os.path.join(os.path.realpath(folder), "session_")
+    session = os.path.join(os.path.realpath(folder), RAYS, "session_")
     return any(file.path.startswith(session) and file.mode != "r" for file in process.open_files())
 
 

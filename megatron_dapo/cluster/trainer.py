@@ -1,7 +1,9 @@
 """The Megatron ranks as the coordinator sees them: Ray actors, one process a rank, all called together."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ from megatron_dapo.actor.step_data import (
 )
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import GpuMemory, TrainerRank, read_count, write_count
+from megatron_dapo.cluster.trainer_rank import WAITS, GpuMemory, TrainerRank, read_count, state_of, write_count
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.console import Count
@@ -32,6 +34,9 @@ T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
+
+LOOK_DEADLINE_S = 30.0
+"""For each node to say what its ranks do, once they have given no answer."""
 
 DEATH_SHOWS_S = 3.0
 """After an error of a rank, time for the death of another rank to become known."""
@@ -74,6 +79,8 @@ class Trainer:
         self.gpus: tuple[str, ...] = ()
         """Each rank's GPU on its node, once they have started; empty names on the CPU."""
         self._ranks: list[Any] = []
+        self._homes: list[tuple[dict[str, Any], int]] = []
+        """Ray's options for each rank's place, and its process id, once they have started."""
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, placement: Placement) -> dict[str, Any]:
@@ -92,8 +99,9 @@ class Trainer:
         ]
         # Which GPU of a node a process gets is Ray's choice, so it gets its number after that.
         places = await self._all_of("start", deadline, [rank.place.remote() for rank in self._ranks])
-        order = by_node_and_gpu([(node, gpu) for node, gpu, _ in places])
+        order = by_node_and_gpu([(node, gpu) for node, gpu, *_ in places])
         self._ranks, self.gpus = [self._ranks[at] for at in order], tuple(places[at][1] for at in order)
+        self._homes = [(placement.at(placement.trainer[at]), places[at][3]) for at in order]
         rendezvous = places[order[0]][2]
         built = [rank.build.remote(self._config, at, rendezvous) for at, rank in enumerate(self._ranks)]
         described, *_ = await self._all_of("build", deadline, built)
@@ -196,10 +204,26 @@ class Trainer:
                 raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
             return [answer.result() for answer in answers]
         except Stalled as error:
-            raise TrainerStalled(str(error)) from None
+            silent = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer.done())
+            raise TrainerStalled(f"{error}\nno answer from rank {silent}{await self._states()}") from None
         finally:
             for answer in answers:
                 answer.cancel()
+
+    async def _states(self) -> str:
+        """A line for each state that ranks are in; those that wait for others stand last."""
+        look, ranks = ray.remote(state_of), defaultdict[str, list[str]](list)
+
+        async def ask(rank: int, place: dict[str, Any], pid: int) -> None:
+            state = "its node gives no answer"
+            with suppress(TimeoutError, ray.exceptions.RayError):
+                asked = look.options(num_cpus=0, **place).remote(self._run_dir, rank, pid)
+                state = await asyncio.wait_for(asked, LOOK_DEADLINE_S)
+            ranks[state].append(str(rank))
+
+        await asyncio.gather(*(ask(rank, *home) for rank, home in enumerate(self._homes)))
+        ordered = sorted(ranks, key=lambda state: (state.startswith(WAITS), len(ranks[state])))
+        return "".join(f"\n  rank {', '.join(sorted(ranks[state], key=int))}: {state}" for state in ordered)
 
     async def _until_lost(self) -> None:
         """Ends every wait of the run as soon as a rank is gone, also while the ranks have nothing to do.

@@ -1,7 +1,11 @@
 """One Megatron rank as the body of a Ray actor, and its part of the timeline."""
 
+import faulthandler
 import gc
 import os
+import re
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import psutil
 import ray
 
 from megatron_dapo.config.root import Config
@@ -43,19 +48,42 @@ class GpuMemory:
         )
 
 
+WAITS = "waits for other ranks"
+WRITING_S = 1.0
+
+
+def state_of(run_dir: Path, rank: int, pid: int) -> str:
+    """In words, where the main thread of a rank of this node stands, equal for ranks that do the same; of one that does
+    not say it, as one that is stopped, the state of its process. All stacks come into its log."""
+    log = run_dir / "logs" / f"trainer-rank{rank}.log"
+    start = log.stat().st_size
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(WRITING_S)
+    stacks = log.read_bytes()[start:].decode(errors="replace").rpartition("(most recent call first):")[2]
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stacks)
+    if not frames:
+        return f"{psutil.Process(pid).status()} (process {pid} on {socket.gethostname()})"
+    own = [frame for frame in frames if "/megatron_dapo/" in frame[0]]
+    places = [f"{name} ({Path(file).name}:{line})" for file, line, name in dict.fromkeys([frames[0], *own[:1]])]
+    waits = any(file.endswith("/distributed_c10d.py") for file, *_ in frames)
+    return f"{WAITS if waits else 'stands'} in {', called by '.join(places)}"
+
+
 class TrainerRank:
     """Body of one Ray actor. Everything it prints goes to its own log file."""
 
     def __init__(self, run_dir: Path, threads: int) -> None:
         self._run_dir = run_dir
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        faulthandler.register(signal.SIGUSR2, file=sys.stderr.fileno())
 
-    def place(self) -> tuple[str, str, str]:
+    def place(self) -> tuple[str, str, str, int]:
         """Ray's name of this process's node; its GPU there, as CUDA_VISIBLE_DEVICES knows it, empty on the CPU; a free
-        address of the node, for the ranks to meet at."""
+        address of the node, for the ranks to meet at; the process's id."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         gpu = next(iter(context.get_accelerator_ids().get("GPU", [])), "")
-        return context.get_node_id(), gpu, f"tcp://{host}:{free_port(host)}"  # bound only after seconds of imports
+        # The address is bound only after seconds of imports.
+        return context.get_node_id(), gpu, f"tcp://{host}:{free_port(host)}", os.getpid()
 
     def pid(self) -> int:
         return os.getpid()

@@ -168,11 +168,8 @@ class Waits:
 
 def _stacks() -> list[str]:
     """Where each task of this process waits, equal places counted once."""
-    places: Counter[str] = Counter()
     loop = asyncio._get_running_loop()  # none in the thread that has the last word
-    for task in asyncio.all_tasks(loop) if loop else ():
-        frames = task.get_stack()
-        if frames:
-            code = frames[-1].f_code
-            places[f"{code.co_qualname} ({code.co_filename}:{frames[-1].f_lineno})"] += 1
+    frames = [frame for task in (asyncio.all_tasks(loop) if loop else ()) for frame in task.get_stack()[-1:]]
+    codes = [(frame.f_code, frame.f_lineno) for frame in frames]
+    places = Counter(f"{code.co_qualname} ({code.co_filename}:{line})" for code, line in codes)
     return [f"{count} x {place}" for place, count in places.most_common(10)]

@@ -30,6 +30,10 @@ from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
 
+READ_FIRST = 4 << 30
+"""Bytes of the trainer's files up to which they are compared with their checksums before anything starts: it takes
+seconds. The ranks compare them in any case."""
+
 GRACE_S = 60.0
 """For a checkpoint under way when a trainer rank fails: the others may wait for that rank, and never answer."""
 
@@ -82,13 +86,15 @@ def load_progress(folder: Path) -> Progress:
 
 
 async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
-    """What the coordinator keeps in a checkpoint; and the trainer's files are there, as far as a look can tell.
+    """What the coordinator keeps in a checkpoint; and the trainer's files are there, and whole if they are small.
 
     Raises:
         CheckpointDamaged: a file is missing or damaged.
     """
     try:
-        read_manifest(checkpoint.folder / "actor")
+        actor = checkpoint.folder / "actor"
+        if sum((actor / name).stat().st_size for name in read_manifest(actor).files) <= READ_FIRST:
+            await asyncio.to_thread(check_whole, actor)
         return load_progress(checkpoint.folder)
     except (CheckpointDamagedError, GroupFileError) as error:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None

@@ -49,7 +49,8 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
         old, new = attrgetter(key)(before), attrgetter(key)(config)
         if old != new and snapshot_of(str(old)) != snapshot_of(str(new)):
             raise RunDirError(
-                f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep"
+                f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep",
+                f"{key}={old if isinstance(old, str) else json.dumps(old)}",
             )
     reached = latest.step + 1 if (latest := run_dir.latest_checkpoint()) else 0
     begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
@@ -57,16 +58,19 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
         raise RunDirError(
             f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones"
         )
+    anew = "run.resume=false", f"run.dir={run_dir.path}.new"
     if data["train"]["sha256"] != inputs.prompts.content_hash:
         raise RunDirError(
             f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "
-            "their order would differ, and prompts be trained twice or never"
+            "their order would differ, and prompts be trained twice or never",
+            *anew,
         )
     if trained:
         if data["heldout"]["sha256"] != inputs.heldout.content_hash:
             raise RunDirError(
                 f"evaluation.path: the held-out problems are not those that the run in {run_dir.path} was begun with; "
-                "accuracy before and after could not be compared"
+                "accuracy before and after could not be compared",
+                *anew,
             )
         # What the run goes on writing, or reads at its end, must be readable.
         run_dir.read_json(BEFORE, "before", "baseline")

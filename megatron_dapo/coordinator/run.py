@@ -96,7 +96,6 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         if done := _finished(config, run_dir):
             console.note(f"this run is finished after {done['rollout_steps']} steps; to go on, raise run.rollout_steps")
             return done
-        console.note("starting trainer and servers")
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
         await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
@@ -211,13 +210,11 @@ async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:
 
 def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
     """The summary of a run that is to be resumed but has nothing left to do: a later job of a chain, say."""
-    if not config.run.resume or config.run.resume_step is not None or not (run_dir.path / "summary.json").exists():
-        return None
-    try:
-        summary = run_dir.read_json("summary.json", "rollout_steps", "heldout")
-    except RunDirError:
-        return None  # damaged: measured again from the newest checkpoint
-    return summary if summary["rollout_steps"] >= config.run.rollout_steps else None
+    if config.run.resume and config.run.resume_step is None:
+        with suppress(RunDirError):  # not there; or damaged: measured again from the newest checkpoint
+            summary = run_dir.read_json("summary.json", "rollout_steps", "heldout")
+            return summary if summary["rollout_steps"] >= config.run.rollout_steps else None
+    return None
 
 
 async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:

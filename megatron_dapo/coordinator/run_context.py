@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster.engines import api_key, gpus_for_servers, own_engines, placed_engines, visible_gpus
+from megatron_dapo.cluster.engines import KEY_FILE, api_key, gpus_for_servers, own_engines, placed_engines, visible_gpus
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
@@ -149,6 +150,7 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
     a GPU of this machine."""
     config, run_dir, note = run.config, run.run_dir, run.console.note
+    note("starting trainer and servers")
     placement: Placement | None = None
     if joins_cluster():
         use_gpu, servers = _cluster(run).use_gpu, 0 if config.rollout.urls else config.rollout.servers
@@ -173,6 +175,7 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
         api_key=api_key(config, run_dir.path),
         observe=timeline.served,
     )
+    run.stack.callback((run_dir.path / KEY_FILE).unlink, missing_ok=True)
     run.stack.push_async_callback(fleet.close)
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     run_dir.write_text("config.yaml", dump_config(config))
@@ -253,12 +256,16 @@ async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: R
 
 
 async def first_progress(config: Config, run_dir: RunDir) -> Progress:
-    """Where the run begins, or goes on."""
-    if config.run.resume_step is not None:
-        run_dir.go_back_to(config.run.resume_step)
-    latest = run_dir.latest_checkpoint() if config.run.resume else None
-    if latest is not None:
-        return await load_counters(run_dir, latest)
+    """Where the run begins, or goes on. Nothing is changed unless the checkpoint can be used."""
+    step, found = config.run.resume_step, run_dir.checkpoints() if config.run.resume else []
+    chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)][-1:]
+    progress = await load_counters(run_dir, chosen[0]) if chosen else None
+    if chosen:
+        read_state(chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed)
+    if step is not None:
+        run_dir.go_back_to(step)
+    if progress is not None:
+        return progress
     sampling = config.algorithm.dynamic_sampling
     # Four batches of memory: the share of useful groups changes within a few steps of a fast learner.
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * config.algorithm.prompts_per_step)

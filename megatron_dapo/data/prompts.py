@@ -161,9 +161,9 @@ class _Reading:
             try:
                 row = parse_row(record, file, place)
                 verifier = self._choice.of(row, file, place)
-            except DataError:
+            except DataError as error:
                 if self._config.broken_rows == "stop":
-                    raise
+                    raise DataError(f"{error}; data.broken_rows=skip leaves such rows out") from None
                 self.counts["broken"] += 1
                 continue
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.

@@ -78,6 +78,11 @@ class RunDirError(RuntimeError):
 
     exit_code = 2
 
+    def __init__(self, message: str, *overrides: str) -> None:
+        """`overrides`: of the command line, with which the same command goes on; none: no command does."""
+        self.overrides = overrides
+        super().__init__(message)
+
 
 class RunDirLost(RunDirError):
     """The directory that the run began in is not at its path any more. The message says what to do."""
@@ -96,7 +101,7 @@ class CheckpointDamaged(RunDirError):
             if intact is None
             else f"run.resume_step={intact} continues from the newest intact one before it"
         )
-        super().__init__(f"{reason}\n{remedy}")
+        super().__init__(f"{reason}\n{remedy}", *([] if intact is None else [f"run.resume_step={intact}"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ ALLOWED, READING, LOCKING = json.loads(Path(__file__).with_name("system_calls.js
 reading alone), and to install one more filter (of several, the strictest decides)."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-_SECCOMP_MODE_FILTER = 2
+_SECCOMP_MODE_FILTER, _PROT_EXEC = 2, 4
 _ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: errno 1, EPERM
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -67,16 +67,27 @@ def lock(also: Mapping[str, int] | None = None) -> None:
     """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise LockError(f"no filter for {sys.platform} on {platform.machine()}, only for Linux on x86-64")
-    program = _program({*ALLOWED.values(), *(also or {}).values()})
+    program = _program({*ALLOWED.values(), *(also or {}).values()}, may_load=also is not None)
     buffer = ctypes.create_string_buffer(program)
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 
-def _program(allowed: Collection[int]) -> bytes:
-    """The filter in the kernel's machine language: (code, jump if true, jump if false, value) of 8 bytes each."""
-    calls = sorted(allowed)
+def _program(allowed: Collection[int], *, may_load: bool) -> bytes:
+    """The filter in the kernel's machine language: (code, jump if true, jump if false, value) of 8 bytes each.
+
+    Args:
+        may_load: whether memory may become executable, as where a library is loaded.
+    """
+    calls, refused = sorted(allowed), [(READING["openat"], _NO_READING)]
+    checks: list[tuple[int, int, int, int]] = []
+    if not may_load:
+        refused += [(ALLOWED[name], _PROT_EXEC) for name in ("mmap", "mprotect")]
+    for left in reversed(range(len(refused))):
+        call, bits = refused[left]  # of the third argument: how a file is opened, what memory may be used for
+        ahead = len(calls) + 1 + 4 * left
+        checks += [(_EQUAL, 0, 3, call), (_LOAD, 0, 0, 32), (_ANY_BIT, ahead, 0, bits), (_LOAD, 0, 0, 0)]
     lines = [
         (_LOAD, 0, 0, 4),  # the architecture of the call
         (_EQUAL, 1, 0, _ARCHITECTURE),
@@ -84,10 +95,7 @@ def _program(allowed: Collection[int]) -> bytes:
         (_LOAD, 0, 0, 0),  # its number
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        (_EQUAL, 0, 3, READING["openat"]),
-        (_LOAD, 0, 0, 32),  # its third argument: the flags
-        (_ANY_BIT, len(calls) + 1, 0, _NO_READING),
-        (_LOAD, 0, 0, 0),
+        *checks,
         *((_EQUAL, len(calls) - at, 0, number) for at, number in enumerate(calls)),
         (_RETURN, 0, 0, _REFUSE),
         (_RETURN, 0, 0, _ALLOW),

@@ -29,8 +29,9 @@ _PART_BYTES = 1 << 20
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment of a process that finds the same modules as this one and computes in one thread."""
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
+    """Environment of a process that finds the same modules as this one, the user's in the working directory last, and
+    computes in one thread."""
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
     return os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,9 @@ GRACE_S = 8.0
 
 STOP_CHECK_S = 5.0
 """Between two checks whether a process of a server is stopped (SIGSTOP)."""
+
+LONGEST_TMPDIR = 90
+"""Characters: the server's sockets stand there, and the path of one may have 107."""
 
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
@@ -194,8 +198,9 @@ class LocalServer:
         programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
+        short = {"TMPDIR": "/tmp"} if len(tempfile.gettempdir()) > LONGEST_TMPDIR else {}
         ours = {"PYTHONPATH": path, "PATH": programs, launch_server.PARENT: str(os.getpid())}
-        return group_environment(self.config) | os.environ | ours | key | gpus
+        return group_environment(self.config) | os.environ | ours | key | gpus | short
 
 
 def hold_port(config: RolloutConfig, index: int) -> socket.socket:

@@ -1,5 +1,7 @@
 """What a newcomer types first: the version, a wrong path, keys with dashes."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -53,3 +55,20 @@ def test_a_run_that_is_not_there_is_no_config_that_is_not_there(monkeypatch, cap
 def test_a_verifier_in_another_folder_is_told_of_pythonpath():
     with pytest.raises(VerifierError, match="No module named 'nowhere'; set PYTHONPATH to the folder of the module"):
         load("nowhere:judge")
+
+
+@pytest.mark.parametrize("before", ["reward.py", "rollout/__init__.py"])
+def test_a_file_of_the_users_that_is_named_like_ours_hides_nothing(tmp_path, before):
+    (tmp_path / before).parent.mkdir(exist_ok=True)
+    (tmp_path / before).write_text("raise RuntimeError('not what was meant')")
+    program = "import megatron_dapo, reward.registry, rollout.config; print(reward.__file__, rollout.__file__)"
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert ended.stdout.split() == [str(ROOT / name / "__init__.py") for name in ("reward", "rollout")]

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dapo.cli import train
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.storage.run_dir import RunDirError
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +16,19 @@ def heeded():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+def test_an_error_that_another_setting_ends_comes_with_the_whole_command(tmp_path, monkeypatch, capfd):
+    def load(*_):
+        raise RunDirError("other prompts", "run.resume=false", "run.dir=a b")
+
+    monkeypatch.setattr(train, "prepare_environment", lambda: None)
+    monkeypatch.setattr(train, "load_config", load)
+    given = ["run.dir=x", "run.resume=true", "run.seed=1", "run.resume_step=3"]
+    assert train.train_command(tmp_path / "c.yaml", given) == ExitCode.CONFIG
+    shown = " ".join(capfd.readouterr().out.split())
+    command = f"megatron-dapo train {tmp_path}/c.yaml run.seed=1 run.resume=false 'run.dir=a b'"
+    assert command.replace(" ", "") in shown.replace(" ", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])

@@ -132,7 +132,8 @@ def own_cluster() -> str:
     In a process of its own: a minute after that loss, Ray itself ends the process.
     """
     program = """
-import psutil, time
+import http.client, os, psutil, time, urllib.request
+from contextlib import suppress
 from megatron_dapo.cli.train import prepare_environment
 prepare_environment()
 import ray
@@ -151,6 +152,10 @@ for process in [me, *me.children(recursive=True)]:
     for found in process.net_connections("inet"):
         if found.status == psutil.CONN_LISTEN:
             print("listens", found.laddr.ip.removeprefix("::ffff:"), process.name())
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                url = f"http://127.0.0.1:{found.laddr.port}/metrics"
+                print("answers", urllib.request.urlopen(url, timeout=5).status)
+print("folder", oct(os.stat(os.path.dirname(cluster._sweeper.rays)).st_mode))
 assert not cluster.lost()
 next(child for child in me.children() if child.name() == "gcs_server").kill()
 began = time.monotonic()
@@ -171,6 +176,13 @@ def test_nobody_outside_this_machine_reaches_the_runs_own_ray(own_cluster):
     listeners = [line.split()[1:] for line in lines if line.startswith("listens")]
     assert {name for _, name in listeners} >= {"gcs_server", "raylet"}
     assert {address for address, _ in listeners} == {"127.0.0.1"}, listeners
+
+
+def test_another_user_of_this_machine_gets_no_answer_and_into_no_folder(own_cluster):
+    """Ray makes its own folders writable for all, and its autoscaler would give figures to everybody."""
+    lines = own_cluster.splitlines()
+    assert [line for line in lines if line.startswith("answers")] == []
+    assert "folder 0o40700" in lines
 
 
 def test_the_loss_of_rays_gcs_is_seen_at_once_and_the_cluster_can_be_closed(own_cluster):

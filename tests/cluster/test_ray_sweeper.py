@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cluster import ray_sweeper
-from megatron_dapo.cluster.ray_sweeper import RaySweeper, new_temp_dir
+from megatron_dapo.cluster.ray_sweeper import RAYS, RaySweeper, new_temp_dir
 
 HOLD = "import sys, time\nfile = open(sys.argv[1], sys.argv[2])\nprint('open', flush=True)\ntime.sleep(1000)"
 
@@ -30,16 +30,16 @@ def place(tmp_path):
     """(a folder of Ray's by another name than its own, the same by its own)"""
     real, link = tmp_path / "real", tmp_path / "link"
     for ray in ("mine", "other"):
-        (real / ray / "session_1").mkdir(parents=True)
-        (real / ray / "session_1" / "log").touch()
+        (real / ray / RAYS / "session_1").mkdir(parents=True)
+        (real / ray / RAYS / "session_1" / "log").touch()
     link.symlink_to(real)
     return link, real
 
 
 def test_rays_own_processes_end_and_nobody_else(place):
     link, real = place
-    mine, other = (real / name / "session_1" / "log" for name in ("mine", "other"))
-    rays = [holding(mine, "a", "ray::Agent"), holding(link / "mine" / "session_1" / "log", "a", "ray::Agent")]
+    mine, other = (real / name / RAYS / "session_1" / "log" for name in ("mine", "other"))
+    rays = [holding(mine, "a", "ray::Agent"), holding(link / "mine" / RAYS / "session_1" / "log", "a", "ray::Agent")]
     others = {
         "a reader of the logs": holding(mine, "r"),
         "one that writes a log of its own there": holding(mine.with_name("notes"), "w"),
@@ -57,7 +57,7 @@ def test_rays_own_processes_end_and_nobody_else(place):
 
 def test_the_end_of_the_coordinator_is_enough(place):
     link, real = place
-    agent = holding(real / "mine" / "session_1" / "log", "a", "ray::Agent")
+    agent = holding(real / "mine" / RAYS / "session_1" / "log", "a", "ray::Agent")
     program = "import os, signal, sys; from megatron_dapo.cluster.ray_sweeper import RaySweeper\n"
     program += "RaySweeper(sys.argv[1]); os.kill(os.getpid(), signal.SIGKILL)"
     try:

@@ -9,9 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import MANIFEST_FILE, digest_of, put_in_place
+from megatron_dapo.actor.checkpoint.checkpoint_files import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    digest_of,
+    put_in_place,
+    state_text,
+)
+from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.coordinator import checkpoints as checkpoints_module
 from megatron_dapo.coordinator import run as run_module
 from megatron_dapo.coordinator.checkpoints import (
     Progress,
@@ -20,9 +29,10 @@ from megatron_dapo.coordinator.checkpoints import (
     load_progress,
     save_progress,
 )
+from megatron_dapo.coordinator.run_context import first_progress
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.storage.group_files import GroupFileError
-from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir
+from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError
 from tests.coordinator.test_sampler import group
 
 
@@ -153,6 +163,42 @@ def test_a_missing_file_of_the_trainer_is_found_before_anything_starts(run_dir, 
     error = found_at_start(run_dir)
     assert str(error).startswith(f"{file} is missing")
     assert error.intact == 4
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+def test_a_damaged_file_of_the_trainer_is_found_before_anything_starts(run_dir, name, monkeypatch):
+    file = run_dir.latest_checkpoint().folder / "actor" / name
+    flip(file)
+    assert str(found_at_start(run_dir)).startswith(f"{file} is damaged")
+    monkeypatch.setattr(checkpoints_module, "READ_FIRST", 100)  # too large to be read twice: left to the ranks
+    asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint()))
+
+
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_set_aside(run_dir, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"run: {{dir: {run_dir.path}, rollout_steps: 9, resume: true, resume_step: 4}}\n"
+        "model: {path: m, context_length: 30000}\ndata: {path: p}\nevaluation: {path: e}\n"
+    )
+    actor = run_dir.checkpoints()[1].folder / "actor"
+    before = sorted(path.name for path in (run_dir.path / "checkpoints").iterdir())
+
+    def error(*more: str) -> RunDirError:
+        with pytest.raises(RunDirError) as caught:
+            asyncio.run(first_progress(load_config(file, list(more)), run_dir))
+        assert sorted(path.name for path in (run_dir.path / "checkpoints").iterdir()) == before
+        return caught.value
+
+    assert "holds step 2, step 4, step 6" in str(error("run.resume_step=5"))
+    state = state_text(optimizer_steps=1, layout=LayoutConfig(), distributed_optimizer=True)
+    (actor / STATE_FILE).write_text(state)
+    with pytest.raises(CheckpointError, match=r"set actor\.optimizer\.distributed=true, as"):
+        asyncio.run(first_progress(load_config(file, ["actor.optimizer.distributed=false"]), run_dir))
+    flip(actor / "common.pt")
+    assert error().overrides == ("run.resume_step=2",)
+    flip(actor / "common.pt")
+    assert asyncio.run(first_progress(load_config(file), run_dir)).rollout_step == 4
+    assert [found.step for found in run_dir.checkpoints()] == [2, 4]
 
 
 def test_a_manifest_that_is_no_json_is_found_before_anything_starts(run_dir):

@@ -98,6 +98,7 @@ def test_a_broken_row_stops_with_file_and_line_or_is_counted(tmp_path, row, expe
         read(file)
     assert "p.jsonl:2" in str(error.value)
     assert expected in str(error.value)
+    assert str(error.value).endswith("; data.broken_rows=skip leaves such rows out")
     assert read(file, broken_rows="skip").counts["broken"] == 1
 
 

@@ -14,6 +14,7 @@ from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import Event, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
+from tests.killer import MARKS
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
@@ -78,6 +79,29 @@ def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event
     output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11))
     check_killed(victim, output)
     check_equal(tmp_path / "run", undisturbed, output)
+
+
+@pytest.mark.parametrize("victim", ["coordinator", *MARKS])
+def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, tmp_path, victim):
+    """One kill a run, while the second step's responses are written."""
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, 11)
+    check_killed(victim, output)
+    check_equal(tmp_path / "run", undisturbed, output)
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path):
+    """The other rank waits for it, and would answer no more than it does."""
+    overrides = ("run.rollout_steps=50", "run.step_deadline_s=20")
+    running = Running(*arguments(tmp_path / "run", *overrides), log=tmp_path / "out.txt")
+    running.wait_for("step 1/50", 300)
+    ranks = [process for process in running.marked() if " ".join(process.cmdline()).startswith("ray::TrainerRank")]
+    (second,) = (rank for rank in ranks if any("trainer-rank1" in file.path for file in rank.open_files()))
+    second.suspend()
+    finished = running.finish(200)
+    assert finished.code == ExitCode.STALLED, finished.output
+    assert f"\n  rank 1: stopped (process {second.pid} on " in finished.output
+    assert "\n  rank 0: waits for other ranks in " in finished.output
+    assert finished.left_behind == ()
 
 
 @pytest.mark.parametrize("event", [*EVENTS, Event.EXPIRED])

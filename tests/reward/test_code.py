@@ -215,6 +215,9 @@ PROBES = {
     "trace": "libc.ptrace(16, os.getppid(), 0, 0) == 0 or 1 / 0",
     "read memory": "libc.process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) == 0 or 1 / 0",
     "execute": "os.execv('/bin/true', ['true'])",
+    "run what it wrote": "mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC)",
+    "make memory executable": "libc.mprotect(ctypes.c_void_p(id(libc) & ~0xfff), 4096, 7) == 0 or 1 / 0",
+    "ask the judge": "import reward.code.seccomp",
     "io_uring": "libc.syscall(425, 8, libc) >= 0 or 1 / 0",
     "32-bit calls": "libc.syscall(0x40000000 + 39) >= 0 or 1 / 0",
     "name spaces": "libc.unshare(0x10000000) == 0 or 1 / 0",
@@ -230,7 +233,7 @@ def test_the_sandbox_refuses(name, tmp_path):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         probe = PROBES[name].replace("MARK", str(mark)).replace("PORT", str(listener.getsockname()[1]))
-        imports = "import os, socket, subprocess, threading, resource, ctypes\nlibc = ctypes.CDLL(None)\n"
+        imports = "import os, socket, subprocess, threading, resource, ctypes, mmap\nlibc = ctypes.CDLL(None)\n"
         source = f"{imports}def probe():\n    {probe}\n    return True"
         assert not right(source, tests="assert probe() is True")
         refused = f"{imports}def probe():\n    try:\n        {probe}\n    except Exception: return 'refused'"

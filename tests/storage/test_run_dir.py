@@ -162,10 +162,12 @@ def inputs(prompts: str = "abc", heldout: str = "held") -> SimpleNamespace:
 def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
     run_dir, file = begun
     check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir)
-    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0"):
+    with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0") as caught:
         check_resume(load_config(file, ["run.seed=1"]), inputs(), run_dir)
-    with pytest.raises(RunDirError, match="trained twice or never"):
+    assert caught.value.overrides == ("run.seed=0",)
+    with pytest.raises(RunDirError, match="trained twice or never") as caught:
         check_resume(load_config(file), inputs(prompts="def"), run_dir)
+    assert caught.value.overrides == ("run.resume=false", f"run.dir={run_dir.path}.new")
 
 
 def test_a_resume_may_change_only_stages_that_lie_ahead(begun):

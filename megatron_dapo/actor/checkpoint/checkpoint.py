@@ -9,7 +9,6 @@ training goes on: `begin` returns when the state is copied, `PendingSave.finish`
 into any layout. Before anything is loaded every file is compared with the manifest.
 """
 
-import json
 import shutil
 import socket
 from collections import Counter
@@ -39,8 +38,6 @@ from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
-
-CONVERT = "convert it to a Hugging Face folder and give that as model.path, to start from its weights"
 
 EXTRA_STATE = "_extra_state"
 """Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
@@ -123,12 +120,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
-    state = json.loads((folder / files.STATE_FILE).read_text())
-    kind = state["distributed_optimizer"]
-    if kind is None:
-        raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
-    if kind != optimizer.config.distributed:
-        raise CheckpointError(f"{folder}: written with actor.optimizer.distributed = {kind}; set it to that")
+    state = files.read_state(folder, distributed=optimizer.config.distributed)
     _check_common_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
@@ -148,7 +140,7 @@ def _check_common_state(folder: Path) -> None:
     except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
         raise CheckpointError(
             f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
-            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or {CONVERT}"
+            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or {files.CONVERT}"
         ) from error
 
 

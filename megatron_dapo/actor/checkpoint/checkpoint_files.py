@@ -18,12 +18,14 @@ from typing import Any
 
 import xxhash
 
-from megatron_dapo.actor.step_data import CheckpointDamagedError
+from megatron_dapo.actor.step_data import CheckpointDamagedError, CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.storage.durable import replace_file, replace_folder
 
 STATE_FILE = "actor.json"
 MANIFEST_FILE = "manifest.json"
+
+CONVERT = "convert it to a Hugging Face folder and give that as model.path, to start from its weights"
 
 READERS = 8
 """Threads that share the files of a checkpoint: a parallel file system is not filled by one."""
@@ -60,6 +62,21 @@ def state_text(*, optimizer_steps: int, layout: LayoutConfig, distributed_optimi
         "extra": {},  # of the file's format; nothing is stored in it
     }
     return json.dumps(state, indent=1)
+
+
+def read_state(folder: Path, *, distributed: bool) -> dict[str, Any]:
+    """What `state_text` wrote.
+
+    Raises:
+        CheckpointError: `actor.optimizer.distributed` is another one, or there is no optimizer state.
+    """
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    kind = state["distributed_optimizer"]
+    if kind is None:
+        raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
+    if kind != distributed:
+        raise CheckpointError(f"{folder}: set actor.optimizer.distributed={str(kind).lower()}, as it was written with")
+    return state
 
 
 def digest_of(file: Path, algorithm: str = ALGORITHM) -> str:

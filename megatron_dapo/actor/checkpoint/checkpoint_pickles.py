@@ -3,7 +3,8 @@
 Torch's distributed format keeps its index (`.metadata`) as a pickle, and what is not a tensor inside the shard files.
 Both are loaded in full by torch, so a checkpoint that someone was handed could run anything. Here the index is read by
 an unpickler that knows only the classes of that format, and each value that is no tensor by torch's own check of what
-`weights_only` would refuse. Torch reads `common.pt` with `weights_only`, and tensors always so.
+`weights_only` would refuse. So is `common.pt`: torch reads it and all tensors with `weights_only`, but then its own
+words advise to go on without.
 """
 
 import io
@@ -38,7 +39,9 @@ def refuse_foreign_code(folder: Path) -> None:
         CheckpointError: it would call something that a checkpoint has no need of, or points out of the folder; names
             the file and the callable.
     """
-    index = read_index(folder)
+    index, common = read_index(folder), folder / "common.pt"
+    if common.exists():  # Megatron-Core 0.16 writes one
+        _check_value(common, "of all ranks", 0, common.stat().st_size)
     for place, info in (index.storage_data or {}).items():
         if isinstance(index.state_dict_metadata.get(place.fqn), BytesStorageMetadata):
             _check_value(folder / info.relative_path, place.fqn, info.offset, info.length)

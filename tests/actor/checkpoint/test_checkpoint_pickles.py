@@ -50,6 +50,17 @@ def test_code_in_a_value_is_named_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_code_in_the_common_values_is_named_and_nobody_is_told_to_load_it(tmp_path):
+    folder = write(tmp_path / "step", "")
+    torch.save({"lr": 1e-6}, folder / "common.pt")
+    refuse_foreign_code(folder)
+    torch.save(Bomb(tmp_path / "ran"), folder / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt: would call posix\.mkdir") as refused:
+        refuse_foreign_code(folder)
+    assert "weights_only" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_code_in_the_index_is_named_and_not_run(tmp_path):
     folder = write(tmp_path / "step", "")
     (folder / INDEX_FILE).write_bytes(pickle.dumps([Bomb(tmp_path / "ran")]))
