@@ -11,13 +11,17 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
-from megatron_dapo.data.order import Span
+from megatron_dapo.data.order import Order, PromptOrder, Span
 from megatron_dapo.data.prompt_files import DataError, raw_rows
 from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
+from reward.named import load_named
 from reward.registry import find_named_by_data, stated_form
 from reward.verdict import VerifierError
+
+PROBED = 1000
+"""Positions at which an order of the user's own is tried before a run."""
 
 
 class Tokenizer(Protocol):
@@ -60,6 +64,29 @@ class PromptSet:
     content_hash: str
     """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
     prompts have equal hashes."""
+
+    def order(self, name: str, seed: int) -> Order:
+        """The endless order of `data.order`: shuffled, or what `name(prompts, seed)` gives.
+
+        Raises:
+            ConfigError: `name` cannot be imported; or the first positions are no indices of prompts, or others if they
+                are asked for again, as a resumed run does.
+        """
+        if name == "shuffled":
+            return PromptOrder(self.spans, seed)
+        try:
+            order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
+        except ImportError as error:
+            raise ConfigError(f"data.order = {name}: {error}") from None
+        found = [order.index_at(position) for position in range(PROBED)]
+        for position in reversed(range(PROBED)):
+            one, again = found[position], other.index_at(position)
+            if one != again or not 0 <= one < len(self.prompts):
+                raise ConfigError(
+                    f"data.order = {name}: position {position} has prompt {one}, asked again {again}, of "
+                    f"{len(self.prompts)}; index_at must depend on the position, the prompts and the seed alone"
+                )
+        return order
 
     def summary(self) -> str:
         verifiers, counts = Counter(prompt.verifier for prompt in self.prompts), self.counts

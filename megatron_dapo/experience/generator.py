@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.data.order import PromptOrder
+from megatron_dapo.data.order import Order
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
@@ -114,22 +115,29 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSet, sampling: SamplingParams, algorithm: AlgorithmConfig, seed: int
+        self,
+        responder: Responder,
+        prompts: PromptSet,
+        sampling: SamplingParams,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        order: Order | None = None,
     ) -> None:
+        """`order`: None: shuffled."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
-        self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
+        self._prompts, self._order = prompts.prompts, order or prompts.order("shuffled", seed)
         self._clock = RewardClock()
         self.finished = 0
         """Groups written and judged, since the start."""
 
     def prompt_at(self, position: int) -> int:
-        """Index of the prompt at `position` of the shuffled order."""
-        return self._order.index_at(position)
+        """Index of the prompt at `position` of the endless order."""
+        return index(self._order.index_at(position))
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
-        """The responses to the prompt at `position` of the shuffled order, judged."""
-        index = self.prompt_at(position)
-        prompt = self._prompts[index]
+        """The responses to the prompt at `position` of the endless order, judged."""
+        prompt_index = self.prompt_at(position)
+        prompt = self._prompts[prompt_index]
         place = f"prompt {position} ({prompt.place})"
         with self._clock.measure("writing"):
             generations = await gather_or_cancel(
@@ -141,7 +149,7 @@ class GroupGenerator:
         self.finished += 1
         return ScoredGroup(
             position=position,
-            prompt_index=index,
+            prompt_index=prompt_index,
             prompt_ids=prompt.ids,
             weight_version=min(int(generation.weight_versions.min()) for generation in generations),
             responses=responses,

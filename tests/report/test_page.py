@@ -153,6 +153,15 @@ def test_a_curve_goes_where_its_metric_goes(tmp_path):
     assert rises[0] > 0, "up is up"
 
 
+def test_a_statistic_of_the_loss_has_a_chart_without_being_declared(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = [{**line, "objective/outside": 0.25} for line in metrics()]
+    write_lines(run / "metrics.jsonl", lines)
+    page = page_of(run)
+    assert "Of the policy loss: mean over the tokens that carry loss." in page.text
+    assert "outside, mean" in page.text, "in the table of numbers"
+
+
 def test_a_run_under_way_shows_what_there_is(tmp_path):
     text = page_of(write_run(tmp_path / "run", finished=False, steps=1)).text
     assert "1 of 12 rollout steps" in text
