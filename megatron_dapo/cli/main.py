@@ -44,7 +44,7 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
     prompts, _ = read_problems(loaded, text)
     print(f"prompts: {prompts.summary()}")
     print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {loaded.rollout.max_new_tokens} tokens")
-    order = prompts.order(loaded.data.order, loaded.run.seed)
+    order = prompts.order(loaded.run.seed)
     for position in range(count):
         prompt = prompts.prompts[order.index_at(position)]
         print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens")

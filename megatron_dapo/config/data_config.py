@@ -94,7 +94,7 @@ class DataConfig(ColumnsConfig):
     count it."""
 
     order: Annotated[str, AfterValidator(partial(check_name, table=("shuffled",)))] = "shuffled"
-    """Which prompt comes when. `shuffled`: by `run.seed` and the weights, each file in epochs. `module:name`: your own
+    """Which prompt comes when. `shuffled`: by `run.seed` and the weights. `module:name`: your own
     (docs/extending.md)."""
 
     deduplicate: bool = True

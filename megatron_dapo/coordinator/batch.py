@@ -113,8 +113,8 @@ def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config:
     except ImportError as error:
         raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {error}") from None
     if not (isinstance(found, torch.Tensor) and found.shape == rewards.shape and found.isfinite().all()):
-        wanted = f"finite numbers [{', '.join(map(str, rewards.shape))}], one a response"
-        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: must give {wanted}; got {found!r:.200}")
+        wanted = f"must give finite numbers {[*rewards.shape]}, one a response; got {found!r:.200}"
+        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {wanted}")
     return found.flatten()
 
 

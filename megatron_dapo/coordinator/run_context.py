@@ -90,7 +90,7 @@ async def start_run(run: RunBase) -> RunContext:
     objective_of(config.algorithm)
     example = torch.tensor([[1.0, *[-1.0] * (config.algorithm.group_size - 1)]] * 2, dtype=torch.float64)
     advantages_of(example, torch.arange(1, example.numel() + 1), config.algorithm.advantage)
-    order = inputs.prompts.order(config.data.order, config.run.seed)
+    inputs.prompts.order(config.run.seed)
     if config.run.resume:
         for change in check_resume(config, inputs, run_dir):
             run.console.note(change)
@@ -124,7 +124,7 @@ async def start_run(run: RunBase) -> RunContext:
         top_p=config.rollout.top_p,
         stop_token_ids=inputs.text.stop_token_ids,
     )
-    generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed, order)
+    generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS

@@ -64,16 +64,19 @@ class PromptSet:
     content_hash: str
     """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
     prompts have equal hashes."""
+    ordered: str = "shuffled"
+    """`data.order`."""
 
-    def order(self, name: str, seed: int) -> Order:
-        """The endless order of `data.order`: shuffled, or what `name(prompts, seed)` gives.
+    def order(self, seed: int) -> Order:
+        """The endless order: shuffled, or what `ordered`, as `module:name`, makes of the prompts and the seed.
 
         Raises:
-            ConfigError: `name` cannot be imported; or the first positions are no indices of prompts, or others if they
+            ConfigError: it cannot be imported; or the first positions are no indices of prompts, or others if they
                 are asked for again, as a resumed run does.
         """
-        if name == "shuffled":
+        if self.ordered == "shuffled":
             return PromptOrder(self.spans, seed)
+        name = self.ordered
         try:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
         except ImportError as error:
@@ -164,7 +167,9 @@ def read_prompts(
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
     prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
-    return PromptSet(prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash)
+    return PromptSet(
+        prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash, ordered=config.order
+    )
 
 
 class _Reading:

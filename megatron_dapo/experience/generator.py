@@ -15,7 +15,6 @@ import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.data.order import Order
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
@@ -115,17 +114,10 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self,
-        responder: Responder,
-        prompts: PromptSet,
-        sampling: SamplingParams,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        order: Order | None = None,
+        self, responder: Responder, prompts: PromptSet, sampling: SamplingParams, algorithm: AlgorithmConfig, seed: int
     ) -> None:
-        """`order`: None: shuffled."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
-        self._prompts, self._order = prompts.prompts, order or prompts.order("shuffled", seed)
+        self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
         self.finished = 0
         """Groups written and judged, since the start."""

@@ -21,6 +21,9 @@ class Outcomes:
     tokens: dict[str, int]
     """Each generated response token once; `generated again`: of groups whose weights had become too old,
     or which no checkpoint held when the run was resumed."""
+    groups: dict[int, list[int]]
+    """Prompt -> right responses in each of its groups that was decided, oldest first. Ledgers of older versions name
+    positions alone."""
 
 
 def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
@@ -35,6 +38,7 @@ def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
     now: dict[int, str] = {}
     waiting: dict[int, int] = {}
     tokens: Counter[str] = Counter()
+    groups: dict[int, list[int]] = {}
     for event in events:
         prompt, kind = event.get("prompt"), event.get("event")
         if prompt is None:
@@ -50,11 +54,14 @@ def count_outcomes(path: Path, notes: list[str]) -> Outcomes | None:
         elif kind in (Event.TRAINED, Event.FILTERED):
             now[prompt] = TRAINED if kind == Event.TRAINED else ALL_RIGHT if event.get("correct") else ALL_WRONG
             tokens[now[prompt]] += waiting.pop(prompt, event.get("tokens", 0))
+            if isinstance(row := event.get("row"), int) and isinstance(right := event.get("correct"), int):
+                groups.setdefault(row, []).append(right)
     tokens[WAITING] = sum(waiting.values())
     prompts = Counter(now.values())
     return Outcomes(
         prompts={each: prompts[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, UNFINISHED)},
         tokens={each: tokens[each] for each in (TRAINED, ALL_RIGHT, ALL_WRONG, WAITING, AGAIN)},
+        groups=groups,
     )
 
 

@@ -106,8 +106,12 @@ def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_pat
         Prompt(text="", answer=str(answer), ids=np.zeros(1, np.int32), place="", source="", verifier="exact")
         for answer in answers
     )
-    given = PromptSet(prompts=prompts, spans=(), counts=Counter(), content_hash="")
-    order = given.order("orders_of_ones_own:ByAnswer", 0)
+
+    def order_of(name):
+        ordered = f"orders_of_ones_own:{name}"
+        return PromptSet(prompts=prompts, spans=(), counts=Counter(), content_hash="", ordered=ordered).order(0)
+
+    order = order_of("ByAnswer")
     assert [answers[order.index_at(position)] for position in range(9)] == [*range(7), 0, 1]
     for name, fault in {
         "Random": "position .* has prompt .*, asked again .*, of 7",
@@ -116,4 +120,4 @@ def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_pat
         "Absent": "no function or class Absent",
     }.items():
         with pytest.raises(ConfigError, match=f"data.order = orders_of_ones_own:{name}: .*{fault}"):
-            given.order(f"orders_of_ones_own:{name}", 0)
+            order_of(name)

@@ -16,8 +16,8 @@ from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
 
 SECTIONS = {
-    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes", "config",
-    "samples", "provenance",
+    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes",
+    "learning", "config", "samples", "provenance",
 }  # fmt: skip
 VOID = {"meta", "br", "wbr"}
 
