@@ -336,9 +336,8 @@ class DynamicSampler:
             self._record(Event.FILTERED, group, batch.rollout_step)
 
     def _record(self, event: Event, group: ScoredGroup, rollout_step: int, **details: int) -> None:
-        about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens}
-        about |= {"row": group.prompt_index} | details
-        self._ledger.record(event, prompt=group.position, rollout_step=rollout_step, **about)
+        about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens} | details
+        self._ledger.record(event, prompt=group.position, row=group.prompt_index, rollout_step=rollout_step, **about)
 
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -124,12 +123,12 @@ class GroupGenerator:
 
     def prompt_at(self, position: int) -> int:
         """Index of the prompt at `position` of the endless order."""
-        return index(self._order.index_at(position))
+        return int(self._order.index_at(position))
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the endless order, judged."""
-        prompt_index = self.prompt_at(position)
-        prompt = self._prompts[prompt_index]
+        index = self.prompt_at(position)
+        prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"
         with self._clock.measure("writing"):
             generations = await gather_or_cancel(
@@ -141,7 +140,7 @@ class GroupGenerator:
         self.finished += 1
         return ScoredGroup(
             position=position,
-            prompt_index=prompt_index,
+            prompt_index=index,
             prompt_ids=prompt.ids,
             weight_version=min(int(generation.weight_versions.min()) for generation in generations),
             responses=responses,
