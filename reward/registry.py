@@ -1,13 +1,12 @@
 """The table of verifiers: name -> where it is and how it is run. One outside the table is `module:function`."""
 
-import importlib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from reward.named import check_name, load_named
 from reward.verdict import Judgement, VerificationRequest, Verifier, VerifierError
 
 
@@ -61,21 +60,17 @@ def find(name: str) -> Entry:
     Raises:
         VerifierError: the name, or one in the sum, is none of these; the message gives the nearest name.
     """
-    entry = VERIFIERS.get(name)
-    if entry is not None:
-        return entry
     if is_sum(name):
-        entries = [find(part) for _, part in weighted(name)]
-        return entries[0]
-    module, colon, function = name.partition(":")
-    if module == "robust" and function.count("{answer}") == 1 and function.partition("{answer}")[0].strip(". \t\r\n"):
+        first, *_ = [find(part) for _, part in weighted(name)]
+        return first
+    module, _, form = name.partition(":")
+    if module == "robust" and form.count("{answer}") == 1 and form.partition("{answer}")[0].strip(". \t\r\n"):
         return replace(VERIFIERS["robust"], second="")  # `exact` knows one form alone
-    if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return Entry(path=name)
-    near = get_close_matches(name.lower(), VERIFIERS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(VERIFIERS)}, or 'module:function'"
-    hint = "add rewards with weights, as 'robust + 0.2 * module:function'" if " + " in name else hint
-    raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}")
+    try:
+        return VERIFIERS.get(check_name(name, VERIFIERS)) or Entry(path=name)
+    except ValueError as error:
+        hint = "add rewards with weights, as 'robust + 0.2 * module:function'" if " + " in name else error
+        raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}") from None
 
 
 def stated_form(name: str) -> str | None:
@@ -137,14 +132,7 @@ def other_accuracy(request: VerificationRequest) -> bool | None:
 
 
 def _function(name: str, path: str) -> Callable[..., Any]:
-    module_name, _, function_name = path.partition(":")
     try:
-        function = vars(importlib.import_module(module_name)).get(function_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way, and the pool must go on
-        raise VerifierError(
-            f"verifier {name!r}: import of {module_name} failed: {type(error).__name__}: {error}"
-            f"{'; set PYTHONPATH to the folder of the module' if isinstance(error, ModuleNotFoundError) else ''}"
-        ) from error
-    if not callable(function):
-        raise VerifierError(f"verifier {name!r}: module {module_name} has no function {function_name}")
-    return function
+        return load_named(path)
+    except ImportError as error:  # the pool must go on
+        raise VerifierError(f"verifier {name!r}: {error}") from error

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -214,13 +214,14 @@ def integers(options: argparse.Namespace) -> int:
     rows = list(sifted.kept.values())
     todo = [row for row in rows if integer_of(row.answer) is None]
     outcomes = iter(asyncio.run(_transform([(_text(row), row.answer) for row in todo], options)))
-    written = []
+    written, lost_by_kind = [], defaultdict[str, list[bool]](list)
     for row in rows:
         if integer_of(row.answer) is not None:
             sifted.counts["integers already"] += 1
             written.append(_written(row))
             continue
         outcome = next(outcomes)
+        lost_by_kind[answer_kind(row.answer)].append(isinstance(outcome, SetAside))
         if isinstance(outcome, SetAside):
             sifted.counts[f"set aside: {str(outcome).partition(':')[0]}"] += 1
             sifted.aside.append(_written(row) | {"reason": str(outcome)})
@@ -231,6 +232,8 @@ def integers(options: argparse.Namespace) -> int:
         written.append(_written(new) | {"original": original | {"integer": outcome.form.integer}})
     _write(options.out / "train.jsonl", written)
     problems = [(_key(line["prompt"]), line["answer"]) for line in written]
+    for kind, lost in lost_by_kind.items():
+        sifted.counts[f"set aside of the answers that are {kind}: {sum(lost) / len(lost):.1%}"] = sum(lost)
     _finish(options.out, sifted, problems, {"prompt, characters": [len(prompt) for prompt, _ in problems]})
     return EXIT_OK
 

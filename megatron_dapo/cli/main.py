@@ -37,7 +37,6 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
     """Print prompts exactly as the server gets them: text, token ids, ground truth."""
     from megatron_dapo.coordinator.inputs import read_problems
-    from megatron_dapo.data.order import PromptOrder
     from megatron_dapo.data.tokenizer import load_text_tools
 
     loaded = config_of(config, overrides or [])
@@ -45,7 +44,7 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
     prompts, _ = read_problems(loaded, text)
     print(f"prompts: {prompts.summary()}")
     print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {loaded.rollout.max_new_tokens} tokens")
-    order = PromptOrder(prompts.spans, loaded.run.seed)
+    order = prompts.order(loaded.run.seed)
     for position in range(count):
         prompt = prompts.prompts[order.index_at(position)]
         print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens")

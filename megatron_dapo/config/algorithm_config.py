@@ -1,7 +1,7 @@
 """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
 
 from dataclasses import field
-from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -16,14 +16,10 @@ from megatron_dapo.config.base import (
     PositiveFloat,
     PositiveInt,
 )
+from reward.named import check_name
 
-
-def _known_loss(name: str) -> str:
-    module, colon, item = name.partition(":")
-    if name in LOSSES or (colon and item.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        return name
-    near = get_close_matches(name, LOSSES, n=1)
-    raise ValueError(f"did you mean {near[0]}?" if near else f"valid: {', '.join(LOSSES)}, or module:name")
+ESTIMATORS = ("group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline")
+"""Advantages of megatron_dapo/algorithm/advantage.py. No torch here."""
 
 
 def automatic_mode(policy_loss: str, max_staleness: int) -> Literal["none", "truncated"]:
@@ -35,13 +31,11 @@ def automatic_mode(policy_loss: str, max_staleness: int) -> Literal["none", "tru
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdvantageConfig:
-    estimator: Literal["group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline"] = (
-        "group_std"
-    )
+    estimator: Annotated[str, AfterValidator(partial(check_name, table=ESTIMATORS))] = "group_std"
     """`group_std`: divided by the group's standard deviation (eq. 9). `no_std`:
     not divided (Dr. GRPO). `rloo`: against the mean of the others. `mini_batch_std` (Magistral), `batch_std` (ScaleRL):
     divided by that of the mini-batch, of the rollout step. `reinforce_pp_baseline`: standardized over the step's
-    tokens (REINFORCE++)."""
+    tokens (REINFORCE++). `module:name`: your own (docs/extending.md)."""
 
     epsilon: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
@@ -183,7 +177,7 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
 
-    policy_loss: Annotated[str, AfterValidator(_known_loss)] = "clipped"
+    policy_loss: Annotated[str, AfterValidator(partial(check_name, table=LOSSES))] = "clipped"
     """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine): a file
     each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). `sapo` reads `loss_options`,
     `reinforce` `importance.upper`, the others `clip`."""

@@ -1,8 +1,9 @@
 """Sections `data` and `evaluation`: the files of prompts and of held-out problems, and how they are used."""
 
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import (
@@ -15,6 +16,7 @@ from megatron_dapo.config.base import (
     Text,
 )
 from reward.config import VerifierName
+from reward.named import check_name
 
 Schema = Literal["columns", "dapo", "gsm8k"]
 
@@ -90,6 +92,10 @@ class DataConfig(ColumnsConfig):
     broken_rows: Literal["stop", "skip"] = "stop"
     """A row that is no JSON, lacks a key, or has an unusable ground truth: `stop` and name file and line, or `skip` and
     count it."""
+
+    order: Annotated[str, AfterValidator(partial(check_name, table=("shuffled",)))] = "shuffled"
+    """Which prompt comes when. `shuffled`: by `run.seed` and the weights. `module:name`: your own
+    (docs/extending.md)."""
 
     deduplicate: bool = True
     """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""

@@ -10,32 +10,35 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 """
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import torch
 
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
-from megatron_dapo.algorithm.advantage import standardized, step_advantages
+from megatron_dapo.algorithm.advantage import Estimator, standardized, step_advantages
 from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
 from megatron_dapo.algorithm.token_loss import PolicyLoss
 from megatron_dapo.config import ConfigError
-from megatron_dapo.config.algorithm_config import AlgorithmConfig
+from megatron_dapo.config.algorithm_config import ESTIMATORS, AdvantageConfig, AlgorithmConfig
 from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
+from reward.named import load_named
 
 if TYPE_CHECKING:  # who only packs a batch needs no Ray
     from megatron_dapo.cluster.trainer import Trainer
+
+TAKEN_NAMES = {"loss", "tokens", "log_prob", "entropy", "approx_kl_old", "kl"}
+"""Statistics that a policy loss may not have: the update's own."""
 
 CHUNKS = 8
 """A full batch's log-probs are computed in so many pieces."""
@@ -77,12 +80,13 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     for key in entry.reads if entry else ():
         section, _, field = key.partition(".")
         options[field] = getattr(getattr(algorithm, section), field)
-    module, _, item = (entry.path if entry else name).partition(":")
     try:
-        loss: object = getattr(importlib.import_module(module), item)(**options)
+        loss: object = load_named(entry.path if entry else name)(**options)
         if not (isinstance(loss, PolicyLoss) and _takes_columns(loss)):
             raise TypeError("it gives no PolicyLoss, which has stat_names and __call__(log_probs, columns)")
-    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
+        if taken := TAKEN_NAMES.intersection(loss.stat_names):
+            raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
     return loss
 
@@ -93,6 +97,25 @@ def _takes_columns(loss: PolicyLoss) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
+    """`algorithm.advantage.step_advantages`, or what the user's own function makes of shaped rewards [P, G].
+
+    Raises:
+        ConfigError: `estimator` names no function that gives a finite number a response.
+    """
+    if config.estimator in ESTIMATORS:
+        known = cast(Estimator, config.estimator)
+        return step_advantages(rewards, response_lengths, epsilon=config.epsilon, ddof=config.ddof, estimator=known)
+    try:
+        found = load_named(config.estimator)(rewards, response_lengths.reshape(rewards.shape))
+    except ImportError as error:
+        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {error}") from None
+    if not (isinstance(found, torch.Tensor) and found.shape == rewards.shape and found.isfinite().all()):
+        wanted = f"must give finite numbers {[*rewards.shape]}, one a response; got {found!r:.200}"
+        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {wanted}")
+    return found.flatten()
 
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
@@ -110,12 +133,11 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     )
     truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups)
     lengths = torch.from_numpy(responses.response_lengths.astype(np.int64))
-    advantages = step_advantages(rewards, lengths, **asdict(config.algorithm.advantage))
     return StepArrays(
         responses=responses,
         rollout_log_probs=np.concatenate([response.generation.log_probs for response in everyone]).astype(np.float32),
         weight_versions=np.concatenate([response.generation.weight_versions for response in everyone]),
-        advantages=advantages.numpy().astype(np.float32),
+        advantages=advantages_of(rewards, lengths, config.algorithm.advantage).numpy().astype(np.float32),
         carries_loss=~truncated if config.algorithm.overlong.filter else np.ones(len(everyone), bool),
     )
 

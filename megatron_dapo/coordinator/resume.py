@@ -21,7 +21,7 @@ from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import read_ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
-KEPT = ("run.seed", "algorithm.group_size", "model.path", "rollout.max_new_tokens")
+KEPT = ("run.seed", "data.order", "algorithm.group_size", "model.path", "rollout.max_new_tokens")
 """Keys that the ledger and the carried groups rest on."""
 
 MEASURED = tuple(f"evaluation.{key}" for key in ("limit", "samples", "temperature", "top_p", "greedy"))

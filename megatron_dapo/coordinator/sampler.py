@@ -314,7 +314,7 @@ class DynamicSampler:
 
     def _record(self, event: Event, group: ScoredGroup, rollout_step: int, **details: int) -> None:
         about = {"weight_version": group.weight_version, "correct": group.correct, "tokens": group.tokens} | details
-        self._write(event, group.position, rollout_step, **about)
+        self._write(event, group.position, rollout_step, row=group.prompt_index, **about)
 
     def _write(self, event: Event, position: int, rollout_step: int, weight_version: int, **details: Any) -> None:
         self._ledger.record(event, prompt=position, rollout_step=rollout_step, weight_version=weight_version, **details)

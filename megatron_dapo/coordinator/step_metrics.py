@@ -139,6 +139,7 @@ def write_samples(
             line = {
                 "rollout_step": rollout_step,
                 "prompt": group.position,
+                "row": group.prompt_index,
                 "place": prompt.place,
                 "source": prompt.source,
                 "prompt_text": prompt.text,

@@ -11,13 +11,17 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
-from megatron_dapo.data.order import Span
+from megatron_dapo.data.order import Order, PromptOrder, Span
 from megatron_dapo.data.prompt_files import DataError, raw_rows
 from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
+from reward.named import load_named
 from reward.registry import find_named_by_data, stated_form
 from reward.verdict import VerifierError
+
+PROBED = 1000
+"""Positions at which an order of the user's own is tried before a run."""
 
 
 class Tokenizer(Protocol):
@@ -60,6 +64,32 @@ class PromptSet:
     content_hash: str
     """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
     prompts have equal hashes."""
+    ordered: str = "shuffled"
+    """`data.order`."""
+
+    def order(self, seed: int) -> Order:
+        """The endless order: shuffled, or what `ordered`, as `module:name`, makes of the prompts and the seed.
+
+        Raises:
+            ConfigError: it cannot be imported; or the first positions are no indices of prompts, or others if they
+                are asked for again, as a resumed run does.
+        """
+        if self.ordered == "shuffled":
+            return PromptOrder(self.spans, seed)
+        name = self.ordered
+        try:
+            order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
+        except ImportError as error:
+            raise ConfigError(f"data.order = {name}: {error}") from None
+        found = [order.index_at(position) for position in range(PROBED)]
+        for position in reversed(range(PROBED)):
+            one, again = found[position], other.index_at(position)
+            if one != again or not 0 <= one < len(self.prompts):
+                raise ConfigError(
+                    f"data.order = {name}: position {position} has prompt {one}, asked again {again}, of "
+                    f"{len(self.prompts)}; index_at must depend on the position, the prompts and the seed alone"
+                )
+        return order
 
     def summary(self) -> str:
         if not self.spans:
@@ -139,7 +169,9 @@ def read_prompts(
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
     prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
-    return PromptSet(prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash)
+    return PromptSet(
+        prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash, ordered=config.order
+    )
 
 
 class _Reading:

@@ -14,7 +14,6 @@ import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.data.order import PromptOrder
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
@@ -119,17 +118,17 @@ class GroupGenerator:
         self, responder: Responder, prompts: PromptSet, sampling: SamplingAt, algorithm: AlgorithmConfig, seed: int
     ) -> None:
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
-        self._prompts, self._order = prompts.prompts, PromptOrder(prompts.spans, seed)
+        self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
         self.finished = 0
         """Groups written and judged, since the start."""
 
     def prompt_at(self, position: int) -> int:
-        """Index of the prompt at `position` of the shuffled order."""
-        return self._order.index_at(position)
+        """Index of the prompt at `position` of the endless order."""
+        return int(self._order.index_at(position))
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
-        """The responses to the prompt at `position` of the shuffled order, judged."""
+        """The responses to the prompt at `position` of the endless order, judged."""
         index = self.prompt_at(position)
         prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"

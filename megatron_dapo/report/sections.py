@@ -57,6 +57,14 @@ def read_sections() -> list[Section]:
     return TypeAdapter(list[Section]).validate_python(yaml.safe_load(CHARTS.read_text(encoding="utf-8")))
 
 
+def own_charts(section: Section, runs: Sequence[Run]) -> list[Chart]:
+    """In section `update`, a chart of each statistic that the policy loss names itself."""
+    names = sorted({name for run in runs for line in run.lines[-1:] for name in line if name.startswith("objective/")})
+    note = "Of the policy loss: mean over the tokens that carry loss."
+    charts = [Chart(title=name.partition("/")[2], note=note, series={name: "mean"}) for name in names]
+    return charts if section.key == "update" else []
+
+
 def draw_section(
     section: Section, groups: Sequence[Group], smooth: int
 ) -> tuple[list[Drawn], list[list[str]], list[str]]:
@@ -66,7 +74,7 @@ def draw_section(
     numbers: list[list[str]] = []
     missing: list[str] = []
     runs = [run for group in groups for run in group.runs]
-    for chart in section.charts:
+    for chart in (*section.charts, *own_charts(section, runs)):
         if not chart.curves(groups)[0]:
             missing.append(chart.title)
             continue

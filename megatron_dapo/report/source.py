@@ -44,10 +44,7 @@ class Evaluation(NamedTuple):
 
 
 class Run:
-    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken.
-
-    The ledger is not read: of a long run that takes seconds.
-    """
+    """What is known of one run; empty where its file is missing, with a line in `notes` where it is broken."""
 
     def __init__(self, path: str | Path) -> None:
         """`path`: the run directory.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.losses.cispo import CISPO
 from megatron_dapo.algorithm.losses.clipped import Clipped
@@ -217,22 +216,3 @@ def test_reinforce_without_the_engines_log_probs_says_so():
     )
     with pytest.raises(ValueError, match="rollout_log_probs"):
         Reinforce(upper=2.0)(log_probs, without)
-
-
-VERL = {
-    "vanilla, token-mean": (Clipped(dual=10.0), "token_mean", 0.1319),
-    "gspo, seq-mean-token-mean": (GSPO(low=0.1, high=0.15), "sequence_mean", 0.12008740946776969),
-    "sapo": (SAPO(), "sequence_mean", -0.18879405491663626),
-    "geo_mean, 0.4": (GMPO(low=1 - math.exp(-0.4), high=math.exp(0.4) - 1), "sequence_mean", 0.23665200128620315),
-    "cispo, token-mean": (CISPO(low=0.3, high=0.5), "token_mean", 0.3481833333333332),
-}
-"""Values of verl 0.9.1: `compute_policy_loss_*` of verl/trainer/ppo/core_algos.py on the columns above, padded
-to [4, 4]. Its gradients agree as well, to 3e-8: it adds 1e-8 to a response's length."""
-
-
-@pytest.mark.parametrize("name", VERL)
-def test_verls_functions_give_the_same(name):
-    loss, aggregation, wanted = VERL[name]
-    log_probs, given = columns()
-    token_weight = token_weights(torch.tensor(LENGTHS), torch.arange(4), aggregation, dtype=torch.float64)
-    assert (token_weight * loss(log_probs, given).loss).sum().item() == pytest.approx(wanted, rel=1e-7)

@@ -316,7 +316,7 @@ def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={negative: -1.0}"], "negative = -1: must be above 0"),
         (["algorithm.dynamic_sampling.retire_for=3"], "retire_for = 3: no prompt is retired; set retire_at too"),
         (["preset=[gspo]"], "preset = ['gspo']: no such preset"),
-        (["algorithm.policy_loss=cipso"], "did you mean cispo?"),
+        (["algorithm.policy_loss=cipso"], "did you mean 'cispo'?"),
         (["algorithm.policy_loss=gspo", "algorithm.clip.dual=10.0"], "policy_loss gspo has none"),
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={tau: 1.0}"], "valid: positive, negative"),
         (["algorithm.policy_loss=reinforce", "algorithm.importance.mode=masked"], "corrects for the engine by itself"),

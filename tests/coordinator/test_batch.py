@@ -1,15 +1,18 @@
 """Admitted groups -> arrays: what belongs together stays together, and law 1's weights cover the whole mini-batch."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from megatron_dapo.actor.step_data import LogProbs
+from megatron_dapo.algorithm.advantage import Estimator
 from megatron_dapo.algorithm.losses.reinforce import Reinforce
 from megatron_dapo.algorithm.losses.sapo import SAPO
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.algorithm_config import ESTIMATORS
 from megatron_dapo.coordinator.batch import mini_batches, objective_of, step_arrays, step_correction
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from reward.verdict import Verdict
@@ -211,6 +214,9 @@ class NoColumns(NotCallable):
     def __call__(self, log_probs): ...
 class Refuses:
     def __init__(self): raise ValueError("high must exceed low")
+class NamesAgain:
+    stat_names = ("outside", "entropy")
+    def __call__(self, log_probs, columns): ...
 """
 
 
@@ -223,11 +229,42 @@ def test_what_is_no_policy_loss_is_refused_before_anything_starts(config, tmp_pa
         "losses_of_ones_own:NotCallable": "gives no PolicyLoss",
         "losses_of_ones_own:NoColumns": "gives no PolicyLoss",
         "losses_of_ones_own:Refuses": "high must exceed low",
+        "losses_of_ones_own:NamesAgain": "its statistic entropy has the name",
         "loss_with_a_typo:Loss": "invalid syntax",
-        "math:pi": "not callable",
+        "math:pi": "has no function or class pi",
     }.items():
         with pytest.raises(ConfigError, match=rf"policy_loss = {name} .*{fault}"):
             objective_of(config(f"algorithm.policy_loss={name}").algorithm)
+
+
+ADVANTAGES_OF_ONES_OWN = """
+import torch
+def by_length(rewards, lengths): return rewards / lengths
+def flat(rewards, lengths): return rewards.flatten()
+def listed(rewards, lengths): return rewards.tolist()
+def not_a_number(rewards, lengths): return rewards / 0
+"""
+
+
+def test_an_advantage_of_ones_own_gets_whole_groups_and_must_give_a_number_a_response(config, tmp_path, monkeypatch):
+    (tmp_path / "advantages_of_ones_own.py").write_text(ADVANTAGES_OF_ONES_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    groups = make_groups()
+
+    def arrays_by(name):
+        return step_arrays(groups, config(f"algorithm.advantage.estimator=advantages_of_ones_own:{name}"))
+
+    wanted = [each.reward_shaped / len(each.generation.token_ids) for group in groups for each in group.responses]
+    assert arrays_by("by_length").advantages == pytest.approx(wanted, rel=1e-6)
+    for name in ("flat", "listed", "not_a_number"):
+        with pytest.raises(ConfigError, match=rf"ones_own:{name}: must give finite numbers \[{len(groups)}, "):
+            arrays_by(name)
+    with pytest.raises(ConfigError, match="has no function or class absent"):
+        arrays_by("absent")
+
+
+def test_the_configs_names_are_the_functions_estimators():
+    assert get_args(Estimator) == ESTIMATORS
 
 
 def test_carrying_comes_with_its_correction(config):

@@ -1,9 +1,13 @@
 """The prompt order: a pure function of seed and data, with the weights kept on every stretch."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.data.order import PromptOrder, Span
+from megatron_dapo.data.prompts import Prompt, PromptSet
 
 
 def prompt_at(position: int, count: int, seed: int) -> int:
@@ -71,3 +75,49 @@ def test_only_the_ratio_of_the_weights_counts(scale):
     order = PromptOrder(spans((40, 1.0), (90, 2.0), (7, 5.0)), 5)
     scaled = PromptOrder(spans((40, scale), (90, 2 * scale), (7, 5 * scale)), 5)
     assert [scaled.index_at(p) for p in range(2000)] == [order.index_at(p) for p in range(2000)]
+
+
+ORDERS_OF_ONES_OWN = """
+import random
+class ByAnswer:
+    def __init__(self, prompts, seed):
+        self.indices = sorted(range(len(prompts)), key=lambda index: (prompts[index].answer, index + seed))
+    def index_at(self, position):
+        return self.indices[position % len(self.indices)]
+class Random(ByAnswer):
+    def index_at(self, position):
+        return random.randrange(len(self.indices))
+class Counting(ByAnswer):
+    asked = 0
+    def index_at(self, position):
+        self.asked += 1
+        return self.asked % len(self.indices)
+class TooFar(ByAnswer):
+    def index_at(self, position):
+        return position
+"""
+
+
+def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "orders_of_ones_own.py").write_text(ORDERS_OF_ONES_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    answers = [(3 * at) % 7 for at in range(7)]
+    prompts = tuple(
+        Prompt(text="", answer=str(answer), ids=np.zeros(1, np.int32), place="", source="", verifier="exact")
+        for answer in answers
+    )
+
+    def order_of(name):
+        ordered = f"orders_of_ones_own:{name}"
+        return PromptSet(prompts=prompts, spans=(), counts=Counter(), content_hash="", ordered=ordered).order(0)
+
+    order = order_of("ByAnswer")
+    assert [answers[order.index_at(position)] for position in range(9)] == [*range(7), 0, 1]
+    for name, fault in {
+        "Random": "position .* has prompt .*, asked again .*, of 7",
+        "Counting": "asked again",
+        "TooFar": "position 999 has prompt 999, asked again 999, of 7",
+        "Absent": "no function or class Absent",
+    }.items():
+        with pytest.raises(ConfigError, match=f"data.order = orders_of_ones_own:{name}: .*{fault}"):
+            order_of(name)

@@ -2,7 +2,7 @@
 
 import ast
 import json
-import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_dapo.monitor.writer import read_metrics
+from megatron_dapo.report.page import report_page
+from megatron_dapo.report.source import Run
+from reward.named import load_named
 from tests.actor.gloo import RankPlace, end_workers, run_ranks
 from tests.actor.mini_batches import (
     TEMPERATURE,
@@ -25,6 +30,7 @@ from tests.actor.mini_batches import (
 from tests.actor.ranks import assemble, logits_of
 from tests.actor.tiny import load_reference, random_sequences, reference_logits, save_tiny
 from tests.docs.documents import ROOT, blocks
+from tests.processes import Running
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
@@ -43,13 +49,67 @@ def entry(name: str) -> Any:
     return ast.literal_eval(body.strip())
 
 
+def train_words() -> list[str]:
+    """The page's command that trains with all of them, after the program's name."""
+    _, command = (block.body for block in blocks(PAGE) if block.info == "bash")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["PYTHONPATH=.", "megatron-dapo"]
+    return words[2:]
+
+
+SMALL = (
+    "run.rollout_steps=2",
+    "run.export_at_end=false",
+    "algorithm.prompts_per_step=6",
+    "algorithm.mini_batch_responses=16",
+    "actor.layout.tensor=1",
+    "evaluation.limit=2",
+    "evaluation.greedy=false",
+    "evaluation.forbidden_start=null",
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_trains_with_all_that_the_page_wrote(tmp_path, monkeypatch) -> None:
+    """Verifier, loss, advantage and order, by the page's own command, as small as it can be."""
+    for name in ("units_verifier.py", "two_sided.py", "largest_deviation.py", "short_first.py"):
+        written(name, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run_dir = tmp_path / "run"
+    done = Running(*train_words(), f"run.dir={run_dir}", *SMALL, log=tmp_path / "log.txt").finish(240)
+    assert done.code == 0, done.output
+    lines = read_metrics(run_dir)
+    assert [line["rollout_step"] for line in lines] == [1, 2]
+    assert all(0 <= line["objective/outside"] < 1 and line["grad_norm"] > 0 for line in lines)
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {sample["verifier"] for sample in samples} == {"units_verifier:judge"}
+    assert "length" in {sample["rule"] for sample in samples}
+    texts = sorted({sample["prompt"]: len(sample["prompt_text"]) for sample in samples}.items())
+    assert [length for _, length in texts] == sorted(length for _, length in texts), "the shortest prompts come first"
+    board = EventAccumulator(str(run_dir / "tensorboard" / "by_rollout_step"))
+    board.Reload()
+    drawn = [event.value for event in board.Scalars("objective/outside")]
+    assert drawn == pytest.approx([line["objective/outside"] for line in lines], rel=1e-6)
+    assert "Of the policy loss: mean" in report_page([Run(run_dir)])
+
+
+def test_the_advantage_is_what_its_text_says(tmp_path, monkeypatch) -> None:
+    written("largest_deviation.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = torch.tensor([[1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    advantages = load_named("largest_deviation:advantages")(rewards, torch.ones(2, 4, dtype=torch.int64))
+    assert advantages[0].tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert advantages[1].tolist() == [0.0] * 4
+
+
 def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
     written("units_verifier.py", tmp_path)
-    (shell,) = [block.body for block in blocks(PAGE) if block.info == "bash"]
+    shell, _ = (block.body for block in blocks(PAGE) if block.info == "bash")
     more = [
         {"response": "about 4.9 km", "ground_truth": "5 km"},
         {"response": "no idea", "ground_truth": "5 km"},
         {"response": "5 km", "ground_truth": "far"},
+        {"response": "Answer: 7", "ground_truth": "0.007 km"},
     ]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more))
     command = shell.splitlines()[-1]
@@ -58,8 +118,8 @@ def test_the_verifier_judges_by_the_command_of_the_page(tmp_path) -> None:
     done = subprocess.run(["bash", "-ec", shell], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [verdict["accuracy"] for verdict in verdicts] == [True, False, False, False]
-    assert [verdict["rule"] for verdict in verdicts] == ["length", "length", "none", "unjudged"]
+    assert [verdict["accuracy"] for verdict in verdicts] == [True, False, False, False, True]
+    assert [verdict["rule"] for verdict in verdicts] == ["length", "length", "none", "unjudged", "length"]
 
 
 @pytest.fixture
@@ -67,8 +127,8 @@ def own_loss(tmp_path, monkeypatch) -> str:
     """The page's loss, where the run can import it."""
     written("two_sided.py", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (named,) = re.findall(r"`algorithm.policy_loss=(\S+) algorithm.loss_options='(.+?)'`", PAGE)
-    return f"policy_loss: '{named[0]}'\nloss_options: {named[1]}"
+    keys = dict(word.split("=", 1) for word in train_words() if "=" in word)
+    return f"policy_loss: '{keys['algorithm.policy_loss']}'\nloss_options: {keys['algorithm.loss_options']}"
 
 
 def objective(own_loss: str) -> Any:

@@ -18,7 +18,7 @@ PLACES = (ROOT, ROOT / "megatron_dapo")
 
 FILE = re.compile(r"(?<![\w./{-])((?:[\w.-]+/)*[\w.-]+\.(?:py|toml))\b(?:: ([\w, ]+))?$")
 DOCUMENTS = pytest.mark.parametrize("document", documents(), ids=lambda file: str(file.relative_to(ROOT)))
-EXAMPLE_FILES = {"units_verifier.py", "two_sided.py"}
+EXAMPLE_FILES = {"units_verifier.py", "two_sided.py", "largest_deviation.py", "short_first.py"}
 """Files that docs/extending.md has the reader write."""
 
 

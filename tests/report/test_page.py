@@ -19,8 +19,8 @@ from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
 
 SECTIONS = {
-    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes", "config",
-    "samples", "provenance",
+    "heldout", "alarms", "training", "sampling", "clip", "update", "bias", "reflection", "time", "outcomes",
+    "learning", "config", "samples", "provenance",
 }  # fmt: skip
 VOID = {"meta", "br", "wbr"}
 
@@ -212,6 +212,15 @@ def test_a_curve_goes_where_its_metric_goes(tmp_path):
     rises = [points[0][1] - points[1][1], points[1][1] - points[2][1]]
     assert rises[0] == pytest.approx(rises[1], rel=1e-3)
     assert rises[0] > 0, "up is up"
+
+
+def test_a_statistic_of_the_loss_has_a_chart_without_being_declared(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = [{**line, "objective/outside": 0.25} for line in metrics()]
+    write_lines(run / "metrics.jsonl", lines)
+    page = page_of(run)
+    assert "Of the policy loss: mean over the tokens that carry loss." in page.text
+    assert "outside, mean" in page.text, "in the table of numbers"
 
 
 def test_a_run_under_way_shows_what_there_is(tmp_path):

@@ -158,6 +158,8 @@ def test_integers_are_made_in_four_steps_and_the_rest_is_set_aside(tmp_path):
     page = (out / "report.md").read_text()
     assert "| transformed | 2 |" in page
     assert "| set aside: extract | 4 |" in page
+    for kind in ("number: 83.3% | 5", "expression: 0.0% | 0", "text: 100.0% | 1"):
+        assert f"| set aside of the answers that are {kind} |" in page
 
 
 def test_an_endpoint_that_stumbles_is_asked_again_and_one_that_is_gone_ends_it_resumably(tmp_path, capsys):
