@@ -12,7 +12,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 import asyncio
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
