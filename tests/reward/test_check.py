@@ -12,7 +12,7 @@ from reward.verdict import VerifierError
     ("name", "reason"),
     [
         ("nomod:fn", "import of nomod failed: ModuleNotFoundError"),
-        ("tests.reward.hostile:nothing", "no function nothing"),
+        ("tests.reward.hostile:nothing", "no function or class nothing"),
         ("robst", "did you mean 'robust'"),
         ("remote", "reward.remote.url is not set"),
         ("json", ""),

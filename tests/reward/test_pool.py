@@ -195,7 +195,7 @@ def test_a_verifier_that_cannot_be_imported_is_an_error_of_its_verdicts(make_poo
         make_pool(workers=1), ask("x", verifier="no_such_module:f"), ask("x", verifier="tests.reward.hostile:no_such")
     )
     assert "import of no_such_module failed" in (missing.error or "")
-    assert "no function no_such" in (nothing.error or "")
+    assert "no function or class no_such" in (nothing.error or "")
 
 
 def test_close_wakes_who_waits_and_leaves_no_process(make_pool):

@@ -37,7 +37,7 @@ def test_a_path_names_a_function_of_any_module():
     assert not find("tests.reward.hostile:judge").fast
     judged = load("tests.reward.hostile:judge")(VerificationRequest(response="a", ground_truth="a"))
     assert judged == Judgement(accuracy=True, extracted="a", rule="own")
-    with pytest.raises(VerifierError, match="no function nothing"):
+    with pytest.raises(VerifierError, match="no function or class nothing"):
         load("tests.reward.hostile:nothing")
     with pytest.raises(VerifierError, match=r"import of no\.such failed"):
         load("no.such:thing")
