@@ -22,6 +22,12 @@ ESTIMATORS = ("group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "rei
 """Advantages of megatron_dapo/algorithm/advantage.py. No torch here."""
 
 
+def _known_loss(name: str) -> str:
+    if name.lower() in ("ppo", "grpo", "dapo"):
+        raise ValueError("its loss is `clipped`; `preset: grpo` and `preset: paper` set what else belongs to it")
+    return check_name(name, LOSSES)
+
+
 def automatic_mode(policy_loss: str, max_staleness: int) -> Literal["none", "truncated"]:
     """What `importance.mode: auto` stands for."""
     entry = LOSSES.get(policy_loss)
@@ -177,7 +183,7 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
 
-    policy_loss: Annotated[str, AfterValidator(partial(check_name, table=LOSSES))] = "clipped"
+    policy_loss: Annotated[str, AfterValidator(_known_loss)] = "clipped"
     """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine): a file
     each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). `sapo` reads `loss_options`,
     `reinforce` `importance.upper`, the others `clip`."""

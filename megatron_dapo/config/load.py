@@ -177,7 +177,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {type(tree).__name__}")
+    found = "nothing" if tree is None else type(tree).__name__
+    raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
 
 
 def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, lines: Lines) -> None:
@@ -222,13 +223,16 @@ def _fault(fault: Any, lines: Lines) -> str:
     name, place = ".".join(path), _place(path, lines)
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = _keys(path[:-1])
-        near = get_close_matches(path[-1], known, n=1)
-        above = ".".join((*path[:-1], ""))
-        hint = f"did you mean {above}{near[0]}?" if near else f"valid: {', '.join(known)}"
+        above, word = ".".join((*path[:-1], "")), path[-1]
+        near = get_close_matches(word, known, n=1) or [key for key in known if key.startswith(word)]
+        elsewhere = [] if near else [key for key in _all_keys(Config) if key.endswith(f".{word}")]
+        meant = [f"{above}{near[0]}"] if near else elsewhere
+        hint = f"did you mean {' or '.join(meant)}?" if meant else f"valid: {', '.join(known)}"
         return f"{place}: {name}: no such key; {hint}"
     if fault["type"] in ("missing", "missing_argument"):
-        return f"{place}: {name} is missing; set it ({name}=... on the command line, or in the file)"
-    return f"{place}: {name} = {fault['input']!r}: {fault['msg']}"
+        how = f"{name}=... on the command line, or in the file" if len(path) > 1 else "a section of the file"
+        return f"{place}: {name} is missing; set it ({how})"
+    return f"{place}: {name} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
 
 
 def _place(path: tuple[str, ...], lines: Lines) -> str:
@@ -243,6 +247,13 @@ def _keys(path: tuple[str, ...]) -> list[str]:
         # A digit stands for an item of a list of sections, whose type is tuple[Section, ...].
         section = get_args(section)[0] if part.isdigit() else section.__pydantic_fields__[part].annotation
     return list(section.__pydantic_fields__)
+
+
+def _all_keys(section: Any, above: str = "") -> Iterator[str]:
+    for name, field in section.__pydantic_fields__.items():
+        yield f"{above}{name}"
+        if hasattr(field.annotation, "__pydantic_fields__"):
+            yield from _all_keys(field.annotation, f"{above}{name}.")
 
 
 def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.config.algorithm_config import AlgorithmConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
@@ -72,8 +72,14 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
     if entry is not None:
-        if clip.dual is not None and "clip.dual" not in entry.reads:
-            yield f"algorithm.clip.dual = {clip.dual:g}: policy_loss {algorithm.policy_loss} has none; set it to null"
+        for name, default in asdict(ClipConfig()).items():
+            value = getattr(clip, name)
+            if value != default and f"clip.{name}" not in entry.reads:
+                left = "null" if default is None else f"{default:g}"
+                yield (
+                    f"algorithm.clip.{name} = {value:g}: policy_loss {algorithm.policy_loss} does not read it; "
+                    f"leave it out, or set it to {left}"
+                )
         for name in sorted(algorithm.loss_options.keys() - entry.options):
             valid = ", ".join(entry.options) or "none"
             yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
@@ -103,8 +109,8 @@ def _of_data(config: Config) -> Iterator[str]:
     longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_response, config.model.context_length
     if longest > given:
         yield (
-            f"model.context_length = {given}: below data.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
-            "raise it or lower one of those"
+            f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
+            f"{rollout.longest_response}, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"

@@ -99,7 +99,8 @@ def download_hint(path: str | Path, kind: str, setting: str) -> str:
 
 def model_hint(folder: Path) -> str:
     """What to do where `folder` holds no model."""
-    return f"give the folder of a model in Hugging Face format{download_hint(folder, 'model', 'model.path')}"
+    here = "" if folder.is_absolute() else f" (relative paths begin at {Path.cwd()})"
+    return f"give the folder of a model in Hugging Face format{here}{download_hint(folder, 'model', 'model.path')}"
 
 
 def _by_hand(name: str, kind: str, setting: str) -> str:

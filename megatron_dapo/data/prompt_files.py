@@ -53,12 +53,13 @@ def _dataset(folder: Path, setting: str) -> list[Path]:
         if splits.is_file():
             choice = [f"{folder}/{name}" for name in json.loads(splits.read_bytes())["splits"]]
         else:
-            choice = sorted(str(file) for file in folder.rglob("*") if file.suffix in KINDS)
+            found = (file.relative_to(folder) for file in folder.rglob("*") if file.suffix in KINDS)
+            choice = sorted(str(folder / file) for file in found if not file.as_posix().startswith("."))
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"{folder}: its {state.name} or {splits.name} is damaged ({error!r}); save it anew") from None
     if len(choice) == 1:
         return _dataset(Path(choice[0]), setting) if Path(choice[0]).is_dir() else [Path(choice[0])]
-    wanted = f"one of: {', '.join(choice[:12])}" if choice else f"a {_NAMED} file"
+    wanted = f"one of: {', '.join(choice[:12])}{', ...' if len(choice) > 12 else ''}" if choice else f"a {_NAMED} file"
     raise DataError(f"{folder}: holds {'several sets of' if choice else 'no'} prompts; set {setting} to {wanted}")
 
 

@@ -193,4 +193,4 @@ def _column(record: Any, key: str, setting: str, place: str) -> Any:
 def nearest(word: str, known: Collection[str]) -> str:
     """What the user may have meant by a word that is not known."""
     near = get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(known)) or 'none'}"
+    return (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(sorted(known)) or 'none'}"
