@@ -93,7 +93,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
     """The other rank waits for it, and would answer no more than it does."""
     overrides = ("run.rollout_steps=50", "run.step_deadline_s=20")
     running = Running(*arguments(tmp_path / "run", *overrides), log=tmp_path / "out.txt")
-    running.wait_for("step 1/50", 300)
+    running.wait_for(" 1/50", 300)
     ranks = [process for process in running.marked() if " ".join(process.cmdline()).startswith("ray::TrainerRank")]
     (second,) = (rank for rank in ranks if any("trainer-rank1" in file.path for file in rank.open_files()))
     second.suspend()
