@@ -68,7 +68,7 @@ class RewardConfig:
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
     reproduction. `robust:#### {answer}`: as `robust`, but only what has this form of yours is an answer. `choice`,
-    `json`, `code`, `remote`: for other tasks. Or `module:function` (takes a VerificationRequest). Or a weighted sum of
+    `json`, `code`, `remote`: for other tasks. Or `module:function`. Or a weighted sum of
     such, as `robust + 0.2 * module:function`: +1 or -1 of each; the first is the accuracy."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)
