@@ -65,14 +65,22 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
     assert heldout.summary() == "none (evaluation.path is not set)"
     folder = RunDir(tmp_path / "run", resume=False)
     state = SimpleNamespace(rollout_step=0, optimizer_step=0)
+    drawn = []
+    writer = SimpleNamespace(show=lambda at, figures: drawn.append(figures))
     context = SimpleNamespace(
-        config=config, console=None, progress=state, run_dir=folder, inputs=SimpleNamespace(heldout=heldout)
+        config=config,
+        console=None,
+        progress=state,
+        run_dir=folder,
+        inputs=SimpleNamespace(heldout=heldout),
+        writer=writer,
     )
     summary = asyncio.run(run._measure_and_train(context, {}, 0.0))
     folder.write_json("summary.json", summary)
     folder.close()
     assert summary["heldout"] == {"before": None, "baseline": None, "after": None}
     assert summary["examples"] == []
+    assert not any(drawn)
     shown = Run(tmp_path / "run")
     assert (shown.held_out, shown.notes[1:]) == ({}, [])
 

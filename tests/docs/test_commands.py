@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from megatron_dapo.cli.main import app
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, load_config
 from tests.docs.commands import Command, commands_of
 from tests.docs.documents import ROOT, documents
 from tests.docs.test_references import keys_of
@@ -129,3 +129,12 @@ def test_the_parser_takes_commands_apart() -> None:
         "megatron-dapo",
     ]
     assert list(commands_of("`make_base.py` and `the make target`")) == []
+
+
+def test_the_guides_own_config_is_valid(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "guide.md").read_text(), re.S | re.M)
+    file = tmp_path / "mine.yaml"
+    file.write_text(block)
+    config = load_config(file)
+    assert config.data.path == "mine.jsonl"
+    assert (ROOT / config.model.path / "config.json").exists()
