@@ -44,7 +44,7 @@ class Rank(TrainerRank):
         return {"rank": rank}
 
     def where(self) -> tuple[int, str, str]:
-        node, gpu, _ = self.place()
+        node, gpu, *_ = self.place()
         return self._rank, node, gpu
 
 

@@ -256,15 +256,22 @@ def test_a_server_of_others_that_a_killed_run_left_paused_and_busy_gets_the_weig
 
 def test_a_key_that_is_refused_is_said_at_once() -> None:
     class Locked(StandIn):
+        def __init__(self, ours: bool) -> None:
+            super().__init__()
+            self.ours = ours
+
         async def _info(self, request: web.Request) -> web.Response:
             return web.json_response({"error": "Unauthorized"}, status=401)
 
     async def test() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(RolloutError, match=r"(?s)401: .*Unauthorized.*rollout\.api_key_file"):
-            async with fleet_of(Locked()):
+            async with fleet_of(Locked(ours=False)):
                 pass
         assert asyncio.get_running_loop().time() - began < 4, "the fleet had 5 s to start"
+        with pytest.raises(RolloutError, match="another program listens there"):
+            async with fleet_of(Locked(ours=True)):
+                pass
 
     run(test)
 
