@@ -56,8 +56,11 @@ def state_of(run_dir: Path, rank: int, pid: int) -> str:
     """In words, where the main thread of a rank of this node stands, equal for ranks that do the same; of one that does
     not say it, as one that is stopped, the state of its process. All stacks come into its log."""
     log = run_dir / "logs" / f"trainer-rank{rank}.log"
-    start = log.stat().st_size
-    os.kill(pid, signal.SIGUSR2)
+    try:
+        start = log.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+    except (FileNotFoundError, ProcessLookupError):
+        return f"its process {pid} on {socket.gethostname()} has not begun or is gone"
     time.sleep(WRITING_S)
     stacks = log.read_bytes()[start:].decode(errors="replace").rpartition("(most recent call first):")[2]
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stacks)

@@ -68,7 +68,8 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     tree, lines = read_yaml(Path(path))
     for override in overrides:
         _override(tree, lines, override)
-    _old_names(tree, lines, of_a_run=Path(path).with_name("ledger.jsonl").exists())
+    of_a_run = Path(path).with_name("ledger.jsonl").exists()
+    _old_names(tree, lines, of_a_run=of_a_run)
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
@@ -80,7 +81,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
             f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
         ) from None
     faults = list(contradictions(config))
-    if faults:
+    if faults and (overrides or not of_a_run):  # what a run has stored was valid when it began
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
     return config, lines
 
@@ -130,7 +131,9 @@ def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
         sampling["surplus"] = -float(caution) if caution else float(margin)
     elif past:
         where = ("algorithm", "dynamic_sampling", next(iter(past)))
-        raise ConfigError(f"{_place(where, lines)}: {'.'.join(where)}: now surplus, which is -caution, or else margin")
+        raise ConfigError(
+            f"{_place(where, lines)}: {'.'.join(where)}: is surplus now; set it to -caution, or to margin"
+        )
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
 

@@ -67,7 +67,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     if clip.dual is not None and clip.dual <= 1 + clip.high:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
     overlong = algorithm.overlong
-    shortest = min(rollout.at_step(step).max_new_tokens for step in (0, *(stage.from_step for stage in rollout.stages)))
+    shortest = min(rollout.at_step(step).max_new_tokens for step in (1, *(stage.from_step for stage in rollout.stages)))
     if overlong.shape != "none" and overlong.buffer >= shortest:
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
@@ -168,6 +168,11 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if rollout.api_key_file is not None and not rollout.urls:
         yield "rollout.api_key_file: is for the servers of rollout.urls; those that a run starts get a key of its own"
     yield from itertools.chain.from_iterable(map(_of_option, rollout.extra_args))
+    if len({stage.from_step for stage in rollout.stages}) < len(rollout.stages):
+        yield "rollout.stages: two begin at the same from_step; join them"
+    for number, stage in enumerate(rollout.stages):
+        if stage.max_new_tokens is None and stage.temperature is None:
+            yield f"rollout.stages.{number}: changes nothing; set its max_new_tokens or temperature, or remove it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

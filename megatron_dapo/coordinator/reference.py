@@ -5,6 +5,9 @@ resume reads the same weights, bit for bit, into any layout. Written before the 
 leaves without a checkpoint is written again.
 """
 
+import asyncio
+import json
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.cluster.trainer import Trainer
@@ -21,19 +24,26 @@ def reference_folder(run_path: Path, step: int) -> Path:
 
 async def reset_reference(trainer: Trainer, run_dir: RunDir, config: KLConfig, step: int, timer: StepTimer) -> bool:
     """If it is time, the weights after rollout step `step` become the reference. Whether it was. Earlier ones that no
-    checkpoint needs are removed."""
+    checkpoint names are removed."""
     if config.reset_every is None or step % config.reset_every:
         return False
     run_dir.check_there()
     folder = reference_folder(run_dir.path, step)
     with timer.measure("checkpoint"):
         await trainer.export_hf(folder)
-        sync_tree(folder)
+        await asyncio.to_thread(sync_tree, folder)
         await trainer.reset_reference(optimizer=config.reset_optimizer)
-    kept = [checkpoint.step for checkpoint in run_dir.checkpoints()]
-    there = sorted(int(each.name.removeprefix("step_")) for each in folder.parent.glob("step_*"))
-    needed = max((each for each in there if each <= min(kept, default=0)), default=0)
-    for each in there:
-        if each < needed:
-            remove_folder(reference_folder(run_dir.path, each))
+        await asyncio.to_thread(_remove_unnamed, run_dir)
     return True
+
+
+def _remove_unnamed(run_dir: RunDir) -> None:
+    """Later ones than the checkpoints' stay: one that is under way may name them."""
+    named = []
+    for checkpoint in run_dir.checkpoints():
+        with suppress(OSError, ValueError):
+            named.append(json.loads((checkpoint.folder / "progress.json").read_text()).get("reference_step", 0))
+    for each in (run_dir.path / "references").glob("step_*"):
+        step = int(each.name.removeprefix("step_"))
+        if step not in named and step < max(named, default=0):
+            remove_folder(each)

@@ -21,7 +21,10 @@ from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import read_ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
-KEPT = ("run.seed", "data.order", "algorithm.group_size", "model.path", "rollout.max_new_tokens")
+KEPT = (
+    *("run.seed", "data.order", "algorithm.group_size", "model.path"),
+    *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
+)
 """Keys that the ledger and the carried groups rest on."""
 
 MEASURED = tuple(f"evaluation.{key}" for key in ("limit", "samples", "temperature", "top_p", "greedy"))
@@ -52,7 +55,8 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
                 f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep",
                 f"{key}={old if isinstance(old, str) else json.dumps(old)}",
             )
-    reached = latest.step + 1 if (latest := run_dir.latest_checkpoint()) else 0
+    latest, chosen = run_dir.latest_checkpoint(), config.run.resume_step
+    reached = (latest.step if chosen is None else chosen) + 1 if latest else 0
     begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
     if begun[0] != begun[1]:
         raise RunDirError(

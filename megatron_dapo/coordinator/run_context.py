@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
+from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster.engines import KEY_FILE, api_key, gpus_for_servers, own_engines, placed_engines, visible_gpus
 from megatron_dapo.cluster.gpu_handover import GpuHandover
@@ -265,7 +266,10 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)][-1:]
     progress = await load_counters(run_dir, chosen[0]) if chosen else None
     if chosen:
-        read_state(chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed)
+        try:
+            read_state(chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed)
+        except CheckpointDamagedError as error:
+            raise await damaged_checkpoint(run_dir, chosen[0], str(error)) from None
     if step is not None:
         run_dir.go_back_to(step)
     if progress is not None:

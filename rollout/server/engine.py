@@ -204,7 +204,7 @@ class LocalServer:
 
 
 def hold_port(config: RolloutConfig, index: int) -> socket.socket:
-    """A socket bound to the configured port of server `index`, or to a free one: while it is open, no other run takes
+    """A socket bound to the configured port of server `index`, or to a free one: while it is open, no other run draws
     the port. On a busy machine a server listens only after a minute; it can, as it reuses addresses like this socket.
 
     Raises:

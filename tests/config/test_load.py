@@ -323,6 +323,11 @@ def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
         ),
         (["algorithm.policy_loss=sapo", "algorithm.clip.low=0.1"], "clip.low = 0.1: policy_loss sapo does not read it"),
         (["algorithm.policy_loss=GRPO"], "its loss is `clipped`; `preset: grpo` and `preset: paper`"),
+        (["rollout.stages=[{from_step: 3}]"], "rollout.stages.0: changes nothing"),
+        (
+            ["rollout.stages=[{from_step: 3, temperature: 1.1}, {from_step: 3, temperature: 1.2}]"],
+            "two begin at the same",
+        ),
         (["algorithm.kl.coef=0.1"], "did you mean algorithm.kl.coefficient?"),
         (["algorithm.lr=0.1"], "did you mean actor.optimizer.lr?"),
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={tau: 1.0}"], "valid: positive, negative"),
@@ -342,3 +347,11 @@ def test_carrying_brings_its_correction_unless_the_loss_corrects_by_itself(file)
     assert (mode(), mode(carrying)) == ("none", "truncated")
     assert mode(carrying, "algorithm.policy_loss=reinforce") == "none"
     assert mode(carrying, "algorithm.importance.mode=none") == "none"
+
+
+def test_a_run_that_was_begun_with_a_clip_that_its_loss_does_not_read_can_still_be_read(file):
+    path = file("algorithm: {policy_loss: sapo, clip: {low: 0.1}}\n")
+    with pytest.raises(ConfigError, match=r"clip\.low = 0\.1: policy_loss sapo does not read it"):
+        load_config(path)
+    path.with_name("ledger.jsonl").touch()
+    assert load_config(path).algorithm.clip.low == 0.1

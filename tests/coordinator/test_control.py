@@ -12,7 +12,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.batch import step_arrays
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.reference import reference_folder
+from megatron_dapo.coordinator.reference import _remove_unnamed, reference_folder
 from megatron_dapo.coordinator.sampler import SamplerState
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
@@ -158,6 +158,9 @@ def test_the_reference_is_reset_stored_and_named_by_the_checkpoint(train):
     assert (reference_folder(path, 6) / "model.safetensors").read_text() == "after 6"
     there = sorted(each.name for each in (path / "references").iterdir())
     assert there == ["step_4", "step_6"], "when step 6 began, the oldest checkpoint was that of step 4"
+    (path / "references" / "step_5").mkdir()  # of steps that a resume made void, with another reset_every
+    _remove_unnamed(found.run_dir)
+    assert sorted(each.name for each in (path / "references").iterdir()) == ["step_4", "step_6"]
     kept = train(range(1, 4), None, *RESET, "algorithm.kl.reset_optimizer=false")
     assert kept.trainer.resets == [False]
     assert train(range(1, 4), None, "algorithm.kl.coefficient=0.1").trainer.resets == []

@@ -69,9 +69,13 @@ def read_state(folder: Path, *, distributed: bool) -> dict[str, Any]:
 
     Raises:
         CheckpointError: `actor.optimizer.distributed` is another one, or there is no optimizer state.
+        CheckpointDamagedError: the file is missing or damaged.
     """
-    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-    kind = state["distributed_optimizer"]
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        kind = state["distributed_optimizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(f"{folder / STATE_FILE} is damaged: {error!r}") from None
     if kind is None:
         raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
     if kind != distributed:
