@@ -6,14 +6,15 @@ leaves without a checkpoint is written again.
 """
 
 import asyncio
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config.algorithm_config import KLConfig
+from megatron_dapo.coordinator.checkpoints import load_progress
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.durable import remove_folder, sync_tree
+from megatron_dapo.storage.group_files import GroupFileError
 from megatron_dapo.storage.run_dir import RunDir
 
 
@@ -41,8 +42,8 @@ def _remove_unnamed(run_dir: RunDir) -> None:
     """Later ones than the checkpoints' stay: one that is under way may name them."""
     named = []
     for checkpoint in run_dir.checkpoints():
-        with suppress(OSError, ValueError):
-            named.append(json.loads((checkpoint.folder / "progress.json").read_text()).get("reference_step", 0))
+        with suppress(GroupFileError):
+            named.append(load_progress(checkpoint.folder).reference_step)
     for each in (run_dir.path / "references").glob("step_*"):
         step = int(each.name.removeprefix("step_"))
         if step not in named and step < max(named, default=0):

@@ -83,8 +83,9 @@ class WandbMirror:
         row: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         row |= {name: self._wandb.Histogram(numbers) for name, numbers in histograms.items()}
         if samples and self._samples:
-            columns = list(samples[0])
-            row["responses"] = self._wandb.Table(columns, [[str(line[key]) for key in columns] for line in samples])
+            columns = list(dict.fromkeys(key for line in samples for key in line))
+            cells = [[str(line.get(key, "")) for key in columns] for line in samples]
+            row["responses"] = self._wandb.Table(columns, cells)
         self._run.log(row, step=int(row["rollout_step"]))
 
     def __enter__(self) -> Self:

@@ -10,7 +10,10 @@ from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.report.source import Run
 from megatron_dapo.storage.ledger import Event, LedgerError, read_ledger
 
-HARDEST = 10
+HARDEST, LAST = 10, 12
+JUDGED = (Event.TRAINED, Event.FILTERED, Event.CHECKPOINT, Event.RESUMED)
+"""Events that tell which groups were decided and stand."""
+
 POINTS = 8
 """Fewer measurements after the first one do not tell three parameters."""
 
@@ -23,8 +26,8 @@ def groups_by_prompt(run: Run) -> dict[int, list[int]]:
     stand. Ledgers of older versions name positions alone."""
     path = run.path / "ledger.jsonl"
     try:
-        events = effective_events(read_ledger(path)) if path.exists() else []
-    except (LedgerError, KeyError, TypeError) as error:
+        events = effective_events(read_ledger(path, JUDGED)) if path.exists() else []
+    except (LedgerError, KeyError, TypeError, OSError) as error:
         run.notes.append(f"{path.name} cannot be read: {error}")
         return {}
     groups: dict[int, list[int]] = {}
@@ -51,11 +54,13 @@ def prompt_kinds(groups: Mapping[int, Sequence[int]]) -> dict[str, int]:
 
 
 def hardest(groups: Mapping[int, Sequence[int]], run: Run) -> list[list[str]]:
-    """[prompt, right responses in each group] of the prompts with the fewest over all groups, those asked most often
-    first. A prompt is named by its place in its file, where a kept sample tells it."""
+    """[prompt, right responses in its last groups] of the prompts with the fewest over all groups, those asked most
+    often first. A prompt is named by its place in its file, where a kept sample tells it."""
     places = {line["row"]: line.get("place") for line in run.samples if isinstance(line.get("row"), int)}
     rows = sorted(groups, key=lambda row: (np.mean(groups[row]), -len(groups[row]), row))[:HARDEST]
-    return [[str(places.get(row) or f"prompt {row} of the set"), ", ".join(map(str, groups[row]))] for row in rows]
+    return [
+        [str(places.get(row) or f"prompt {row} of the set"), ", ".join(map(str, groups[row][-LAST:]))] for row in rows
+    ]
 
 
 def fit_scaling(hours: np.ndarray, accuracy: np.ndarray, start: float) -> dict[str, Estimate] | str:

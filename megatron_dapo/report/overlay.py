@@ -45,6 +45,8 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
         alike.setdefault((config, seen[with_seed]), []).append(run)
         seen[with_seed] += 1
     named = [(_common_name(group), group) for group in alike.values()]
+    times = Counter(name for name, _ in named)
+    named = [(name if times[name] == 1 else f"{group[0].name}: {name}", group) for name, group in named]
     return [Group(name=name, runs=group, colour=at % SERIES_COLOURS) for at, (name, group) in enumerate(named)]
 
 
@@ -68,10 +70,11 @@ def overlay(
             colour, dash = group.colour, at
             if len(groups) == 1:
                 name, colour, dash = label, (colours or range(len(labels)))[at], 0
-            steps = sorted(set.intersection(*(set(run.get(label, ())) for run in runs)))
+            known = [run[label] for run in runs if run.get(label)]
+            steps = sorted(set.intersection(*map(set, known))) if known else []
             if not steps:
                 continue
-            mean, low, high = zip(*(_spread([run[label][step] for run in runs]) for step in steps), strict=True)
+            mean, low, high = zip(*(_spread([run[step] for run in known]) for step in steps), strict=True)
             band = {} if mean == low == high else {"low": low, "high": high}
             curves[at].append(Curve(label=name, steps=steps, values=mean, colour=colour, dash=dash, **band))
     return curves

@@ -63,6 +63,7 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
             colours=[group.colour for group in groups for _ in group.runs],
             changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
             heartbeats=[read_heartbeat(run.path) for run in runs],
+            prompt_groups=[learning.groups_by_prompt(run) for run in runs],
             alarms=[tables.alarm_periods(run) for run in runs],
             baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
             tables=tables,

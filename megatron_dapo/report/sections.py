@@ -57,12 +57,21 @@ def read_sections() -> list[Section]:
     return TypeAdapter(list[Section]).validate_python(yaml.safe_load(CHARTS.read_text(encoding="utf-8")))
 
 
+OWN = {
+    "update": ("objective/", "Of the policy loss: mean over the tokens that carry loss."),
+    "training": ("reward/", "One of several rewards: +1 or -1, without its weight."),
+}
+"""Section -> (beginning, note) of metrics that a loss or a config names itself."""
+
+
 def own_charts(section: Section, runs: Sequence[Run]) -> list[Chart]:
-    """In section `update`, a chart of each statistic that the policy loss names itself."""
-    names = sorted({name for run in runs for line in run.lines[-1:] for name in line if name.startswith("objective/")})
-    note = "Of the policy loss: mean over the tokens that carry loss."
-    charts = [Chart(title=name.partition("/")[2], note=note, series={name: "mean"}) for name in names]
-    return charts if section.key == "update" else []
+    """A chart of each metric of `OWN` that no chart of the section shows."""
+    if section.key not in OWN:
+        return []
+    begin, note = OWN[section.key]
+    shown = {name for chart in section.charts for name in chart.series}
+    found = {name for run in runs for line in run.lines[-1:] for name in line if name.startswith(begin)}
+    return [Chart(title=name, note=note, series={name: "mean"}) for name in sorted(found - shown)]
 
 
 def draw_section(

@@ -19,7 +19,6 @@ RUN_FILES = ("config.yaml", FILE, "ledger.jsonl", "manifest.json", "summary.json
 
 
 INSIDE, BESIDE = "inside the run", "beside it"
-SAMPLED = "sampled"
 _STEPS = re.compile(r"(?:step|v)(\d+)")
 
 

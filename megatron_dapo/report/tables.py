@@ -43,12 +43,10 @@ def vital_rows(groups: Sequence[Group]) -> list[list[str]]:
     left out."""
     rows = []
     for chart in (chart for section in read_sections() for chart in section.charts if chart.vital):
-        curves, ends = chart.curves(groups)[0], (-1,) if len(groups) > 1 else (0, -1)
-        shown = {
-            curve.colour: " → ".join(value_text(curve.values[end], chart.unit) for end in ends) for curve in curves
-        }
-        if shown:
-            rows.append([chart.title, *(shown.get(group.colour, "–") for group in groups)])
+        curves, ends = [chart.curves([group])[0] for group in groups], (-1,) if len(groups) > 1 else (0, -1)
+        if any(curves):
+            cells = (" → ".join(value_text(c[0].values[end], chart.unit) for end in ends) if c else "–" for c in curves)
+            rows.append([chart.title, *cells])
     return rows
 
 

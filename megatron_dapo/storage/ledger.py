@@ -15,6 +15,7 @@ was in flight at the checkpoint is `interrupted` there: its responses are gone, 
 
 import json
 import os
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ class Ledger:
             self._file.close()
 
 
-def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """All events as written, a torn last line left out.
+def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """All events as written, a torn last line left out; of a long run `kinds` alone.
 
     Raises:
         LedgerError: a line in the middle that is no event in JSON.
@@ -87,5 +88,6 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(event, dict) or "event" not in event:
             raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
-        events.append(event)
+        if kinds is None or event["event"] in kinds:
+            events.append(event)
     return events

@@ -116,7 +116,7 @@ def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_pat
     for name, fault in {
         "Random": "position .* has prompt .*, asked again .*, of 7",
         "Counting": "asked again",
-        "TooFar": "position 999 has prompt 999, asked again 999, of 7",
+        "TooFar": "position 7 has prompt 7, asked again 7, of 7",
         "Absent": "no function or class Absent",
     }.items():
         with pytest.raises(ConfigError, match=f"data.order = orders_of_ones_own:{name}: .*{fault}"):

@@ -113,13 +113,12 @@ def test_outcomes_are_sums_of_the_metrics(tmp_path):
     assert "generated again 10 tokens" in text
 
 
-def test_the_ledger_is_not_read(tmp_path, capsys):
-    """A million prompts would cost seconds and a gigabyte."""
+def test_a_broken_ledger_is_named_by_the_report_and_not_read_by_status(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "ledger.jsonl").write_text("{]\n{}\n")
     status_command(folder)
     assert "ledger.jsonl" not in capsys.readouterr().out
-    assert "ledger.jsonl" not in page_of(folder).text
+    assert "ledger.jsonl:1: not an event" in page_of(folder).text
 
 
 def test_the_papers_ranges_are_shown_for_32b_models_only(usual, tmp_path):
