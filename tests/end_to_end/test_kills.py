@@ -23,7 +23,7 @@ EVENTS = (Event.DISPATCHED, Event.FINISHED, Event.FILTERED, Event.CARRIED, Event
 COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4, Event.EXPIRED: 1}
 """How many of the rare events come before the kill; 11 of the others: in the second step."""
 ENDED = ("coordinator", "raylet", "agent", "environment")
-"""Who takes the run with it: Ray ends the process that started it together with its raylet, and that with its agents."""
+"""Who takes the run with it: Ray ends the process that started it with its raylet, and the raylet with its agents."""
 
 TIMES = 28
 LIVES = 6
