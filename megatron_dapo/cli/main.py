@@ -2,12 +2,11 @@
 
 import errno
 import re
-import signal
 import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -133,28 +132,10 @@ def plan(
     pass_rate: Annotated[float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Constants of your hardware.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Run ranks symbolically; needs CUDA wheels, no GPU.")] = False,
-    ranks: Annotated[str | None, typer.Option(help="With --trace: 0,8,9 or all; else one a stage, and others.")] = None,
-    layers: Annotated[
-        Literal["te", "local"] | None,
-        typer.Option(help="With --trace: te (TransformerEngine, stood in for; the default) or local."),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="With --trace: ranks at once; 2 if not given.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    planned: dict[str, object] = {"--gpu-memory": gpu_memory, "--mean-length": mean_length, "--sigma": sigma}
-    planned |= {"--pass-rate": pass_rate, "--calibration": calibration, "--json": json or None}
-    traced: dict[str, object] = {"--ranks": ranks, "--layers": layers, "--jobs": jobs}
-    if unread := [name for name, value in (planned if trace else traced).items() if value is not None]:
-        raise typer.BadParameter(
-            f"{', '.join(unread)}: not read {'with' if trace else 'without'} --trace; leave it out"
-        )
-    from megatron_dapo.cli.plan import plan_command, trace_command
+    from megatron_dapo.cli.plan import plan_command
 
-    if trace:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end too, and their folder is removed
-        code = trace_command(config, overrides or [], ranks=ranks or "", layers=layers or "te", jobs=jobs or 2)
-        raise typer.Exit(code)
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
     assumed["pass_rate"] = pass_rate
     raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))

@@ -1,5 +1,4 @@
-"""`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for. With `--trace`: what its
-ranks hold and call, found by running them without a GPU."""
+"""`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
 import itertools
 import json
@@ -7,15 +6,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.plan.plan_pages import page
+from megatron_dapo.config import load_config
+from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
 from megatron_dapo.plan.rank_state import model_parameters
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
@@ -77,7 +77,10 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     """The page of templates/plan.md.j2, its tables drawn."""
     named = {"source": source, "plan": plan, "splits": splits, "ways": ways, "case": plan.case, "step": plan.step}
     named |= {"parameters": model_parameters(plan.case.hf), "shared": share_gpus(plan.case.config)}
-    text = page("plan.md.j2", **named, json=json.dumps)
+    pages = Environment(
+        loader=PackageLoader("megatron_dapo.plan"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = pages.get_template("plan.md.j2").render(named, phases=PHASES, json=json.dumps)
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     for in_table, lines in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if in_table:
@@ -98,34 +101,3 @@ def _table(lines: Iterator[str]) -> Table:
         else:
             table.add_row(*row, style="bold" if row[0] == "all" else None)
     return table
-
-
-def trace_command(
-    path: Path, overrides: Sequence[str], *, ranks: str, layers: Literal["te", "local"], jobs: int
-) -> ExitCode:
-    """Print peaks, calls and faults. FINISHED without a fault, FAILED with one.
-
-    Raises:
-        ConfigError: nothing can be traced.
-    """
-    from megatron_dapo.plan.trace.findings import Findings
-    from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
-
-    config, constants = load_config(path, overrides), load_calibration()
-    for key, value, possible in (
-        ("actor.fp8", config.actor.fp8, "none"),
-        ("actor.layout.context", config.actor.layout.context, 1),
-    ):
-        if value != possible:
-            raise ConfigError(f"{key} = {value}: cannot be traced; give {key}={possible} for the trace")
-    asked, hf = chosen_ranks(ranks, config.actor.layout), model_dimensions(config.model.path)[0]
-    print(
-        f"tracing ranks {', '.join(map(str, asked))} of {config.actor.layout.world_size}, about a minute each",
-        flush=True,
-    )
-    findings = Findings(trace_ranks(path, overrides, asked, layers=layers, jobs=jobs), config, hf, constants)
-    kernels = findings.traces[0].kernels
-    print(f"\n{kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
-    print(findings.tables())
-    print("\n".join(["", "Faults:", *findings.faults] if findings.faults else ["", "No fault was found."]))
-    return ExitCode.FAILED if findings.faults else ExitCode.FINISHED

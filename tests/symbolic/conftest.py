@@ -1,4 +1,4 @@
-"""Traces at true size. They need CUDA wheels and no GPU; skipped elsewhere. SYMBOLIC_PAGE names the page to write."""
+"""For traces at true size. SYMBOLIC_PAGE names the page to write."""
 
 import json
 import os
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import tests.symbolic
 from megatron_dapo.config import ConfigError
-from megatron_dapo.plan.trace.findings import CLOSE, SMALL
-from megatron_dapo.plan.trace.rank_processes import stub_environment
+from tests.symbolic.findings import CLOSE, SMALL
+from tests.symbolic.rank_processes import stub_environment
 
 NO_MACHINE = {"paper", "verl"}
 """Recipes that name no layout: compared with the others, not run."""
@@ -17,7 +18,7 @@ NO_MACHINE = {"paper", "verl"}
 TITLES = """# Ranks traced without a GPU
 
 Written by `make test-symbolic SYMBOLIC_PAGE=symbolic.md`; one config by
-`megatron-dapo plan --trace CONFIG.yaml`. {versions}. **No GPU took part, and nothing here says how fast anything is.**
+`python -m tests.symbolic CONFIG.yaml`. {versions}. **No GPU took part, and nothing here says how fast anything is.**
 
 A trace runs a rank's own code on its CUDA path with tensors that have shapes and no numbers: model, first update (it
 makes the moments), log-probs, update, plan of the checkpoint, weight stream. Of each recipe: one rank of every pipeline
@@ -35,7 +36,7 @@ framework and for fragmentation, which a trace cannot see. A difference above bo
 """
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def cuda_wheels(tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         stub_environment(tmp_path_factory.mktemp("stub"))
@@ -54,9 +55,7 @@ def page() -> Iterator[dict[str, str]]:
 
 
 def write_page(target: Path, sections: dict[str, str]) -> None:
-    from megatron_dapo.plan import trace
-
-    blind = (trace.__doc__ or "").partition("What it cannot see:\n")[2].strip()
+    blind = (tests.symbolic.__doc__ or "").partition("What it cannot see:\n")[2].strip()
     text = TITLES.format(
         versions=sections.pop("versions"), blind=blind, close=f"{CLOSE * 100:g}", small=f"{SMALL / 1e9:g}"
     )

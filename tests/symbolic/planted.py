@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.plan.trace import one_rank
+from tests.symbolic import one_rank
 
 
 def cpu_tensor_in_a_collective() -> None:

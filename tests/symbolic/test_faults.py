@@ -11,12 +11,12 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.scenario import load_calibration, model_dimensions
-from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.rank_processes import read_trace, stub_environment
+from tests.symbolic.findings import Findings
+from tests.symbolic.rank_processes import read_trace, stub_environment
 from tests.symbolic.test_recipes import FOLDER
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("cuda_wheels"), pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ from typing import Literal
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.cli.plan import trace_command
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.scenario import load_calibration, model_dimensions
-from megatron_dapo.plan.trace.findings import Findings
-from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
+from tests.symbolic.__main__ import report
 from tests.symbolic.conftest import NO_MACHINE
+from tests.symbolic.findings import Findings
+from tests.symbolic.rank_processes import chosen_ranks, trace_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"
 RECIPES = [file for file in sorted(FOLDER.glob("*.yaml")) if file.stem not in NO_MACHINE]
-pytestmark = [pytest.mark.symbolic, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("cuda_wheels"), pytest.mark.timeout(3600)]
 
 
 def findings_of(path: Path, layers: Literal["te", "local"] = "te") -> Findings:
@@ -43,7 +43,7 @@ def test_the_command_on_all_ranks_finds_no_fault(tiny: Path, capsys: pytest.Capt
     layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
     overrides = [*layout, "actor.layout.sequence_parallel=false", f"model.path={tiny}"]
     recipe = FOLDER / "qwen2.5_7b_8gpu.yaml"
-    code = trace_command(recipe, overrides, ranks="all", layers="te", jobs=2)
+    code = report(recipe, overrides, ranks="all", layers="te", jobs=2)
     told = capsys.readouterr().out
     assert code == ExitCode.FINISHED, told
     assert "No fault was found." in told

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from megatron_dapo.plan.trace.findings import Call
-from megatron_dapo.plan.trace.meter import Meter, place
+from tests.symbolic.findings import Call
+from tests.symbolic.meter import Meter, place
 
 _COLLECTIVES = """
     broadcast allreduce allreduce_coalesced reduce allgather reduce_scatter gather scatter alltoall alltoall_base

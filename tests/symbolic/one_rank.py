@@ -1,4 +1,4 @@
-"""One rank of a config, traced: `python -m megatron_dapo.plan.trace.one_rank JOB`, under `stub_environment`.
+"""One rank of a config, traced: `python -m tests.symbolic.one_rank JOB`, under `stub_environment`.
 
 What is replaced here is replaced in this process alone, which does nothing else.
 """
@@ -24,10 +24,10 @@ from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.scenario import model_dimensions
-from megatron_dapo.plan.trace.findings import RankTrace, Wait
-from megatron_dapo.plan.trace.meter import Meter
-from megatron_dapo.plan.trace.recorder import RecordingGloo, RecordingGroup
 from rollout.server import end_with
+from tests.symbolic.findings import RankTrace, Wait
+from tests.symbolic.meter import Meter
+from tests.symbolic.recording_groups import RecordingGloo, RecordingGroup
 
 
 def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTrace:
@@ -37,7 +37,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     hf = model_dimensions(config.model.path)[0]
     _replace_torch(meter, hf, config.actor.layout)
     if transformer_engine:
-        from megatron_dapo.plan.trace.te_layers import install
+        from tests.symbolic.te_layers import install
 
         install()
     else:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.memory import PHASES, trainer_memory
-from megatron_dapo.plan.plan_pages import page
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 CLOSE = 0.03
@@ -174,4 +173,19 @@ class Findings:
 
     def tables(self) -> str:
         """Markdown: peaks, calls, waits."""
-        return page("trace.md.j2", findings=self)
+        titles = ["rank", "place", *PHASES, "calls", "sends, receives", "s"]
+        lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+        for trace in self.traces:
+            place = " ".join(f"{name[0].upper()}P{number}" for name, number in trace.place.items())
+            peaks = {peak.phase: peak for peak in self.peaks if peak.rank == trace.rank}
+            shown = (
+                f"{peaks[phase].traced / 1e9:.2f} ({peaks[phase].deviation:+.1%})" if phase in peaks else ""
+                for phase in PHASES
+            )
+            messages = sum(call.peer is not None for call in trace.calls)
+            cells = [trace.rank, place, *shown, len(trace.calls) - messages, messages, f"{trace.seconds:.0f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        for (what, place), (count, reason) in self.waits.items():
+            told = f"{what}, `{place}`, {count} times ({reason or 'not accepted'})"
+            lines += ["", f"Waits in the loop over micro-batches: {told}."]
+        return "\n".join(lines)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.trace.findings import RankTrace
+from tests.symbolic.findings import RankTrace
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 
@@ -33,13 +33,13 @@ def stub_environment(folder: Path) -> dict[str, str]:
         ConfigError: no CUDA build of torch, its headers, or gcc; or LD_PRELOAD cannot hold the folder's path.
     """
     if re.search(r"[\s:]", str(folder)):
-        raise ConfigError(f"--trace: LD_PRELOAD takes no blank or colon; set TMPDIR to another folder than {folder}")
+        raise ConfigError(f"LD_PRELOAD takes no blank or colon; set TMPDIR to another folder than {folder}")
     spec = importlib.util.find_spec("torch")
     torch = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("nowhere")
     headers = sorted((torch.parent / "nvidia").glob("*/include/cuda_runtime_api.h"))
     if not (torch / "lib/libtorch_cuda.so").is_file() or not headers:
         raise ConfigError(
-            "--trace needs a CUDA build of torch with nvidia-cuda-runtime's headers (no GPU), and it is not here; "
+            "a trace needs a CUDA build of torch with nvidia-cuda-runtime's headers (no GPU), and it is not here; "
             "install the CUDA build (requirements/README.md names the lock) in an environment of its own"
         )
     # Under libcuda's name, so that torch, which opens the driver late, finds this one loaded.
@@ -49,7 +49,7 @@ def stub_environment(folder: Path) -> dict[str, str]:
         subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         told = getattr(error, "stderr", "install it")
-        raise ConfigError(f"--trace needs gcc for a small stand-in for the CUDA driver: {error}: {told}") from None
+        raise ConfigError(f"a trace needs gcc for a small stand-in for the CUDA driver: {error}: {told}") from None
     return {"LD_PRELOAD": str(library), "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
@@ -96,7 +96,7 @@ def trace_ranks(
             def one(rank: int) -> RankTrace:
                 out = Path(folder, f"{rank}.json")
                 of_rank = json.dumps(job | {"rank": rank, "out": str(out)})
-                command = [sys.executable, "-W", "ignore", "-m", "megatron_dapo.plan.trace.one_rank", of_rank]
+                command = [sys.executable, "-W", "ignore", "-m", "tests.symbolic.one_rank", of_rank]
                 process = subprocess.Popen(
                     command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
                 )

@@ -1,4 +1,4 @@
-"""What is concluded from traces, and what is told where none can be made. Traces themselves: tests/symbolic."""
+"""What is concluded from traces, and what is told where none can be made. Needs no CUDA wheels."""
 
 import dataclasses
 import importlib.machinery
@@ -18,17 +18,14 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
-from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.cli.main import app
-from megatron_dapo.cli.plan import trace_command
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.scenario import Calibration, model_dimensions
-from megatron_dapo.plan.trace import one_rank, rank_processes
-from megatron_dapo.plan.trace.findings import (
+from megatron_dapo.plan.scenario import load_calibration, model_dimensions
+from tests.symbolic import one_rank, rank_processes
+from tests.symbolic.__main__ import report
+from tests.symbolic.findings import (
     CLOSE,
     SMALL,
     Call,
@@ -39,9 +36,9 @@ from megatron_dapo.plan.trace.findings import (
     disagreements,
     loop_waits,
 )
-from megatron_dapo.plan.trace.meter import Meter
-from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
-from tests.plan.conftest import RECIPES
+from tests.symbolic.meter import Meter
+from tests.symbolic.rank_processes import chosen_ranks, trace_ranks
+from tests.symbolic.test_recipes import FOLDER as RECIPES
 
 
 def call(op: str = "all_reduce SUM", tensors: str = "float32[8]", **fields: Any) -> Call:
@@ -109,11 +106,11 @@ def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
     ]
 
 
-def test_the_tables_hold_peaks_waits_and_faults(constants: Calibration) -> None:
+def test_the_tables_hold_peaks_waits_and_faults() -> None:
     config = load_config(RECIPES / "qwen2.5_1.5b_1gpu.yaml", [])
     hf = model_dimensions(config.model.path)[0]
     waits = [Wait("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", "forward_backward_x", 2)]
-    findings = Findings([trace(0, call(), waits=waits, peak=10**9)], config, hf, constants)
+    findings = Findings([trace(0, call(), waits=waits, peak=10**9)], config, hf, load_calibration())
     assert "| 0 | TP0 PP0 CP0 DP0 | 1.00 (-96.4%) |" in findings.tables()
     assert "`megatron_dapo/actor/step.py:9 _loss`, 2 times (not accepted)" in findings.tables()
     assert len(findings.faults) == 1 + len(PHASES)
@@ -149,7 +146,7 @@ def test_without_a_cuda_build_the_build_and_the_remedy_are_named(
 ) -> None:
     torch_in()
     with pytest.raises(ConfigError, match=r"needs a CUDA build of torch.* install the CUDA build"):
-        trace_command(RECIPES / "h100_32.yaml", [], ranks="", layers="te", jobs=1)
+        report(RECIPES / "h100_32.yaml", [], ranks="", layers="te", jobs=1)
 
 
 def traced(*ranks: int) -> list[RankTrace]:
@@ -218,7 +215,7 @@ def test_the_stub_lies_in_the_folder_of_the_trace(
 )
 def test_what_cannot_be_traced_is_told(ranks: str, overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        trace_command(RECIPES / "h100_32.yaml", overrides, ranks=ranks, layers="te", jobs=1)
+        report(RECIPES / "h100_32.yaml", overrides, ranks=ranks, layers="te", jobs=1)
 
 
 def test_the_meter_counts_what_is_alive_and_keeps_cpu_tensors_real() -> None:
@@ -267,35 +264,17 @@ def test_a_rank_that_is_given_twice_is_traced_once(monkeypatch: pytest.MonkeyPat
         return [trace(rank) for rank in ranks]
 
     monkeypatch.setattr(rank_processes, "trace_ranks", trace_ranks)
-    trace_command(RECIPES / "h100_32.yaml", [], ranks="1, 0,1,0", layers="te", jobs=1)
+    report(RECIPES / "h100_32.yaml", [], ranks="1, 0,1,0", layers="te", jobs=1)
     assert asked == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--ranks", "0"], "--ranks: not read without --trace"),
-        (["--layers", "te"], "--layers: not read without --trace"),
-        (["--jobs", "2"], "--jobs: not read without --trace"),
-        (["--trace", "--json"], "--json: not read with --trace"),
-        (["--trace", "--sigma", "0", "--mean-length", "9"], "--mean-length, --sigma: not read with --trace"),
-        (["--trace", "--gpu-memory", "9", "--pass-rate", ".5"], "--gpu-memory, --pass-rate: not read with --trace"),
-        (["--trace", "--calibration", "x"], "--calibration: not read with --trace"),
-    ],
-)
-def test_an_option_that_is_not_read_is_refused(options: list[str], told: str) -> None:
-    answer = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), *options], env={"COLUMNS": "200"})
-    assert answer.exit_code == ExitCode.CONFIG
-    assert told in " ".join(answer.output.split()), answer.output
 
 
 COMMAND = """
 import sys
-from megatron_dapo.cli.main import app
-from megatron_dapo.plan.trace import rank_processes
+from tests.symbolic import rank_processes
+from tests.symbolic.__main__ import main
 rank_processes.stub_environment = lambda folder: {"TMPDIR": str(folder)}
 sys.executable = sys.argv[1]
-app(["plan", "--trace", sys.argv[2], "--ranks", "0,1,2", "--jobs", "1"])
+main([sys.argv[2], "--ranks", "0,1,2", "--jobs", "1"])
 """
 
 

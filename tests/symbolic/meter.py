@@ -21,7 +21,6 @@ REAL_BYTES = 2**26
 """What is copied from the device to the host is a real tensor of ones up to this size, symbolic above."""
 
 _SOURCES = ("/megatron_dapo/", "/megatron/core/", "/transformer_engine/")
-_OWN = "/megatron_dapo/plan/trace/"
 _aten = torch.ops.aten
 
 
@@ -121,7 +120,7 @@ def place() -> str:
     Autograd runs backward in a thread of its own; where that has none the main thread's line counts."""
     for frame, line in itertools.chain(walk_stack(sys._getframe(1)), walk_stack(_main_frame())):
         file = frame.f_code.co_filename
-        if _OWN not in file and (source := next((one for one in _SOURCES if one in file), None)):
+        if source := next((one for one in _SOURCES if one in file), None):
             return f"{source[1:]}{file.rpartition(source)[2]}:{line} {frame.f_code.co_name}"
     return "?"
 
