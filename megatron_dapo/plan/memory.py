@@ -50,7 +50,7 @@ PHASES = ("rollout", "log-probs", "update", "optimizer step", "weight sync")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """A trainer rank on a pipeline stage: the fullest of that stage's data-parallel ranks."""
+    """A trainer rank on a pipeline stage."""
 
     stage: int
     state: StateBytes
@@ -124,12 +124,7 @@ def _alive(case: Scenario, stage: int) -> float:
 
 def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     hf, actor, layout, size = case.hf, case.config.actor, case.config.actor.layout, case.dtype_bytes
-    ranks = layout.data * layout.context
-    states = [
-        rank_state(hf, actor, case.config.model.dtype, stage=stage, data_rank=rank, overlap=ranks > 1)
-        for rank in range(ranks if actor.optimizer.distributed else 1)
-    ]
-    state = max(states, key=lambda one: one.total)
+    state = rank_state(hf, actor, case.config.model.dtype, stage=stage)
     resident = {name: float(value) for name, value in state.items().items()}
     resident["framework"] = case.constants.framework_memory
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
@@ -210,7 +205,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     config, layout, size = case.config, case.config.actor.layout, case.dtype_bytes
     # The reference's weights, and the rank's own while the reference is swapped in.
     reference = 2 * case.model_bytes / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
-    state = rank_state(case.hf, config.actor, config.model.dtype, stage=0, data_rank=0, overlap=False)
+    state = rank_state(case.hf, config.actor, config.model.dtype, stage=0)
     offload, offloaded = config.actor.offload, 0
     if offload.optimizer_state or offload.between_phases != "none":
         offloaded = state.master_weights + state.moments

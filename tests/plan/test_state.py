@@ -1,6 +1,8 @@
 """The planner's bytes against Megatron's own tensors: parameters, gradient buffers, master weights, moments."""
 
+from collections import defaultdict
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state
+from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state, stage_parameters
 from megatron_dapo.plan.scenario import BUILT_IN
 from tests.actor.tiny import save_tiny
 
@@ -37,8 +39,8 @@ def models(tmp_path_factory) -> list[Path]:
     ]
 
 
-def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tuple[int, int, StateBytes]]:
-    """On one rank, by model, type and optimizer: pipeline stage, data rank, and the bytes of Megatron's tensors."""
+def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tuple[int, StateBytes]]:
+    """On one rank, by model, type and optimizer: pipeline stage, and the bytes of Megatron's tensors."""
     from megatron.core import parallel_state
 
     found = {}
@@ -47,8 +49,7 @@ def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tup
             for distributed in (True, False):
                 state = _state_of_megatron(place, folder, layout, dtype, distributed=distributed)
                 stage = parallel_state.get_pipeline_model_parallel_rank()
-                data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-                found[at, dtype, distributed] = (stage, data, state)
+                found[at, dtype, distributed] = (stage, state)
     return found
 
 
@@ -98,15 +99,24 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_byte_is_megatrons(layout, ranks, models):
+def test_bytes_are_megatrons_but_for_padding(layout, ranks, models):
+    """Buffers are padded, by little even in a tiny model; what the ranks own of them is not."""
     sizes = LayoutConfig(**layout)
+    owned = defaultdict(list)
     for found in ranks.run(sizes.world_size, held, models, layout, timeout_s=200):
-        for (at, dtype, distributed), (stage, data_rank, state) in found.items():
+        for (at, dtype, distributed), (stage, state) in found.items():
             actor = ActorConfig(layout=sizes, optimizer=OptimizerConfig(distributed=distributed))
-            planned = rank_state(
-                HFModelConfig.load(models[at]), actor, dtype, stage=stage, data_rank=data_rank, overlap=False
-            )
-            assert planned == state, (models[at].name, dtype, distributed, stage, data_rank)
+            planned = rank_state(HFModelConfig.load(models[at]), actor, dtype, stage=stage)
+            case = models[at].name, dtype, distributed, stage
+            for name in ("parameters", "gradients"):
+                assert 1 <= getattr(state, name) / getattr(planned, name) <= 1.1, (name, *case)
+            if not distributed:
+                assert planned == state, case
+            owned[case].append((state.master_weights, state.moments, planned))
+    for case, states in owned.items():
+        masters, moments = (mean(one[at] for one in states) for at in (0, 1))
+        planned = states[0][2]
+        assert (planned.master_weights, planned.moments) == pytest.approx((masters, moments), abs=8), case
 
 
 @pytest.mark.parametrize(
@@ -117,13 +127,8 @@ def test_a_built_in_shape_has_the_published_number_of_parameters(name, published
     assert model_parameters(BUILT_IN[name]) == pytest.approx(published, rel=0.004)
 
 
-def test_the_optimizer_shards_of_all_data_ranks_are_the_whole_model():
-    actor = ActorConfig(layout=LayoutConfig(tensor=8, pipeline=2, data=4))
-    hf = BUILT_IN["Qwen2.5-32B"]
-    shards = [
-        rank_state(hf, actor, "bfloat16", stage=stage, data_rank=data, overlap=True)
-        for stage in range(2)
-        for data in range(4)
-    ]
+def test_the_stages_and_tensor_parallel_ranks_are_the_whole_model():
+    layout, hf = LayoutConfig(tensor=8, pipeline=2), BUILT_IN["Qwen2.5-32B"]
+    held = sum(stage_parameters(hf, layout, stage) for stage in range(2))
     vectors = hf.num_layers * 2 * hf.hidden_size + hf.hidden_size  # norms: whole on each tensor-parallel rank
-    assert sum(shard.moments for shard in shards) * 8 == 8 * (model_parameters(hf) + 7 * vectors)
+    assert 8 * held == model_parameters(hf) + 7 * vectors
