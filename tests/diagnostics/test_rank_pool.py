@@ -52,12 +52,11 @@ def test_an_error_of_a_rank_is_raised_here_and_the_others_end():
     assert time.monotonic() - began < 55
 
 
-def test_a_late_rank_is_named_with_the_place_where_it_stands():
+def test_a_late_rank_is_named_and_writes_where_it_stands(capfd):
     run_ranks(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
-    with pytest.raises(
-        RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s[\s\S]*rank 1 stands at[\s\S]*in sleep"
-    ):
+    with pytest.raises(RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s"):
         run_ranks(2, sleep, timeout_s=1)
+    assert "in sleep" in capfd.readouterr().err
 
 
 PARENT = """

@@ -1,6 +1,5 @@
 """`make install-gpu` on a project of tiny packages (real pip and environments, no network), and what its lock holds."""
 
-import ensurepip
 import importlib.metadata
 import json
 import os
@@ -66,10 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
     helper = (Path(__file__).parent / "wheels.py").read_text()
     source = {"pyproject.toml": BUILD.format("backend"), "backend.py": BACKEND, "wheels.py": helper}
     write_source(wheels, "transformer-engine-torch", "2.19.0", source)
-    (bundled,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
-    shutil.copy(bundled, wheels)
     pins = [
-        f"pip=={ensurepip.version()}",
         "torch==2.11.0",
         "kernel==1.0",
         "nvidia-thing==13.0",

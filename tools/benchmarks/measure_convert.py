@@ -37,7 +37,9 @@ def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds
         start_workers(pool, processes)
         common: dict[str, Any] = {"dtype": None, "workers": processes, "pool": pool}
         ways: dict[str, Callable[[], object]] = {
-            "shutil.copy": lambda: copy(there / "model", there / "copy"),
+            "shutil.copy": lambda: shutil.copytree(
+                there / "model", there / "copy", copy_function=shutil.copy, dirs_exist_ok=True
+            ),
             "to-megatron": lambda: to_megatron(there / "model", there / "megatron", tensor=tensor, **common),
             "to-hf": lambda: to_hf(there / "megatron", there / "back", base=None, max_file_bytes=10**9, **common),
         }
@@ -56,14 +58,6 @@ def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds
     for way, best in seconds.items():
         share = seconds["shutil.copy"] / best
         print(f"| {way} | {best:.2f} | {size / best / 1e9:.2f} | {share:.0%} |")
-
-
-def copy(source: Path, target: Path) -> None:
-    """Every file of a folder by `shutil.copy`."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for file in source.iterdir():
-        shutil.copy(file, target / file.name)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ import ast
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,35 +64,27 @@ class Packages:
         self.environment = kept | quiet | {"TMPDIR": str(venv / "tmp")}
         # For the verbs that uv lacks. -I: neither this folder's packages nor PYTHON* variables reach it.
         self.pip = (self.python, "-I", "-m", "pip")
-        self._install: tuple[str, ...] = (*self.pip, "install", "--no-compile")
+        self._install: tuple[str, ...] = (*self.pip, "install")
 
     def make_environment(self, lock: Path) -> str:
         """Make or repair the environment, and find uv: in it, on the PATH, or in the package index. Says which it is.
 
         Raises:
-            InstallError: there is neither uv nor pip.
+            InstallError: Python cannot make environments; it said why.
         """
-        self.call(self._base, "-m", "venv", "--without-pip", "--prompt", "megatron-dapo", str(self._venv))
-        own = str(self._venv / "bin" / "uv")
-        fetch = ("install", "--quiet", "--no-deps", "--retries", "1", "-c", str(lock), "uv")
-        uv = own if Path(own).exists() else shutil.which("uv")
-        if uv is None and self._succeeds(self._base, "-m", "pip", "--python", self.python, *fetch):
-            uv = own
-        if uv is None and not self._succeeds(self.python, "-I", "-m", "ensurepip", "--default-pip"):
-            raise InstallError(
-                f"{self._base} has neither pip nor ensurepip. On Debian and Ubuntu: apt install "
-                f"python{sys.version_info[0]}.{sys.version_info[1]}-venv; or put uv on the PATH"
-            )
-        if uv is None and not self._succeeds(*self.pip, *fetch):
-            return "pip, for uv cannot be had"
-        config = self.call(self._base, "-m", "pip", "config", "list", must=False, stdout=subprocess.PIPE).stdout
+        self.call(self._base, "-m", "venv", "--prompt", "megatron-dapo", str(self._venv))
+        uv = self._venv / "bin" / "uv"
+        found = str(uv) if uv.exists() else shutil.which("uv")
+        if found is None:
+            fetch = (*self.pip, "install", "--quiet", "--no-deps", "--retries", "1", "-c", str(lock), "uv")
+            if self.call(*fetch, must=False, capture_output=True).returncode:
+                return "pip, for uv cannot be had"
+            found = str(uv)
+        config = self.call(*self.pip, "config", "list", stdout=subprocess.PIPE).stdout
         self.environment |= uv_variables(config, self.environment)
         offline = ("--no-index",) if self.environment.get("UV_NO_INDEX") else ()
-        self._install = (uv or own, "pip", "install", "--python", self.python, *offline)
+        self._install = (found, "pip", "install", "--python", self.python, *offline)
         return "uv"
-
-    def _succeeds(self, *command: str) -> bool:
-        return self.call(*command, must=False, capture_output=True).returncode == 0
 
     def install(self, *arguments: str) -> None:
         """`pip install ARGUMENTS`. Raises InstallError when that fails."""
