@@ -30,7 +30,7 @@ def newest_weights(run: Path) -> tuple[Path, int | None]:
     Raises:
         EvaluationError: there are neither.
     """
-    if (run / "summary.json").exists() and (run / "model" / "config.json").is_file():
+    if _exported(run):
         return run / "model", None
     for version in reversed(versions(run / "weights")):
         if (run / "weights" / f"v{version}" / "config.json").is_file():
@@ -50,19 +50,18 @@ def evaluated_weights(run: Path) -> tuple[Path, int | None]:
         EvaluationError: there are no weights yet.
     """
     begun = versions(run / KEPT)
-    try:
-        source, version = newest_weights(run)
-    except EvaluationError:  # a snapshot outlives the run's own copy
-        if not begun:
-            raise
-        source, version = run / KEPT, begun[-1]
+    if begun and not _exported(run):  # a snapshot outlives the run's own copy
+        return run / KEPT / f"v{begun[-1]}", begun[-1]
+    source, version = newest_weights(run)
     if version is None:
         return source, None
-    if begun:
-        return run / KEPT / f"v{begun[-1]}", begun[-1]
     if not snapshot(source, run / KEPT / source.name):
         raise EvaluationError(f"{run}: version {version} was removed by the run meanwhile; try again")
     return run / KEPT / source.name, version
+
+
+def _exported(run: Path) -> bool:
+    return (run / "summary.json").exists() and (run / "model" / "config.json").is_file()
 
 
 def snapshot(source: Path, target: Path) -> bool:
