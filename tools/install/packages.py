@@ -64,7 +64,7 @@ class Packages:
         self.environment = kept | quiet | {"TMPDIR": str(venv / "tmp")}
         # For the verbs that uv lacks. -I: neither this folder's packages nor PYTHON* variables reach it.
         self.pip = (self.python, "-I", "-m", "pip")
-        self._install: tuple[str, ...] = (*self.pip, "install")
+        self._install: tuple[str, ...] = (*self.pip, "install", "--no-compile")
 
     def make_environment(self, lock: Path) -> str:
         """Make or repair the environment, and find uv: in it, on the PATH, or in the package index. Says which it is.
