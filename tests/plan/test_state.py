@@ -7,9 +7,10 @@ import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state
 from megatron_dapo.plan.scenario import BUILT_IN
+from tests.actor.gloo import run_ranks
 from tests.actor.tiny import save_tiny
 
 LAYOUTS = [
@@ -20,12 +21,6 @@ LAYOUTS = [
     {"context": 2},
     {"tensor": 2, "pipeline": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +93,9 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_byte_is_megatrons(layout, ranks, models):
+def test_every_byte_is_megatrons(layout, models):
     sizes = LayoutConfig(**layout)
-    for found in ranks.run(sizes.world_size, held, models, layout, timeout_s=200):
+    for found in run_ranks(sizes.world_size, held, models, layout, timeout_s=200):
         for (at, dtype, distributed), (stage, data_rank, state) in found.items():
             actor = ActorConfig(layout=sizes, optimizer=OptimizerConfig(distributed=distributed))
             planned = rank_state(
