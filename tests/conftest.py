@@ -1,6 +1,7 @@
 """Settings of every test."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,14 @@ from hypothesis import settings
 # Examples take as long as the machine lets them: what must be fast has a test of its own, in CPU seconds.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes_end_with_the_session() -> Iterator[None]:
+    """All files of tests share one pool of them: starting one costs seconds."""
+    yield
+    if (gloo := sys.modules.get("tests.actor.gloo")) is not None:
+        gloo.end_workers()
 
 
 @pytest.fixture(autouse=True)

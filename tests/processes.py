@@ -72,9 +72,13 @@ class Running:
         else:
             self.process.send_signal(number)
 
+    def named(self, name: str) -> list[psutil.Process]:
+        """Those whose title or command line begins with `name`."""
+        return [process for process in self.marked() if " ".join(_command(process)).startswith(name)]
+
     def kill_one(self, name: str) -> None:
-        """SIGKILL to one process whose title or command line begins with `name`."""
-        found = [process for process in self.marked() if " ".join(_command(process)).startswith(name)]
+        """SIGKILL to one of them."""
+        found = self.named(name)
         assert found, f"no process {name!r}"
         found[0].kill()
 

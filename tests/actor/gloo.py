@@ -1,13 +1,14 @@
 """The tests' rank processes: one pool for the whole session, since importing Megatron-Core costs seconds."""
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 
-__all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "run_ranks"]
+__all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "errors_of", "run_ranks", "shared_pool"]
 
 ROOT = Path(__file__).parents[2]
 _pool: RankPool | None = None
@@ -15,11 +16,29 @@ _pool: RankPool | None = None
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """`RankPool.run` over gloo, for functions of the tests' own modules."""
+    return shared_pool().run(n, function, *args, timeout_s=timeout_s)
+
+
+def shared_pool() -> RankPool:
+    """For what takes a pool. Nobody closes it."""
     global _pool
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # spawned processes inherit it: they import the tests by name
     _pool = _pool or RankPool()
-    return _pool.run(n, function, *args, timeout_s=timeout_s)
+    return _pool
+
+
+def errors_of(n: int, function: Callable[..., Any], *args: Any) -> list[str]:
+    """Each rank's traceback, "" where it did not raise. An error that left the function would end the processes."""
+    return run_ranks(n, _traceback, function, args)
+
+
+def _traceback(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    try:
+        function(place, *args)
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def end_workers() -> None:

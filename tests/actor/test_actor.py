@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_dapo.actor.step_data import LearningRate, LogProbs, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from megatron_dapo.config.actor_config import OptimizerConfig
-from tests.actor.gloo import RankError, RankPlace
+from tests.actor.gloo import RankPlace, errors_of
 from tests.actor.mini_batches import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -147,9 +147,7 @@ def test_three_steps_are_those_of_adamw(gloo, layout, distributed, model, data, 
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor": 2},
         {"tensor": 2, "sequence_parallel": True},
-        {"pipeline": 2},
         {"pipeline": 2, "virtual_pipeline": 2},
         {"data": 2},
         {"context": 2},
@@ -188,7 +186,7 @@ def test_every_rank_reports_the_same_and_it_adds_up(gloo, layout, model, data, t
 
 
 def small_steps_in_bfloat16(place: RankPlace, folder: Path, data: Columns, distributed: bool) -> list[float]:
-    """How far the weights stand from where they started after 10 and after 20 steps, on average, in float32."""
+    """How far the weights stand from where they started after 5 and after 10 steps, on average, in float32."""
     optimizer = {"lr": 2e-6, "weight_decay": 0.0, "distributed": distributed}
     config = actor_config(optimizer=optimizer, micro_batch_tokens=1000)
     actor = start_actor(place, folder, config, dtype="bfloat16")
@@ -199,7 +197,7 @@ def small_steps_in_bfloat16(place: RankPlace, folder: Path, data: Columns, distr
 
     start, distances = master().clone(), []
     for _ in range(2):
-        actor.update([batch] * 10, SupervisedObjective(), TEMPERATURE)
+        actor.update([batch] * 5, SupervisedObjective(), TEMPERATURE)
         distances.append(float((master() - start).abs().mean()))
     return distances
 
@@ -208,8 +206,8 @@ def small_steps_in_bfloat16(place: RankPlace, folder: Path, data: Columns, distr
 def test_bfloat16_keeps_float32_master_weights(gloo, distributed, model, data):
     """Steps of 2e-6 are far below bfloat16's resolution of weights near 0.1, 5e-4: rounded each time, nothing moves."""
     first, second = gloo(1, small_steps_in_bfloat16, model, data, distributed)[0]
-    assert 5 * 2e-6 < first <= 10.1 * 2e-6
-    assert 10 * 2e-6 < second <= 20.1 * 2e-6
+    assert 2.5 * 2e-6 < first <= 5.1 * 2e-6
+    assert 5 * 2e-6 < second <= 10.1 * 2e-6
 
 
 def rates_of(place: RankPlace, folder: Path, data: Columns, learning_rate: LearningRate | None) -> list[float]:
@@ -289,6 +287,6 @@ def test_describe_counts_parameters(gloo, model):
     assert {"attention", "norm", "optimizer"} < set(described[0]["kernels"])
 
 
-def test_a_layout_for_another_number_of_ranks_is_refused(gloo, model):
-    with pytest.raises(RankError, match=r"actor\.layout is for 2 ranks, but 1 were started"):
-        gloo(1, description_of, model, {"pipeline": 2})
+def test_a_layout_for_another_number_of_ranks_is_refused(model):
+    (error,) = errors_of(1, description_of, model, {"pipeline": 2})
+    assert "actor.layout is for 2 ranks, but 1 were started" in error

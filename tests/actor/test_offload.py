@@ -82,7 +82,6 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, lay
     ("dtype", "layout", "distributed"),
     [
         ("bfloat16", {}, True),
-        ("bfloat16", {}, False),
         ("float32", {}, False),
         ("float32", {"data": 2}, True),
         ("bfloat16", {"tensor": 2}, True),
@@ -148,7 +147,7 @@ def test_training_with_offload_is_bit_equal_to_training_without(gloo, options, m
     ranks = int(np.prod([*options.get("layout", {}).values(), 1]))
     plain = gloo(ranks, train, model, data, {}, options, tmp_path / "plain")[0]
     assert set(plain["away"]) == {()}
-    for number, (offload, at_rest) in enumerate(OFFLOADS):
+    for number, (offload, at_rest) in enumerate(OFFLOADS if ranks == 1 else OFFLOADS[-1:]):
         got = gloo(ranks, train, model, data, offload, options, tmp_path / str(number))[0]
         assert set(got["away"]) == {at_rest}
         assert got["reports"] == plain["reports"]

@@ -58,7 +58,7 @@ def test_ray_is_not_asked_through_a_proxy(monkeypatch):
         server.stop(None)
 
 
-@pytest.mark.parametrize("moment", ["starting", "up"])
+@pytest.mark.parametrize("moment", [pytest.param("starting", marks=pytest.mark.slow), "up"])
 def test_nothing_of_ray_outlives_a_killed_coordinator(moment, tmp_path):
     # By process id: Ray's titles overwrite the environment, and its agents tried for a minute to reach a dead GCS.
     program = """

@@ -105,9 +105,9 @@ def test_the_start_of_a_server() -> None:
         StandIn._health = loading  # type: ignore[method-assign]
         try:
             with pytest.raises(
-                ServerStartError, match=r"(?s)not ready within 5 s: .*/health: no answer.*last words of"
+                ServerStartError, match=r"(?s)not ready within 1 s: .*/health: no answer.*last words of"
             ):
-                async with fleet_of(server):
+                async with fleet_of(server, start_s=1.0):
                     pass
         finally:
             StandIn._health = healthy  # type: ignore[method-assign]

@@ -119,7 +119,7 @@ async def fill_under_faults(
     check_ledger(read_ledger(folder / "ledger.jsonl"))
 
 
-@pytest.mark.parametrize("stream_interval", [None, 64])
+@pytest.mark.parametrize("stream_interval", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_nothing_is_lost_or_doubled_while_servers_die_and_freeze(tmp_path: Path, stream_interval: int | None) -> None:
     size = {"servers": 8, "prompts": 12, "group_size": 8, "batches": 2, "faults": 6}
     asyncio.run(fill_under_faults(tmp_path, **size, timing=SOON, stream_interval=stream_interval))

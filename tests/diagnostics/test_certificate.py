@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from megatron_dapo.diagnostics import certificate as run
 from megatron_dapo.diagnostics.certificate import Difference, random_mini_batches, random_responses, relative_error
 from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.diagnostics.local_jobs import packing
+from tests.actor.gloo import shared_pool
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -144,6 +146,12 @@ def test_a_deadline_that_passes_ends_the_command_and_its_processes(tmp_path):
     assert finished.left_behind == ()
 
 
+@pytest.fixture(autouse=True)
+def shared_ranks(monkeypatch) -> None:
+    """What certifies in this process starts no ranks of its own."""
+    monkeypatch.setattr(run, "RankPool", lambda _: nullcontext(shared_pool()))
+
+
 def exit_code(*overrides: str) -> int:
     with pytest.raises(typer.Exit) as ended:
         certify(CONFIG, list(overrides), processes=2, layouts=2, responses=8, longest=64, deadline=120)
@@ -191,8 +199,9 @@ compare_policy = run.compare
 
 def compare_own(*arguments):
     """What a rank runs; `objective_of` of its own process gives the objective above."""
-    run.objective_of = lambda _: OwnObjective()
-    return compare_policy(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "objective_of", lambda _: OwnObjective())
+        return compare_policy(*arguments)
 
 
 def test_an_objective_of_ones_own_is_certified(monkeypatch, capsys):

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.actor.gloo import ROOT, RankError, RankPlace, RankTimeout, end_workers, run_ranks
+from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
+from tests.actor.gloo import ROOT
 
 
-@pytest.fixture(scope="module", autouse=True)
-def workers() -> Iterator[None]:
-    yield
-    end_workers()
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Not the one that other files share: most calls here end its processes."""
+    with RankPool() as pool:
+        yield pool
 
 
 def place_and_sum(place: RankPlace, *numbers: int) -> tuple[int, int, int]:
@@ -39,23 +41,23 @@ def sleep(place: RankPlace) -> None:
     time.sleep(60)
 
 
-def test_results_come_in_rank_order():
-    assert run_ranks(2, place_and_sum, 1, 2) == [(0, 2, 3), (1, 2, 3)]
+def test_results_come_in_rank_order(pool):
+    assert pool.run(2, place_and_sum, 1, 2) == [(0, 2, 3), (1, 2, 3)]
 
 
-def test_an_error_of_a_rank_is_raised_here_and_the_others_end():
+def test_an_error_of_a_rank_is_raised_here_and_the_others_end(pool):
     began = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 raised:[\s\S]*fail_on_rank_one[\s\S]*the reason"):
-        run_ranks(2, fail_on_rank_one)
+        pool.run(2, fail_on_rank_one)
     with pytest.raises(RankError, match="rank 0 died, exit code 7"):
-        run_ranks(2, exit_on_rank_zero)
+        pool.run(2, exit_on_rank_zero)
     assert time.monotonic() - began < 55
 
 
-def test_a_late_rank_is_named_and_writes_where_it_stands(capfd):
-    run_ranks(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
+def test_a_late_rank_is_named_and_writes_where_it_stands(capfd, pool):
+    pool.run(2, place_and_sum)  # workers that have started, so that the deadline falls into the function
     with pytest.raises(RankTimeout, match=r"ranks \[0, 1\] gave no result within 1 s"):
-        run_ranks(2, sleep, timeout_s=1)
+        pool.run(2, sleep, timeout_s=1)
     assert "in sleep" in capfd.readouterr().err
 
 

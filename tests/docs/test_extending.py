@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,12 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_dapo.config import load_config
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import Run
 from reward.named import load_named
-from tests.actor.gloo import RankPlace, end_workers, run_ranks
+from tests.actor.gloo import RankPlace, run_ranks
 from tests.actor.mini_batches import (
     TEMPERATURE,
     Columns,
@@ -57,6 +59,7 @@ def train_words() -> list[str]:
     return words[2:]
 
 
+FILES = ("units_verifier.py", "two_sided.py", "largest_deviation.py", "short_first.py")
 SMALL = (
     "run.rollout_steps=2",
     "run.export_at_end=false",
@@ -69,10 +72,22 @@ SMALL = (
 )
 
 
+def test_the_command_of_the_page_names_what_the_page_wrote(tmp_path, monkeypatch) -> None:
+    """Its config is valid, and each `module:function` in it can be imported."""
+    for name in FILES:
+        written(name, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, config, *overrides = train_words()
+    load_config(ROOT / config, overrides)
+    names = [value for _, _, value in (word.partition("=") for word in overrides) if re.fullmatch(r"\w+:\w+", value)]
+    assert {f"{name.partition(':')[0]}.py" for name in names if callable(load_named(name))} == set(FILES)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_trains_with_all_that_the_page_wrote(tmp_path, monkeypatch) -> None:
     """Verifier, loss, advantage and order, by the page's own command, as small as it can be."""
-    for name in ("units_verifier.py", "two_sided.py", "largest_deviation.py", "short_first.py"):
+    for name in FILES:
         written(name, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run_dir = tmp_path / "run"
@@ -238,10 +253,7 @@ def logits_of_family(place: RankPlace, folder: Path, families: dict, micro_batch
 
 def test_the_family_computes_what_transformers_computes(mistral) -> None:
     micro_batches = [random_sequences([5, 90, 33]), random_sequences([64], seed=2)]
-    try:
-        ((parts,),) = run_ranks(1, logits_of_family, mistral, entry("_FAMILIES"), micro_batches)
-    finally:
-        end_workers()
+    ((parts,),) = run_ranks(1, logits_of_family, mistral, entry("_FAMILIES"), micro_batches)
     for got, sequences in zip(assemble([parts], micro_batches), micro_batches, strict=True):
         for ours, theirs in zip(got, reference_logits(mistral, sequences), strict=True):
             assert (ours[:, : theirs.shape[1]] - theirs).abs().max() <= 1e-4

@@ -1,14 +1,14 @@
 """Fixtures of the tests that are as strict as a cluster."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # spawned processes inherit it: they import the tests by name
 
-from tests.actor.gloo import end_workers, run_ranks
+from tests.actor.gloo import run_ranks
 from tests.emulated.strict_ranks import StrictRanks
 
 
@@ -21,7 +21,6 @@ def strict() -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator:
+def gloo() -> Callable[..., list]:
     """`gloo(n, function, *args)`: the same on plain gloo."""
-    yield run_ranks
-    end_workers()
+    return run_ranks

@@ -25,7 +25,7 @@ CALM = Timing(
     longest_backoff_s=1.0,
 )
 """For a loaded machine. Weights from disk may take longer than any test: who waits for a server that hangs is seen."""
-DEADLINE_S = 8.0
+DEADLINE_S = 5.0
 """Of a bucket, where one of the servers does not answer."""
 STANDSTILL_S = 3.0
 """A loop that stands still for longer is blocked: on a loaded machine a thread waits for its turn for less."""

@@ -1,6 +1,5 @@
 """CUDA's choices over gloo against one process without them: updates and certificates of one actor, in turns."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import train
-from tests.actor.gloo import RankPlace, end_workers, run_ranks
+from tests.actor.gloo import RankPlace, run_ranks
 from tests.actor.mini_batches import (
     TEMPERATURE,
     Columns,
@@ -31,12 +30,6 @@ OPTIMIZER = {"lr": 1e-3, "eps": 1e-2}
 
 BOUND = 5e-6
 """Relative, in float32 after three updates."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    end_workers()
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +95,23 @@ def alone(folder: Path, data: Columns) -> Turns:
 
 
 NOT_DISTRIBUTED = {"optimizer": {"distributed": False}}
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+CASES = [
     ("model", {"data": 2}, {}),
-    ("model", {"data": 2}, NOT_DISTRIBUTED),
-    ("model", {"context": 2}, {}),
     ("tied", {"context": 2}, NOT_DISTRIBUTED),
     ("tied", {"data": 2}, {"recompute": "full", "offload": OffloadConfig(between_phases="all")}),
     ("tied", {"data": 2}, {"fused_linear_log_prob": True, "offload": OffloadConfig(optimizer_state=True)}),
-    ("model", {"data": 2, "pipeline": 2}, {}),
-    ("tied", {"data": 2, "pipeline": 2}, NOT_DISTRIBUTED),
     ("model", {"data": 2, "tensor": 2, "sequence_parallel": True}, {}),
-    ("model", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     ("tied", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("model", {"data": 2}, NOT_DISTRIBUTED),
+            ("model", {"context": 2}, {}),
+            ("model", {"data": 2, "pipeline": 2}, {}),
+            ("tied", {"data": 2, "pipeline": 2}, NOT_DISTRIBUTED),
+            ("model", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+        )
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`run.mode: async` with its real parts: the servers write ahead while the actor trains; stopped and resumed."""
+"""`run.mode: async` with its real parts: the servers write ahead while the actor trains; and stopped and resumed."""
 
 import signal
 from pathlib import Path
@@ -21,24 +21,33 @@ ASYNC = (
     "evaluation.forbidden_start=null",
     "run.export_at_end=false",
     "algorithm.importance.mode=truncated",
+    "run.checkpoint_every=0",
 )
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("async") / "run"
+    finished = start(run_dir, *ASYNC).finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
     """A run that was stopped by Ctrl-C in its second step or later, and went on from what it had saved by then."""
     run_dir = tmp_path_factory.mktemp("async") / "run"
-    at_the_end = ("run.checkpoint_every=0",)
-    running = start(run_dir, *ASYNC, *at_the_end)
+    running = start(run_dir, *ASYNC)
     running.wait_for(f"step 1/{STEPS}", 240)
     running.signal(signal.SIGINT, group=True)
     stopped = running.finish(120)
     assert stopped.code == ExitCode.CONTINUE, stopped.output
     assert stopped.left_behind == ()
     assert (run_dir / "checkpoints" / "latest").read_text().strip().startswith("step_"), "what was reached is saved"
-    finished = start(run_dir, *ASYNC, *at_the_end, "run.resume=true").finish(300)
+    finished = start(run_dir, *ASYNC, "run.resume=true").finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir
@@ -59,12 +68,18 @@ def check_async_ledger(run_dir: Path, *, prompts: int) -> None:
     assert later <= {"carried", "interrupted"}, "after the last step nothing is in flight"
 
 
-def test_nothing_is_lost_and_nothing_trained_twice(resumed):
-    check_async_ledger(resumed, prompts=6 * STEPS)
+RUNS = ["undisturbed", pytest.param("resumed", marks=pytest.mark.slow)]
 
 
-def test_servers_write_while_the_actor_trains_within_the_staleness_bound(resumed):
-    steps = read_metrics(resumed)  # a step whose checkpoint was not in place yet has been done again
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_is_lost_and_nothing_trained_twice(run, request):
+    check_async_ledger(request.getfixturevalue(run), prompts=6 * STEPS)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_servers_write_while_the_actor_trains_within_the_staleness_bound(run, request):
+    # Where a run went on, a step whose checkpoint was not in place yet has been done again.
+    steps = read_metrics(request.getfixturevalue(run))
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
     assert steps[-1]["sampling/in_flight"] == 0
     assert sum(step["sampling/in_flight"] + step["sampling/carried"] for step in steps[:-1]) > 0

@@ -8,7 +8,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import batch
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
@@ -19,6 +19,7 @@ from megatron_dapo.plan.memory import (
     trainer_memory,
 )
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
+from tests.actor.gloo import run_ranks
 from tests.actor.tiny import random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 
@@ -53,11 +54,10 @@ def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int) -> int:
 def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, tmp_path):
     """The formula counts fused kernels; PyTorch's own keep intermediate results of norm and SwiGLU too, never less."""
     tokens, per_layer = 128, []
-    with RankPool() as pool:
-        for layers in (2, 4):
-            folder = save_tiny(tmp_path / f"{recompute}{layers}", "qwen2", tied=False, num_hidden_layers=layers)
-            [kept] = pool.run(1, saved_bytes, folder, recompute, tokens)
-            per_layer.append(kept)
+    for layers in (2, 4):
+        folder = save_tiny(tmp_path / f"{recompute}{layers}", "qwen2", tied=False, num_hidden_layers=layers)
+        [kept] = run_ranks(1, saved_bytes, folder, recompute, tokens)
+        per_layer.append(kept)
     measured = (per_layer[1] - per_layer[0]) / 2
     hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(), recompute=recompute)
     planned = tokens * 4 * activation_numbers(hf, actor, recompute)

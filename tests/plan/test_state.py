@@ -9,9 +9,10 @@ import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state, stage_parameters
 from megatron_dapo.plan.scenario import BUILT_IN
+from tests.actor.gloo import run_ranks
 from tests.actor.tiny import save_tiny
 
 LAYOUTS = [
@@ -22,12 +23,6 @@ LAYOUTS = [
     {"context": 2},
     {"tensor": 2, "pipeline": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool() as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +94,11 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bytes_are_megatrons_but_for_padding(layout, ranks, models):
+def test_bytes_are_megatrons_but_for_padding(layout, models):
     """Buffers are padded, by little even in a tiny model; what the ranks own of them is not."""
     sizes = LayoutConfig(**layout)
     owned = defaultdict(list)
-    for found in ranks.run(sizes.world_size, held, models, layout, timeout_s=200):
+    for found in run_ranks(sizes.world_size, held, models, layout, timeout_s=200):
         for (at, dtype, distributed), (stage, state) in found.items():
             actor = ActorConfig(layout=sizes, optimizer=OptimizerConfig(distributed=distributed))
             planned = rank_state(HFModelConfig.load(models[at]), actor, dtype, stage=stage)

@@ -126,7 +126,7 @@ def test_score_is_the_models_opinion_of_a_given_response(places: dict[str, Place
 
 def test_a_seed_decides_the_response_whatever_shares_the_batch(places: dict[str, Place]) -> None:
     place = places["qwen3"]
-    asked = requests_of(60, seed=6, tokens=90)
+    asked = requests_of(32, seed=6, tokens=60)
 
     async def work() -> None:
         alone = [await place.fleet.generate(one) for one in asked[:12]]

@@ -47,6 +47,7 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They try for a minute to reach the head that is gone; a batch system ends them with their task."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_outlives_a_killed_first_node_and_no_port_is_fixed(nodes):
     first, other = nodes

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tests.actor.gloo import shared_pool
 from tests.actor.tiny import FAMILIES, save_tiny
 from tools.convert_checkpoint import import_megatron, main
 
@@ -23,9 +23,8 @@ SMALL_FILE = 100_000
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        yield pool
+def pool() -> RankPool:
+    return shared_pool()
 
 
 @pytest.fixture(scope="module")

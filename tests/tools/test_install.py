@@ -55,7 +55,7 @@ def install(place: Installer) -> None:
     Installer(place.root, place.venv).install()
 
 
-@pytest.mark.parametrize("place", ["uv", "pip"], indirect=True)
+@pytest.mark.parametrize("place", ["uv", pytest.param("pip", marks=[pytest.mark.slow] if UV else [])], indirect=True)
 def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, monkeypatch, capfd):
     install(place)
     assert "torch 2.13.0+cpu" in capfd.readouterr().out.splitlines()[-1]

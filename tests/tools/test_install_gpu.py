@@ -91,6 +91,7 @@ def install(place: Installer, *, gpu: bool = True, with_engine: bool = True) -> 
     Installer(place.root, place.venv, gpu=gpu, engine=with_engine).install()
 
 
+@pytest.mark.slow
 def test_the_extension_is_built_once_against_the_installed_torch_and_headers(place, capfd, monkeypatch):
     install(place)
     built = (place.site / "transformer_engine_torch.py").read_text()
@@ -116,7 +117,7 @@ def test_the_extension_is_built_once_against_the_installed_torch_and_headers(pla
     assert set(engine.PACKAGES) <= installed(place.site).keys()
 
 
-def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch, capfd):
+def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch):
     monkeypatch.setattr(engine, "missing_tools", lambda: ["the C++ compiler `c++`: apt install g++"])
     with pytest.raises(
         InstallError, match=r"(?s)lacks:\n  the C\+\+ compiler.*PIP_FIND_LINKS.*FP8 are lost.*WITHOUT_TE=1"
@@ -124,8 +125,9 @@ def test_what_the_build_lacks_is_said_before_it_begins(place, monkeypatch, capfd
         install(place)
     assert "torch" not in installed(place.site)
 
-    monkeypatch.setattr(engine, "missing_tools", list)
-    # A build that fails is told in the compiler's words.
+
+@pytest.mark.slow
+def test_a_build_that_fails_is_told_in_the_compilers_words_and_a_built_wheel_needs_none(place, monkeypatch, capfd):
     packages = place.root.parent / "packages"
     source = {"pyproject.toml": BUILD.format("backend"), "backend.py": FAILING}
     write_source(packages, "transformer-engine-torch", "2.19.0", source)

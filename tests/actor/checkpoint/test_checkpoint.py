@@ -64,18 +64,9 @@ def loading(place, folder, layout, data, options, source):
     return train(place, folder, layout, data, options, load=source)
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ({}, {}),
-        ({}, {"optimizer": {"distributed": False}}),
-        ({"data": 2}, {"dtype": "bfloat16"}),
-        ({"tensor": 2}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}),
-        ({"pipeline": 2, "virtual_pipeline": 2}, {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("layout", "options"), [({}, {}), ({"data": 2}, {"dtype": "bfloat16"})], ids=str)
 def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
+    """test_checkpoint_background.py has more layouts: there training changes meanwhile what is written."""
     without_break = gloo(size(layout), saving, model, layout, data, options, tmp_path / "step")[0]
     resumed = gloo(size(layout), loading, model, layout, data, options, tmp_path / "step")[0]
     assert resumed == without_break[2:]
@@ -87,7 +78,6 @@ def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
     [
         ({"tensor": 2}, {}, {}),
         ({}, {"tensor": 2, "sequence_parallel": True}, {}),
-        ({"data": 2}, {"pipeline": 2}, {}),
         ({"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}, {}),
         ({"context": 2}, {"tensor": 2}, {"optimizer": {"distributed": False}}),
     ],
@@ -152,15 +142,15 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["changed", "truncated"])
-def test_one_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path, kind):
+def test_one_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path):
+    """Changed or missing, in turns."""
     for number, name in enumerate(sorted(json.loads((saved / "manifest.json").read_text())["files"])):
         broken = copy_of(saved, tmp_path / str(number))
         content = bytearray((broken / name).read_bytes())
-        if kind == "changed":
-            content[len(content) // 2] ^= 1
-        else:
+        if number % 2:
             content.pop()
+        else:
+            content[len(content) // 2] ^= 1
         (broken / name).write_bytes(content)
         for message in gloo(2, error_of, model, {"tensor": 2}, data, {}, broken):
             assert message.startswith(f"{broken / name} is damaged")

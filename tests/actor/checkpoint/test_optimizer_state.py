@@ -69,7 +69,15 @@ def plain(gloo, model, data, tmp_path_factory) -> dict[str, torch.Tensor]:
     return stored(target)
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 4}, {"tensor": 2, "data": 2}, {"pipeline": 2, "context": 2}], ids=str)
+LAYOUTS = [
+    {},
+    {"tensor": 2, "data": 2},
+    pytest.param({"data": 4}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "context": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_ranks_write_together_is_the_plain_optimizers_state(gloo, layout, plain, model, data, tmp_path):
     """Cuts fall within rows, within fused weights and between the ranks of a padded vocabulary."""
     gloo(size(layout), saving, model, layout, data, {}, tmp_path / "step")
@@ -112,7 +120,7 @@ def test_each_data_parallel_rank_writes_its_own_part(gloo, model, data, tmp_path
     assert by_rank[0] == pytest.approx(alone * (1 / 4 + 3 / 4 / 4), rel=0.05)
 
 
-@pytest.mark.parametrize("read", [{"data": 3}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("read", [{"data": 3}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=str)
 def test_low_precision_weights_go_on_from_their_master_weights(gloo, read, model, data, tmp_path):
     """At another number of ranks, whose parts begin elsewhere. Rounding of bfloat16 differs between layouts."""
     options = {"dtype": "bfloat16"}

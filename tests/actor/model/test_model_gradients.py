@@ -12,13 +12,9 @@ from tests.actor.tiny import load_reference, random_sequences, save_tiny
 # The second is longer than an attention bucket, and short ones stand around it.
 MICRO_BATCHES = [random_sequences(lengths, seed=i) for i, lengths in enumerate([[9, 80, 20], [41], [5, 31], [64, 3]])]
 
+# tests/actor/test_step.py has one process and every layout, by the actor itself.
 CASES = {
-    "one process": ({}, "none"),
-    "selective recompute": ({}, "selective"),
-    "full recompute": ({}, "full"),
-    "tensor": ({"tensor": 2}, "none"),
     "tensor + sequence, full recompute": ({"tensor": 2, "sequence_parallel": True}, "full"),
-    "pipeline": ({"pipeline": 2}, "none"),
     "virtual pipeline": ({"pipeline": 2, "virtual_pipeline": 2}, "none"),
     "context": ({"context": 2}, "selective"),
 }

@@ -72,6 +72,17 @@ def run(
     return done.returncode, json.loads(file.read_text()), done.stdout
 
 
+def test_a_stage_that_crashes_does_not_stop_the_next(tmp_path: Path) -> None:
+    code, results, _ = run(tmp_path, {"crash": {}, "good": {}}, OUT=str(tmp_path / "out"))
+    outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
+    assert outcomes == {"crash": "crashed", "good": "passed"}
+    assert code == 1
+    assert results["stages"]["crash"]["reason"] == "SIGSEGV in test_crash.py::test_crash"
+    assert results["stages"]["good"]["figures"] == {"speed": {"GB/s": 2.5}}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "gpu.md", "logs.tar.gz"}
+
+
+@pytest.mark.slow
 def test_no_stage_stops_the_others(tmp_path: Path) -> None:
     wanted: dict[str, dict[str, Any]] = {
         "crash": {},
