@@ -42,8 +42,8 @@ def diff(
     table = Table(box=SIMPLE_HEAD)
     for head in ("key", one, preset, "stated in") if second is None else ("key", one, other, "paper"):
         table.add_column(Text(head), overflow="fold")
-    differing = [] if second is None else [difference.key for difference in differences(first, second)]
-    leaving = [each.stated.key for each in departures(first, preset) if each.stated.key not in differing]
+    differing = differences(first, first if second is None else second)
+    leaving = [each.key for each in departures(first, preset) if each.key not in differing]
     for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
         for key in keys:
             there = shown_of(stated_values, key) if key in known else "not stated"

@@ -12,10 +12,6 @@ DecayRates = Annotated[
 ]
 # No path may hold a NUL, and no other text needs one.
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 

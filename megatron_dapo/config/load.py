@@ -93,22 +93,26 @@ def dump_config(config: Config, sources: Lines | None = None) -> str:
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if sources is None:
         return text
-    rows, node = text.splitlines(), yaml.compose(text, Loader=_Loader)
-    assert isinstance(node, yaml.MappingNode)
-    for where, row in _values(node, ()):
-        if where in sources:
+    rows = text.splitlines()
+    for where, key, value in _entries(yaml.compose(text, Loader=_Loader)):
+        if where in sources and not (isinstance(value, yaml.MappingNode) and value.value):
+            row = (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
             rows[row] += f"  # {sources[where]}"
     return "\n".join(rows) + "\n"
 
 
-def _values(node: yaml.MappingNode, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(key path, row on which its value ends) of all values that are no section; of a list that of its key."""
-    for key, value in node.value:
-        where = (*above, str(key.value))
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _values(value, where)
-        else:
-            yield where, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
+def _entries(
+    node: yaml.Node | None, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
+    """(key path, key, value) of all that YAML mappings hold, those in lists under the number of their item."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*above, str(key.value))
+            yield where, key, value
+            yield from _entries(value, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield from _entries(item, (*above, str(number)))
 
 
 def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
@@ -172,31 +176,20 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         text = path.read_text(encoding="utf-8")
         node, tree = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
         lines: Lines = {}
-        if isinstance(tree, dict) and isinstance(node, yaml.MappingNode):
-            _collect_lines(node, (), str(path), lines)
-            return tree, lines
+        for where, key, _ in _entries(node):
+            place = f"{path}:{key.start_mark.line + 1}"
+            if where in lines:
+                raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
+            lines[where] = place
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    found = "nothing" if tree is None else type(tree).__name__
-    raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
-
-
-def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, lines: Lines) -> None:
-    for key, value in node.value:
-        where = (*above, str(key.value))
-        place = f"{file}:{key.start_mark.line + 1}"
-        if where in lines:
-            raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
-        lines[where] = place
-        if isinstance(value, yaml.MappingNode):
-            _collect_lines(value, where, file, lines)
-        elif isinstance(value, yaml.SequenceNode):
-            for number, item in enumerate(value.value):
-                if isinstance(item, yaml.MappingNode):
-                    _collect_lines(item, (*where, str(number)), file, lines)
+    if not isinstance(tree, dict):
+        found = "nothing" if tree is None else type(tree).__name__
+        raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
+    return tree, lines
 
 
 def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
