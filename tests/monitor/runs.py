@@ -1,4 +1,4 @@
-"""A made-up finished run for the tests of picture and console."""
+"""A made-up finished run for the tests of console and report."""
 
 from dataclasses import asdict
 
