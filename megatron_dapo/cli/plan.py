@@ -4,14 +4,13 @@ ranks hold and call, found by running them without a GPU."""
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
@@ -81,23 +80,10 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     for in_table, lines in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if in_table:
-            console.print(_table(lines))
+            console.print(Markdown("\n".join(lines)))
             continue
         for line in lines:
             console.print(line, style="bold" if line.endswith(":") else None, soft_wrap=line.startswith(" "))
-
-
-def _table(lines: Iterator[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    first, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    for at, head in enumerate(first):
-        table.add_column(head, overflow="fold", justify="left" if at == 0 or "what" in head else "right")
-    for row in rows:
-        if row == ["-"]:
-            table.add_section()
-        else:
-            table.add_row(*row, style="bold" if row[0] == "all" else None)
-    return table
 
 
 def trace_command(
@@ -112,17 +98,13 @@ def trace_command(
     from megatron_dapo.plan.trace.rank_processes import chosen_ranks, trace_ranks
 
     config, constants = load_config(path, overrides), load_calibration()
-    for key, value, possible in (
-        ("actor.fp8", config.actor.fp8, "none"),
-        ("actor.layout.context", config.actor.layout.context, 1),
-    ):
-        if value != possible:
-            raise ConfigError(f"{key} = {value}: cannot be traced; give {key}={possible} for the trace")
+    if (fp8 := config.actor.fp8) != "none":
+        raise ConfigError(f"actor.fp8 = {fp8}: cannot be traced; give actor.fp8=none for the trace")
+    if (context := config.actor.layout.context) > 1:
+        raise ConfigError(f"actor.layout.context = {context}: cannot be traced; set it to 1 for the trace")
     asked, hf = chosen_ranks(ranks, config.actor.layout), model_dimensions(config.model.path)[0]
-    print(
-        f"tracing ranks {', '.join(map(str, asked))} of {config.actor.layout.world_size}, about a minute each",
-        flush=True,
-    )
+    ranks = ", ".join(map(str, asked))
+    print(f"tracing ranks {ranks} of {config.actor.layout.world_size}, about a minute each", flush=True)
     findings = Findings(trace_ranks(path, overrides, asked, layers=layers, jobs=jobs), config, hf, constants)
     kernels = findings.traces[0].kernels
     print(f"\n{kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
