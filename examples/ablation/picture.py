@@ -13,7 +13,6 @@ from examples.ablation.curves import CHARTS, Series, series
 from examples.ablation.results import Outcome
 from examples.ablation.rungs import LADDER
 from examples.ablation.verdicts import Found
-from megatron_dapo.report.chart import Unit
 
 # Okabe and Ito's colours: told apart with any colour vision, and by lightness in print.
 BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -32,7 +31,7 @@ def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: 
         _style(panel, chart.title, chart.x_label)
         for one in series(chart, outcomes, tuple(COLOURS)):
             _curve(panel, one)
-        if chart.unit is Unit.SHARE:
+        if chart.unit == "share":
             panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         panel.set_ylim(bottom=0)
         if number == 0 and panel.lines:

@@ -21,6 +21,7 @@ from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
 from megatron_dapo.cli.slurm import slurm
+from megatron_dapo.cli.status import status
 
 _HELP = "Train language models by DAPO, and plan, measure and understand runs. --version prints the version."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
@@ -58,17 +59,7 @@ app.command()(ask)
 app.command("eval")(evaluate)
 
 
-@app.command()
-def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until the run has ended.")] = False,
-) -> None:
-    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
-    from megatron_dapo.cli.status import status_command
-
-    status_command(run, follow=follow)
-
-
+app.command()(status)
 app.command()(diff)
 
 

@@ -13,8 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.root import Config, contradictions
 
-Lines = dict[tuple[str, ...], str]
-"""Where each key was given: key path -> `file:line` or `override`."""
+KeyPath = tuple[str, ...]
+Lines = dict[KeyPath, str]
+"""Where each key was given: `file:line` or `override`."""
 
 _UNREADABLE = (ValueError, RecursionError)
 """Not YAML's own errors: an integer of thousands of digits, a section that holds itself."""
@@ -77,9 +78,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         wrong = "".join(f"\n  {_fault(fault, lines)}" for fault in error.errors())
         raise ConfigError(f"config is not valid{wrong}") from None
     except (TypeError, *_UNREADABLE) as error:
-        raise ConfigError(
-            f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
-        ) from None
+        raise ConfigError(f"{path}: a value is no text, number, list or section ({error}); put it in quotes") from None
     faults = list(contradictions(config))
     if faults and (overrides or not of_a_run):  # what a run has stored was valid when it began
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -101,9 +100,7 @@ def dump_config(config: Config, sources: Lines | None = None) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _entries(
-    node: yaml.Node | None, above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
+def _entries(node: yaml.Node | None, above: KeyPath = ()) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node]]:
     """(key path, key, value) of all that YAML mappings hold, those in lists under the number of their item."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -223,12 +220,12 @@ def _fault(fault: Any, lines: Lines) -> str:
     return f"{place}: {name} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
 
 
-def _place(path: tuple[str, ...], lines: Lines) -> str:
+def _place(path: KeyPath, lines: Lines) -> str:
     file = next(iter(lines.values()), "config").rsplit(":", 1)[0]
     return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), file)
 
 
-def _keys(path: tuple[str, ...]) -> list[str]:
+def _keys(path: KeyPath) -> list[str]:
     """Valid keys below the section `path`."""
     section: Any = Config
     for part in path:

@@ -30,15 +30,11 @@ def check_wandb(config: WandbConfig) -> None:
     if config.mode == "off":
         return
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
-            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
-        )
+        how = "pip install 'megatron-dapo[wandb]', or set monitor.wandb.mode=off"
+        raise ConfigError(f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; {how}")
     if config.mode == "online" and not _has_key():
-        raise ConfigError(
-            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
-            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
-        )
+        how = "run `wandb login`, set WANDB_API_KEY, or set monitor.wandb.mode=offline and `wandb sync` it later"
+        raise ConfigError(f"monitor.wandb.mode = online: no key; {how}")
 
 
 class WandbMirror:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
-from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
+from megatron_dapo.report.chart import Curve, Drawn, Frame, draw_curves, value_text
 from megatron_dapo.report.overlay import Group, Point, Points, overlay
 from megatron_dapo.report.source import Run
 
@@ -124,7 +124,7 @@ def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = 
         return []
     note = f"Evaluations {where}; pale: 95% intervals, of several seeds from the lowest to the highest."
     last = max(curve.steps[-1] for curve in curves)
-    frame = Frame(title="Held-out accuracy", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True, marks=True)
+    frame = Frame(title="Held-out accuracy", note=note, unit="share", first=0, last=last, to_one=True, marks=True)
     return [draw_curves(curves, frame, salt=f"evaluated {where} {ways}")]
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
-from megatron_dapo.cli.status import status_command
+from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.report.overlay import group_by_seed
 from megatron_dapo.report.page import report_page
