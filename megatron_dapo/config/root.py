@@ -139,13 +139,11 @@ def _of_option(word: str) -> Iterator[str]:
         yield f"rollout.extra_args: {word!r} is one word; give the option and its value as two"
         return
     option = word.partition("=")[0].replace("_", "-")
-    # SGLang takes the beginning of an option for it.
-    longer = [name for name in (*GOVERNED, *REFUSED) if name.startswith(option)]
-    why = [REFUSED[name] for name in REFUSED if option == name or (name.endswith("-") and option.startswith(name))]
-    if key := GOVERNED.get(option):
-        yield f"rollout.extra_args: {word} is what {key} decides, and the server would obey the former; set {key}"
-    elif why:
-        yield f"rollout.extra_args: {word} cannot be used: {why[0]}; remove it"
+    why = {name: f"a key decides it; set {key}" for name, key in GOVERNED.items()} | REFUSED
+    found = [name for name in why if option == name or (name.endswith("-") and option.startswith(name))]
+    longer = [name for name in why if name.startswith(option)]  # SGLang takes the beginning of an option for it
+    if found:
+        yield f"rollout.extra_args: {word} cannot be used, remove it: {why[found[0]]}"
     elif longer:
         yield f"rollout.extra_args: {word} may be short for {longer[0].rstrip('-')}; write the option out"
 

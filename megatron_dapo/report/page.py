@@ -53,21 +53,18 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
     runs = [run for group in groups for run in group.runs]
     configs = [flatten(group.runs[0].config) for group in groups]
     changed = dict.fromkeys(key for config in configs[1:] for key in differences(configs[0], config))
-    return (
-        page_environment()
-        .get_template("report.html.j2")
-        .render(
-            runs=runs,
-            groups=groups,
-            smooth=smooth or max(run.steps for run in runs) // 50 or 1,
-            colours=[group.colour for group in groups for _ in group.runs],
-            changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
-            heartbeats=[read_heartbeat(run.path) for run in runs],
-            prompt_groups=[learning.groups_by_prompt(run) for run in runs],
-            alarms=[tables.alarm_periods(run) for run in runs],
-            baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
-            tables=tables,
-            learning=learning,
-            sections=sections,
-        )
+    template = page_environment().get_template("report.html.j2")
+    return template.render(
+        runs=runs,
+        groups=groups,
+        smooth=smooth or max(run.steps for run in runs) // 50 or 1,
+        colours=[group.colour for group in groups for _ in group.runs],
+        changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
+        heartbeats=[read_heartbeat(run.path) for run in runs],
+        prompt_groups=[learning.groups_by_prompt(run) for run in runs],
+        alarms=[tables.alarm_periods(run) for run in runs],
+        baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
+        tables=tables,
+        learning=learning,
+        sections=sections,
     )

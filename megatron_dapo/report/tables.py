@@ -55,9 +55,8 @@ def time_parts(group: Group) -> dict[str, float]:
     parts = {phase.replace("_", " "): sum(run.total(f"timing/{phase}") for run in group.runs) for phase in PHASES}
     spent: list[dict[str, float]] = [run.summary.get("seconds") or {} for run in group.runs]
     parts["evaluation"] += sum(each.get(f"evaluation_{when}", 0.0) for each in spent for when in ("before", "after"))
-    whole = sum(
-        max(run.total("timing/step"), each.get("total", 0.0)) for run, each in zip(group.runs, spent, strict=True)
-    )
+    pairs = zip(group.runs, spent, strict=True)
+    whole = sum(max(run.total("timing/step"), each.get("total", 0.0)) for run, each in pairs)
     return parts | {"start and rest": max(0.0, whole - sum(parts.values()))}
 
 
