@@ -35,7 +35,7 @@ class Chart(Frame):
         """As `overlay`: each series of the groups that measured it."""
         return overlay(groups, self._measured, self.colours)
 
-    def _measured(self, run: Run) -> dict[str, Points]:
+    def _measured(self, run: Run) -> Mapping[str, Points]:
         points: dict[str, dict[int, Point]] = {label: {} for label in self.series.values()}
         for line in run.lines:
             whole = sum(line.get(name) or 0 for name in self.share_of) if self.share_of else 1

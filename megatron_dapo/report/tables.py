@@ -25,7 +25,7 @@ class AlarmPeriod(NamedTuple):
 
 def alarm_periods(run: Run) -> list[AlarmPeriod]:
     """Those that hold now first, then the newest first."""
-    monitor = HealthMonitor(**run.alarm_bounds)
+    monitor = HealthMonitor((), **run.alarm_bounds)
     periods: dict[str, AlarmPeriod] = {}
     over: list[AlarmPeriod] = []
     for line in run.lines:
