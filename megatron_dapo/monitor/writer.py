@@ -161,6 +161,23 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     return lines
 
 
+def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(rollout steps, values) of one metric, without the steps that did not measure it."""
+    check_declared([name])
+    known = [line for line in lines if line.get(name) is not None]
+    return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
+
+
+def shares(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Line]:
+    """Of each line the metrics `names` as shares of their sum; without the lines in which that is 0."""
+    counts = [{name: line.get(name) or 0 for name in names} for line in lines]
+    return [
+        {"rollout_step": line["rollout_step"]} | {name: number / sum(each.values()) for name, number in each.items()}
+        for line, each in zip(lines, counts, strict=True)
+        if sum(each.values())
+    ]
+
+
 def _parse(text: bytes, file: Path, number: int) -> Line:
     try:
         line = json.loads(text)

@@ -1,4 +1,4 @@
-"""A made-up finished run for the tests of console and report."""
+"""A made-up finished run for the tests of picture and console."""
 
 from dataclasses import asdict
 
