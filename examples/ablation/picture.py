@@ -14,7 +14,6 @@ from examples.ablation.results import Outcome
 from examples.ablation.rungs import LADDER
 from examples.ablation.verdicts import Found
 from megatron_dapo.monitor.picture import BLUE, FAINT, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
-from megatron_dapo.report.chart import Unit
 
 COLOURS = dict(zip((rung.name for rung in LADDER), (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN), strict=True))
 
@@ -29,7 +28,7 @@ def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: 
         _style(panel, chart.title, chart.x_label)
         for one in series(chart, outcomes, tuple(COLOURS)):
             _curve(panel, one)
-        if chart.unit is Unit.SHARE:
+        if chart.unit == "share":
             panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         panel.set_ylim(bottom=0)
         if number == 0 and panel.lines:

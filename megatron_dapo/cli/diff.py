@@ -9,17 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import (
-    NOT_COMPARED,
-    PAPER,
-    departures,
-    described,
-    differences,
-    flatten_config,
-    shown_of,
-    stated,
-)
+from megatron_dapo.config import ConfigError, config_diff, load_config
 from megatron_dapo.config.load import PRESETS
 
 WIDEST = 200
@@ -28,29 +18,29 @@ WIDEST = 200
 
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="Config file, or a preset's name.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or a preset's name.")] = PAPER,
+    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or a preset's name.")] = config_diff.PAPER,
 ) -> None:
     """Say in which keys two configs differ, or one from a preset (paper, verl, ...)."""
     if one in PRESETS and other in PRESETS:
         raise ConfigError(f"diff {one} {other}: name at least one config file")
     if one in PRESETS:
         one, other = other, one
-    preset = other if other in PRESETS else PAPER
-    first, known = flatten_config(load_config(one)), stated(preset)
-    second = None if other in PRESETS else flatten_config(load_config(other))
+    preset = other if other in PRESETS else config_diff.PAPER
+    first, known = config_diff.flatten_config(load_config(one)), config_diff.stated(preset)
+    second = None if other in PRESETS else config_diff.flatten_config(load_config(other))
     stated_values = {key: each.value for key, each in known.items()}
     table = Table(box=SIMPLE_HEAD)
     for head in ("key", one, preset, "stated in") if second is None else ("key", one, other, "paper"):
         table.add_column(Text(head), overflow="fold")
-    differing = [] if second is None else [difference.key for difference in differences(first, second)]
-    leaving = [each.stated.key for each in departures(first, preset) if each.stated.key not in differing]
+    differing = config_diff.differences(first, first if second is None else second)
+    leaving = [each.key for each in config_diff.departures(first, preset) if each.key not in differing]
     for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
         for key in keys:
-            there = shown_of(stated_values, key) if key in known else "not stated"
-            cells = (there, known[key].where) if second is None else (shown_of(second, key), there)
-            table.add_row(*map(Text, (key, shown_of(first, key), *cells)))
+            there = config_diff.shown_of(stated_values, key) if key in known else "not stated"
+            cells = (there, known[key].where) if second is None else (config_diff.shown_of(second, key), there)
+            table.add_row(*map(Text, (key, config_diff.shown_of(first, key), *cells)))
         table.add_section()
-    named = "the paper" if preset == PAPER else preset
+    named = "the paper" if preset == config_diff.PAPER else preset
     if table.row_count:
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
     elif second is None:
@@ -58,4 +48,4 @@ def diff(
     else:
         print(f"{one} and {other} are the same, and as in {named} in {len(known)} settings")
     if second is None:
-        print(f"Not compared: {NOT_COMPARED}.\n{described(preset)}")
+        print(f"Not compared: {config_diff.NOT_COMPARED}.\n{config_diff.described(preset)}")

@@ -22,9 +22,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Each new version of a run that goes on, as it comes.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Each new version of a run, as it comes.")] = False,
     every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
@@ -76,11 +74,7 @@ async def _watch(run: Path, overrides: Sequence[str], every: int) -> None:
 
     sync, console = load_config(run / "config.yaml").rollout.weight_sync, Console()
     if sync != "disk":
-        raise ConfigError(
-            f"{run}: rollout.weight_sync = {sync}, so its versions never are on disk; a run to be watched needs "
-            "disk, and checkpoints can be evaluated with --model after tools/convert_checkpoint.py"
-        )
-
+        raise ConfigError(f"{run}: rollout.weight_sync = {sync}: its versions never are on disk, as --watch needs them")
     with closing(Watch(run, every=every, report=console.note)) as watch:
         first = await watch.next_version()
         if first is None:
@@ -110,9 +104,7 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
 
     named = any(word.startswith("rollout.urls=") for word in overrides)
     if model is not None and named:
-        raise ConfigError(
-            f"--model {model} and rollout.urls: those servers hold weights of their own; give one of both"
-        )
+        raise ConfigError(f"--model {model} and rollout.urls: those servers hold weights of their own; give one")
     alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
     config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
     folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)

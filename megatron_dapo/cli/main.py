@@ -19,6 +19,8 @@ from megatron_dapo.cli.doctor import doctor
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.replay import replay
+from megatron_dapo.cli.slurm import slurm
+from megatron_dapo.cli.status import status
 
 _HELP = "Train language models by DAPO, and plan, measure and understand runs. --version prints the version."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
@@ -56,17 +58,7 @@ app.command()(ask)
 app.command("eval")(evaluate)
 
 
-@app.command()
-def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until the run has ended.")] = False,
-) -> None:
-    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
-    from megatron_dapo.cli.status import status_command
-
-    status_command(run, follow=follow)
-
-
+app.command()(status)
 app.command()(diff)
 
 
@@ -85,38 +77,7 @@ def report(
     print(file)
 
 
-@app.command()
-def slurm(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Write the script here; printed otherwise.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: a run on CPUs.")] = 8,
-    cpus_per_node: Annotated[int, typer.Option(min=1)] = 64,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Otherwise as few as the run fits on.")] = None,
-    time: Annotated[str, typer.Option(help="Time limit of one job; the run goes on in the next one.")] = "24:00:00",
-    warn: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the limit; else by the plan.")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="More options of sbatch: --sbatch=--partition=h100")] = None,
-    container: Annotated[str | None, typer.Option(help="Image for pyxis; a .sif file: for Apptainer.")] = None,
-    mounts: Annotated[str | None, typer.Option(help="Mounts of the container: FROM:TO,...")] = None,
-    setup: Annotated[list[str] | None, typer.Option(help='Shell line before the run: "module load cuda"')] = None,
-) -> None:
-    """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
-    from megatron_dapo.cli.slurm import slurm_command
-    from megatron_dapo.slurm.script import SlurmOptions
-
-    options = SlurmOptions(
-        gpus_per_node=gpus_per_node,
-        cpus_per_node=cpus_per_node,
-        nodes=nodes,
-        time=time,
-        sbatch=tuple(sbatch or ()),
-        container=container,
-        mounts=mounts,
-        setup=tuple(setup or ()),
-    )
-    slurm_command(config, overrides or [], options, warn, out)
-
-
+app.command()(slurm)
 app.command()(certify)
 app.command()(bisect)
 app.command()(replay)

@@ -1,24 +1,50 @@
 """`megatron-dapo slurm`: the batch script of a run."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.slurm.forecast import warning_and_notes
-from megatron_dapo.slurm.script import SlurmOptions, batch_script
 
 
-def slurm_command(
-    path: Path, overrides: Sequence[str], options: SlurmOptions, warn_s: int | None, out: Path | None
+def slurm(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Write the script here; printed otherwise.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0: a run on CPUs.")] = 8,
+    cpus_per_node: Annotated[int, typer.Option(min=1)] = 64,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Otherwise as few as the run fits on.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of one job; the run goes on in the next one.")] = "24:00:00",
+    warn: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the limit; else by the plan.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="More options of sbatch: --sbatch=--partition=h100")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for pyxis; a .sif file: for Apptainer.")] = None,
+    mounts: Annotated[str | None, typer.Option(help="Mounts of the container: FROM:TO,...")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help='Shell line before the run: "module load cuda"')] = None,
 ) -> None:
-    """Write the script to `out`, or print it. Makes the folder that Slurm writes the job's output to."""
-    config = load_config(path, overrides)
-    warn_s, notes = warning_and_notes(config, warn_s, gpus=options.gpus_per_node > 0)
-    text = batch_script(path, overrides, config, options, warn_s)
+    """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
+    from megatron_dapo.slurm.forecast import warning_and_notes
+    from megatron_dapo.slurm.script import SlurmOptions, batch_script
+
+    options = SlurmOptions(
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus_per_node,
+        nodes=nodes,
+        time=time,
+        sbatch=tuple(sbatch or ()),
+        container=container,
+        mounts=mounts,
+        setup=tuple(setup or ()),
+    )
+    words = overrides or []
+    loaded = load_config(config, words)
+    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0)
+    text = batch_script(config, words, loaded, options, warn)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
+    (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     if out is None:
         print(text, end="")
         return

@@ -4,7 +4,9 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -19,18 +21,14 @@ SILENT_S = 600.0
 """So long a run on another machine may give no sign of life: clocks differ, and shared disks show files late."""
 
 
-def status_command(folder: Path, *, follow: bool = False) -> None:
-    """Print it. A dead run is no error of this command.
-
-    Args:
-        follow: print it again and again until the run has ended; on a terminal in the same place.
-
-    Raises:
-        ReportError, MetricsError, RunDirError: the folder holds no run, or one that cannot be read.
-    """
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until the run has ended.")] = False,
+) -> None:
+    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
     screen = Console(highlight=False, soft_wrap=True)
     with suppress(KeyboardInterrupt):
-        while _show(screen, folder, clear=follow) and follow:
+        while _show(screen, run, clear=follow) and follow:
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, DecayRates, NonNegativeFloat, PositiveFloat, PositiveInt
+from megatron_dapo.config.base import STRICT, DecayRates
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -4,18 +4,11 @@ from dataclasses import field
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
-from megatron_dapo.config.base import (
-    STRICT,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from megatron_dapo.config.base import STRICT, Fraction
 from reward.named import check_name
 
 ESTIMATORS = ("group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline")

@@ -7,15 +7,10 @@ from pydantic import ConfigDict, Field
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 # YAML has lists, not tuples: only the container is converted, its items stay strictly typed.
-DecayRates = Annotated[
-    tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
-]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+DecayRates = Annotated[tuple[DecayRate, DecayRate], Field(strict=False)]
 # No path may hold a NUL, and no other text needs one.
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -5,7 +5,6 @@ changes what is learnt, with its source; the others name what they set otherwise
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -55,48 +54,22 @@ def described(preset: str) -> str:
     return "\n".join(row.removeprefix("# ") for row in rows if row.startswith("#"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One key that two configs set differently."""
-
-    key: str
-    one: Any
-    other: Any
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Departure:
-    """One key that a config sets otherwise than a preset."""
-
-    stated: Stated
-    value: Any
-
-
 def flatten_config(config: Config) -> dict[str, Any]:
     """Every key of a loaded config with its value, defaults filled in."""
     return flatten(TypeAdapter(Config).dump_python(config, mode="json"))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Keys whose values differ, in the order of `one`; a key that only one side has counts."""
-    keys = [*one, *(key for key in other if key not in one)]
-    return [
-        Difference(key=key, one=one.get(key, ABSENT), other=other.get(key, ABSENT))
-        for key in keys
-        if one.get(key, ABSENT) != other.get(key, ABSENT)
-    ]
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> both values, where they differ, in the order of `one`; ABSENT stands for a key that one side lacks."""
+    values = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in [*one, *other]}
+    return {key: (here, there) for key, (here, there) in values.items() if here != there}
 
 
-def departures(flat: Mapping[str, Any], preset: str = PAPER) -> list[Departure]:
-    """Keys that the preset states and `flat` sets otherwise, in the order of the preset."""
-    known = stated(preset)
+def departures(flat: Mapping[str, Any], preset: str = PAPER) -> list[Stated]:
+    """What the preset states and `flat` sets otherwise, in the order of the preset."""
+    known, given = stated(preset), _meant(flat)
     wanted = _meant({key: each.value for key, each in known.items()})
-    given = _meant(flat)
-    return [
-        Departure(stated=known[key], value=flat.get(key, ABSENT))
-        for key, value in wanted.items()
-        if given.get(key, ABSENT) != value
-    ]
+    return [known[key] for key, value in wanted.items() if given.get(key, ABSENT) != value]
 
 
 def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,10 @@
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import (
-    STRICT,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-)
+from megatron_dapo.config.base import STRICT, Fraction, Text
 from reward.config import VerifierName
 from reward.named import check_name
 

@@ -13,8 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.root import Config, contradictions
 
-Lines = dict[tuple[str, ...], str]
-"""Where each key was given: key path -> `file:line` or `override`."""
+KeyPath = tuple[str, ...]
+Lines = dict[KeyPath, str]
+"""Where each key was given: `file:line` or `override`."""
 
 _UNREADABLE = (ValueError, RecursionError)
 """Not YAML's own errors: an integer of thousands of digits, a section that holds itself."""
@@ -77,9 +78,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         wrong = "".join(f"\n  {_fault(fault, lines)}" for fault in error.errors())
         raise ConfigError(f"config is not valid{wrong}") from None
     except (TypeError, *_UNREADABLE) as error:
-        raise ConfigError(
-            f"{path}: holds a value that is no text, number, list or section ({error}); put it in quotes"
-        ) from None
+        raise ConfigError(f"{path}: a value is no text, number, list or section ({error}); put it in quotes") from None
     faults = list(contradictions(config))
     if faults and (overrides or not of_a_run):  # what a run has stored was valid when it began
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -93,22 +92,24 @@ def dump_config(config: Config, sources: Lines | None = None) -> str:
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if sources is None:
         return text
-    rows, node = text.splitlines(), yaml.compose(text, Loader=_Loader)
-    assert isinstance(node, yaml.MappingNode)
-    for where, row in _values(node, ()):
-        if where in sources:
+    rows = text.splitlines()
+    for where, key, value in _entries(yaml.compose(text, Loader=_Loader)):
+        if where in sources and not (isinstance(value, yaml.MappingNode) and value.value):
+            row = (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
             rows[row] += f"  # {sources[where]}"
     return "\n".join(rows) + "\n"
 
 
-def _values(node: yaml.MappingNode, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(key path, row on which its value ends) of all values that are no section; of a list that of its key."""
-    for key, value in node.value:
-        where = (*above, str(key.value))
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _values(value, where)
-        else:
-            yield where, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
+def _entries(node: yaml.Node | None, above: KeyPath = ()) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node]]:
+    """(key path, key, value) of all that YAML mappings hold, those in lists under the number of their item."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*above, str(key.value))
+            yield where, key, value
+            yield from _entries(value, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield from _entries(item, (*above, str(number)))
 
 
 def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
@@ -118,22 +119,14 @@ def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
     sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
     if not isinstance(sampling, dict):
         return
-    if isinstance(sampling.get("enabled"), bool):
+    if isinstance(sampling.get("enabled"), bool) and "filter" not in sampling:
         section = ("algorithm", "dynamic_sampling")
-        old, new = (*section, "enabled"), (*section, "filter")
-        if "filter" in sampling:
-            raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
         sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
-        lines[new] = lines.pop(old, _place(section, lines))
-    past = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
-    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past.values()):
+        lines[(*section, "filter")] = lines.pop((*section, "enabled"), _place(section, lines))
+    past = [sampling[name] for name in ("caution", "margin") if name in sampling]
+    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past):
         caution, margin = (sampling.pop(name, 0.0) for name in ("caution", "margin"))
         sampling["surplus"] = -float(caution) if caution else float(margin)
-    elif past:
-        where = ("algorithm", "dynamic_sampling", next(iter(past)))
-        raise ConfigError(
-            f"{_place(where, lines)}: {'.'.join(where)}: is surplus now; set it to -caution, or to margin"
-        )
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
 
@@ -172,31 +165,20 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         text = path.read_text(encoding="utf-8")
         node, tree = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
         lines: Lines = {}
-        if isinstance(tree, dict) and isinstance(node, yaml.MappingNode):
-            _collect_lines(node, (), str(path), lines)
-            return tree, lines
+        for where, key, _ in _entries(node):
+            place = f"{path}:{key.start_mark.line + 1}"
+            if where in lines:
+                raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
+            lines[where] = place
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
-    found = "nothing" if tree is None else type(tree).__name__
-    raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
-
-
-def _collect_lines(node: yaml.MappingNode, above: tuple[str, ...], file: str, lines: Lines) -> None:
-    for key, value in node.value:
-        where = (*above, str(key.value))
-        place = f"{file}:{key.start_mark.line + 1}"
-        if where in lines:
-            raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
-        lines[where] = place
-        if isinstance(value, yaml.MappingNode):
-            _collect_lines(value, where, file, lines)
-        elif isinstance(value, yaml.SequenceNode):
-            for number, item in enumerate(value.value):
-                if isinstance(item, yaml.MappingNode):
-                    _collect_lines(item, (*where, str(number)), file, lines)
+    if not isinstance(tree, dict):
+        found = "nothing" if tree is None else type(tree).__name__
+        raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
+    return tree, lines
 
 
 def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
@@ -238,12 +220,12 @@ def _fault(fault: Any, lines: Lines) -> str:
     return f"{place}: {name} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
 
 
-def _place(path: tuple[str, ...], lines: Lines) -> str:
+def _place(path: KeyPath, lines: Lines) -> str:
     file = next(iter(lines.values()), "config").rsplit(":", 1)[0]
     return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), file)
 
 
-def _keys(path: tuple[str, ...]) -> list[str]:
+def _keys(path: KeyPath) -> list[str]:
     """Valid keys below the section `path`."""
     section: Any = Config
     for part in path:

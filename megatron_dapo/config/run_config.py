@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from megatron_dapo.config.base import STRICT, NonNegativeInt, PositiveFloat, PositiveInt, Text
+from megatron_dapo.config.base import STRICT, Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -82,9 +82,9 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
         if run_dir.ledger.exists():
             read_ledger(run_dir.ledger)
     return [
-        f"{each.key} = {shown(each.other)} from here on; the run in {run_dir.path} had {shown(each.one)}"
-        for each in differences(flatten_config(before), flatten_config(config))
-        if each.key.startswith(("algorithm.", "rollout.stages"))
+        f"{key} = {shown(now)} from here on; the run in {run_dir.path} had {shown(then)}"
+        for key, (then, now) in differences(flatten_config(before), flatten_config(config)).items()
+        if key.startswith(("algorithm.", "rollout.stages"))
     ]
 
 

@@ -17,7 +17,6 @@ from megatron_dapo.data.tokenizer import TextTools
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.statistics import (
-    RESAMPLES,
     Accuracy,
     clustered_accuracy,
     consensus,
@@ -37,8 +36,8 @@ PROBLEMS, RESULT = "problems.jsonl", "result.json"
 METHOD = (
     "avg@k: mean verdict. pass@k: 1 - C(n - c, k) / C(n, k) for c right of n answers (unbiased). cons@k: whether the "
     "most frequent answer is right; equal numbers and equal texts are one answer, all right ones are one, answers that "
-    f"tie share the place. Each is a mean over problems; the 95% interval draws problems anew ({RESAMPLES} times, "
-    "percentiles), or is Wilson's where all problems are 0 or all are 1."
+    "tie share the place. Each is a mean over problems; the 95% interval is Wilson's, for the number of independent "
+    "answers that would vary as much."
 )
 
 AnswerKey = tuple[str, str, int]
@@ -234,15 +233,10 @@ def figures(problems: ProblemAnswers) -> dict[str, Any]:
     per_problem = {f"avg@{n}": [count / n for count in right]}
     per_problem |= {f"pass@{k}": [pass_at_k(count, n, k) for count in right] for k in sizes(n)}
     per_problem[f"cons@{n}"] = [_consensus(answers) for answers in problems]
-    means = {name: asdict(mean_with_interval(np.array(values))) for name, values in per_problem.items()}
-    # The same number and interval as a run's own evaluation prints.
-    sure = clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems]))
-    mean = {"value": sure.accuracy, "low": sure.low, "high": sure.high}
-    means |= {f"avg@{n}": mean, "pass@1": mean}
     return {
         "problems": len(problems),
         "samples": n,
-        "figures": means,
+        "figures": {name: asdict(mean_with_interval(np.array(each), n)) for name, each in per_problem.items()},
         "mean_tokens": float(np.mean([answer.tokens for answer in everyone])),
         "truncated": float(np.mean([answer.truncated for answer in everyone])),
         "without_answer": float(np.mean([answer.extracted is None for answer in everyone])),

@@ -4,7 +4,7 @@ plots it.
 A name that is not there cannot be written. The page docs/metrics.md is made from it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,13 +29,11 @@ class UndeclaredMetricError(ValueError):
     """A metric is written under a name that the catalog does not hold."""
 
 
-GROUPS: Mapping[str, list[Metric]] = {
-    title: [Metric(name, *about) for name, about in metrics.items()]
-    for title, metrics in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
-}
+_DECLARED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+GROUPS = {title: [Metric(name, *about) for name, about in metrics.items()] for title, metrics in _DECLARED.items()}
 """All metrics under their headings."""
 
-CATALOG: Mapping[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}
+CATALOG = {metric.name: metric for group in GROUPS.values() for metric in group}
 """All metrics by name."""
 
 

@@ -7,7 +7,7 @@ an alarm says look here. Only `mismatch_stop` and `non_finite` ask for a stop.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -43,26 +43,23 @@ SMALL_BATCH = {"drop": 0.25}
 """`algorithm.dynamic_sampling.filter` -> the share of the wanted groups below which a batch is small; others: 1."""
 
 
+@dataclass
 class HealthMonitor:
     """A run's rollout steps so far, and the alarms that hold at the newest.
 
     A mean that is not known is NaN: no comparison with it holds, so a rule that needs it finds nothing.
     """
 
-    def __init__(
-        self,
-        history: Iterable[Line] = (),
-        /,
-        *,
-        mismatch_warn: float = 0.05,
-        mismatch_stop: float = 1.0,
-        small_batch: float = 1.0,
-    ) -> None:
-        """`history`: lines of `read_metrics`, oldest first; what holds at their end is known already. `mismatch_*`:
-        the config's `monitor`, in nats. `small_batch`: see SMALL_BATCH."""
+    history: InitVar[Iterable[Line]] = ()
+    """Lines of `read_metrics`, oldest first; what holds at their end is known already."""
+    mismatch_warn: float = 0.05
+    """The config's `monitor`, in nats."""
+    mismatch_stop: float = 1.0
+    small_batch: float = 1.0
+    """See SMALL_BATCH."""
+
+    def __post_init__(self, history: Iterable[Line]) -> None:
         self.lines = list(history)
-        self.mismatch_warn, self.mismatch_stop = mismatch_warn, mismatch_stop
-        self.small_batch = small_batch
         self.alarms = self._check()
         """All that hold at the newest step."""
 

@@ -3,10 +3,9 @@
 Example: 848 of 1000 right: 84.8% [82.4, 86.9]. The same 84.8% from 8 answers to each of 125 problems is less sure,
 since answers to one problem resemble each other.
 
-The figures at k are means over problems of one number a problem. Problems are the unit of chance: the interval comes
-from drawing problems anew, with replacement (percentile bootstrap, seeded). Where every problem has the same number
-such draws show no spread; for 0 and 1 Wilson's interval of as many independent problems then stands in, else it is a
-point.
+All figures are means over problems of one number a problem. Problems are the unit of chance: the variance of the mean
+is taken from the spread of their numbers, and Wilson's interval is computed for the number of independent answers that
+would vary as much. With one answer a problem it is nearly Wilson's own.
 """
 
 import math
@@ -27,9 +26,6 @@ STAGES = {"before": "before", "baseline": f"before, {MADE_TO_WORK}", "after": "a
 
 WAYS = ("sampled", "greedy")
 
-RESAMPLES = 10_000
-_CHUNK = 500
-"""Resamples held at once."""
 Z95 = 1.959963984540054
 """97.5% quantile of the normal distribution."""
 
@@ -73,24 +69,14 @@ def percent(value: float, low: float, high: float) -> str:
 
 
 def clustered_accuracy(correct: np.ndarray) -> Accuracy:
-    """Interval for answers that come in clusters, k answers to each of P problems: a cluster is the unit of chance.
-
-    The variance of the mean is taken from the spread of the P problems' own accuracies; Wilson's interval is then
-    computed for the number of independent answers that would vary as much. With k = 1 it is nearly Wilson's own.
+    """Of k answers to each of P problems.
 
     Args:
         correct: bool [P, k], neither of them 0.
     """
     problems, samples = correct.shape
-    rates = correct.mean(axis=1, dtype=np.float64)
-    accuracy = float(rates.mean())
-    variance = float(rates.var(ddof=1)) / problems if problems > 1 else 0.0
-    # All right, all wrong or one problem: the data say nothing about how alike the answers are. Assume: quite alike.
-    independent = float(problems)
-    if variance > 0:
-        independent = min(accuracy * (1 - accuracy) / variance, float(problems * samples))
-    low, high = wilson(accuracy, independent)
-    return Accuracy(accuracy=accuracy, low=low, high=high, n=problems * samples, problems=problems)
+    found = mean_with_interval(correct.mean(axis=1, dtype=np.float64), samples)
+    return Accuracy(accuracy=found.value, low=found.low, high=found.high, n=problems * samples, problems=problems)
 
 
 def difference(before: Accuracy, after: Accuracy) -> Estimate:
@@ -147,20 +133,21 @@ def consensus(votes: Sequence[Hashable | None], correct: Sequence[bool]) -> floa
     return float(counts[right] == most) / sum(count == most for count in counts.values())
 
 
-def mean_with_interval(values: np.ndarray, *, seed: int = 0) -> Estimate:
+def mean_with_interval(values: np.ndarray, samples: int) -> Estimate:
     """Mean of one number a problem.
 
     Args:
         values: [P], in [0, 1]; at least one.
+        samples: answers to each problem.
     """
-    mean = float(values.mean())
-    if (values == values[0]).all():
-        low, high = wilson(mean, values.size) if mean in (0, 1) else (mean, mean)
-        return Estimate(value=mean, low=low, high=high)
-    random, size = np.random.default_rng(seed), (_CHUNK, values.size)
-    means = [values[random.integers(0, values.size, size)].mean(axis=1) for _ in range(RESAMPLES // _CHUNK)]
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
-    return Estimate(value=mean, low=float(low), high=float(high))
+    mean, problems = float(values.mean()), values.size
+    variance = float(values.var(ddof=1)) / problems if problems > 1 else 0.0
+    # All alike or one problem: the data say nothing about how alike the answers are. Assume: quite alike.
+    independent = float(problems)
+    if variance > 0:
+        independent = min(mean * (1 - mean) / variance, float(problems * samples))
+    low, high = wilson(mean, independent)
+    return Estimate(value=mean, low=low, high=high)
 
 
 def sizes(n: int) -> list[int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_dapo.storage.durable import drop_torn_line, naming
 from rollout.generation import ServedPart
@@ -79,17 +79,11 @@ class StepTimer:
         return self._seconds | {"step": time.monotonic() - self._began}
 
 
-class Recorder(Protocol):
-    """What is used of cluster.trainer.Trainer."""
-
-    recorded_step: int | None
-
-
 class Timeline:
     """Records every so many rollout steps: phases and requests here, calls and passes on the trainer's ranks."""
 
-    def __init__(self, run_dir: Path, trainer: Recorder, *, every: int) -> None:
-        """`trainer`: is told which steps to record; `every`: 0 records nothing."""
+    def __init__(self, run_dir: Path, trainer: Any, *, every: int) -> None:
+        """`trainer`: a cluster.trainer.Trainer, whose `recorded_step` is set; `every`: 0 records nothing."""
         self._file = SpanFile(run_dir, "coordinator")
         self._every, self._trainer, self._recording = every, trainer, False
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.config.base import Fraction, NonNegativeFloat, PositiveFloat
+from megatron_dapo.config.base import Fraction
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.rollout import Workload
 

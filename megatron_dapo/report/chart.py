@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -33,11 +33,7 @@ _VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
 
 
-class Unit(StrEnum):
-    NUMBER = "number"
-    SHARE = "share"
-    COUNT = "count"
-    SECONDS = "seconds"
+Unit = Literal["number", "share", "count", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ class Frame:
 
     title: str
     note: str
-    unit: Unit = Unit.NUMBER
+    unit: Unit = "number"
     x_label: str = "rollout step"
     first: int = 1
     last: int = 1
@@ -119,11 +115,8 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
 
 def _draw_lines(panel: Axes, curves: Sequence[Curve], frame: Frame) -> None:
     for curve in curves:
-        colour, dash, values = (
-            _SERIES[curve.colour],
-            _DASHES[curve.dash % len(_DASHES)],
-            smoothed(curve.values, frame.smooth),
-        )
+        colour, dash = _SERIES[curve.colour], _DASHES[curve.dash % len(_DASHES)]
+        values = smoothed(curve.values, frame.smooth)
         if curve.low is not None and curve.high is not None:
             low, high = smoothed(curve.low, frame.smooth), smoothed(curve.high, frame.smooth)
             panel.fill_between(curve.steps, low, high, color=colour, alpha=0.16, linewidth=0)
@@ -153,21 +146,21 @@ def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:
         base = top
 
 
-def value_text(value: float, unit: str) -> str:
+def value_text(value: float, unit: Unit) -> str:
     """A value as text: `12.5%`, `4 680`, `0.314`, `1.2e-06`."""
-    if unit == Unit.SHARE:
+    if unit == "share":
         return f"{100 * value:.1f}%" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"
-    if unit == Unit.SECONDS:
+    if unit == "seconds":
         return f"{value:.1f} s"
-    if unit == Unit.COUNT and abs(value) < 100 and value != int(value):
+    if unit == "count" and abs(value) < 100 and value != int(value):
         return f"{value:.1f}"
-    if unit == Unit.COUNT or abs(value) >= 1000:
+    if unit == "count" or abs(value) >= 1000:
         return f"{value:,.0f}".replace(",", "\u2009")
     return f"{value:.3g}"
 
 
 def _tick(value: float, unit: Unit) -> str:
-    if unit is Unit.SHARE:
+    if unit == "share":
         return f"{100 * value:g}%"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"

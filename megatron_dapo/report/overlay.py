@@ -38,9 +38,8 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
     alike: dict[tuple[str, int], list[Run]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
-        config = str(
-            sorted((key, str(value)) for key, value in flatten(run.config).items() if not key.startswith(OWN_KEYS))
-        )
+        shared = [(key, str(value)) for key, value in flatten(run.config).items() if not key.startswith(OWN_KEYS)]
+        config = str(sorted(shared))
         with_seed = f"{config} {run.setting('run.seed')}"
         alike.setdefault((config, seen[with_seed]), []).append(run)
         seen[with_seed] += 1

@@ -33,7 +33,7 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
     )
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
     called = (look_up, percent, difference, departures, flatten)
-    environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES}
+    environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES, "absent": ABSENT}
     environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
     environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
@@ -52,22 +52,19 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
     groups = group_by_seed(runs)
     runs = [run for group in groups for run in group.runs]
     configs = [flatten(group.runs[0].config) for group in groups]
-    changed = dict.fromkeys(each.key for config in configs[1:] for each in differences(configs[0], config))
-    return (
-        page_environment()
-        .get_template("report.html.j2")
-        .render(
-            runs=runs,
-            groups=groups,
-            smooth=smooth or max(run.steps for run in runs) // 50 or 1,
-            colours=[group.colour for group in groups for _ in group.runs],
-            changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
-            heartbeats=[read_heartbeat(run.path) for run in runs],
-            prompt_groups=[learning.groups_by_prompt(run) for run in runs],
-            alarms=[tables.alarm_periods(run) for run in runs],
-            baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
-            tables=tables,
-            learning=learning,
-            sections=sections,
-        )
+    changed = dict.fromkeys(key for config in configs[1:] for key in differences(configs[0], config))
+    template = page_environment().get_template("report.html.j2")
+    return template.render(
+        runs=runs,
+        groups=groups,
+        smooth=smooth or max(run.steps for run in runs) // 50 or 1,
+        colours=[group.colour for group in groups for _ in group.runs],
+        changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
+        heartbeats=[read_heartbeat(run.path) for run in runs],
+        prompt_groups=[learning.groups_by_prompt(run) for run in runs],
+        alarms=[tables.alarm_periods(run) for run in runs],
+        baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
+        tables=tables,
+        learning=learning,
+        sections=sections,
     )

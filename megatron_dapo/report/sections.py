@@ -10,8 +10,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as declared
 
-from megatron_dapo.monitor.writer import series, shares
-from megatron_dapo.report.chart import Curve, Drawn, Frame, Unit, draw_curves, value_text
+from megatron_dapo.report.chart import Curve, Drawn, Frame, draw_curves, value_text
 from megatron_dapo.report.overlay import Group, Point, Points, overlay
 from megatron_dapo.report.source import Run
 
@@ -36,10 +35,14 @@ class Chart(Frame):
         """As `overlay`: each series of the groups that measured it."""
         return overlay(groups, self._measured, self.colours)
 
-    def _measured(self, run: Run) -> dict[str, Points]:
-        lines = shares(run.lines, self.share_of) if self.share_of else run.lines
-        known = {label: zip(*series(lines, metric), strict=True) for metric, label in self.series.items()}
-        return {label: {step: (value, value, value) for step, value in points} for label, points in known.items()}
+    def _measured(self, run: Run) -> Mapping[str, Points]:
+        points: dict[str, dict[int, Point]] = {label: {} for label in self.series.values()}
+        for line in run.lines:
+            whole = sum(line.get(name) or 0 for name in self.share_of) if self.share_of else 1
+            for name, label in self.series.items():
+                if whole and line.get(name) is not None:
+                    points[label][line["rollout_step"]] = (line[name] / whole,) * 3
+        return points
 
 
 @declared(frozen=True, kw_only=True, config=_STRICT)
@@ -121,7 +124,7 @@ def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = 
         return []
     note = f"Evaluations {where}; pale: 95% intervals, of several seeds from the lowest to the highest."
     last = max(curve.steps[-1] for curve in curves)
-    frame = Frame(title="Held-out accuracy", note=note, unit=Unit.SHARE, first=0, last=last, to_one=True, marks=True)
+    frame = Frame(title="Held-out accuracy", note=note, unit="share", first=0, last=last, to_one=True, marks=True)
     return [draw_curves(curves, frame, salt=f"evaluated {where} {ways}")]
 
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.timeline import PHASES
-from megatron_dapo.report.chart import Unit, value_text
+from megatron_dapo.report.chart import value_text
 from megatron_dapo.report.overlay import Group
 from megatron_dapo.report.sections import read_sections
 from megatron_dapo.report.source import Run
 
-share, count = partial(value_text, unit=Unit.SHARE), partial(value_text, unit=Unit.COUNT)
+share, count = partial(value_text, unit="share"), partial(value_text, unit="count")
 """12.5% and 12 345"""
 
 
@@ -25,7 +25,7 @@ class AlarmPeriod(NamedTuple):
 
 def alarm_periods(run: Run) -> list[AlarmPeriod]:
     """Those that hold now first, then the newest first."""
-    monitor = HealthMonitor(**run.alarm_bounds)
+    monitor = HealthMonitor((), **run.alarm_bounds)
     periods: dict[str, AlarmPeriod] = {}
     over: list[AlarmPeriod] = []
     for line in run.lines:
@@ -55,9 +55,8 @@ def time_parts(group: Group) -> dict[str, float]:
     parts = {phase.replace("_", " "): sum(run.total(f"timing/{phase}") for run in group.runs) for phase in PHASES}
     spent: list[dict[str, float]] = [run.summary.get("seconds") or {} for run in group.runs]
     parts["evaluation"] += sum(each.get(f"evaluation_{when}", 0.0) for each in spent for when in ("before", "after"))
-    whole = sum(
-        max(run.total("timing/step"), each.get("total", 0.0)) for run, each in zip(group.runs, spent, strict=True)
-    )
+    pairs = zip(group.runs, spent, strict=True)
+    whole = sum(max(run.total("timing/step"), each.get("total", 0.0)) for run, each in pairs)
     return parts | {"start and rest": max(0.0, whole - sum(parts.values()))}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli import status
-from megatron_dapo.cli.status import status_command
+from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import QUIET_S
 from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder

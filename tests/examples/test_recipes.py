@@ -15,7 +15,8 @@ PARAMETERS = {"Qwen2.5-32B": 32.8e9, "Qwen2.5-7B": 7.6e9, "Qwen2.5-1.5B": 1.5e9}
 
 
 def left(config: Config) -> dict:
-    return {departure.stated.key: departure.value for departure in departures(flatten_config(config))}
+    flat = flatten_config(config)
+    return {each.key: flat[each.key] for each in departures(flat)}
 
 
 def test_every_recipe_is_known_here():

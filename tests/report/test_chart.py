@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from megatron_dapo.report.chart import Curve, Frame, Unit, draw_curves, smoothed
+from megatron_dapo.report.chart import Curve, Frame, draw_curves, smoothed
 
-FRAME = Frame(title="", note="", unit=Unit.SHARE, last=4)
+FRAME = Frame(title="", note="", unit="share", last=4)
 
 
 def test_a_spread_is_shaded_behind_its_curve_in_the_same_colour() -> None:

@@ -10,7 +10,8 @@ import yaml
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
-from megatron_dapo.cli.status import status_command
+from megatron_dapo.cli.status import status as status_command
+from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.report.overlay import group_by_seed
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.sections import read_sections
@@ -347,3 +348,7 @@ def test_the_command_writes_the_file_and_says_where(tmp_path, run_command, capsy
     assert run_command("report", str(folder), "--out", str(tmp_path / "no" / "out.html")) == ExitCode.FAILED
     assert str(tmp_path / "no" / "out.html") in capsys.readouterr().err
     assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"
+
+
+def test_charts_show_declared_metrics():
+    check_declared(name for section in read_sections() for chart in section.charts for name in chart.series)

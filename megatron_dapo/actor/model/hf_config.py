@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.config.base import ConfigError, PositiveFloat, PositiveInt
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.data.hub import model_hint
 
 if TYPE_CHECKING:
