@@ -89,4 +89,3 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
             console.print(line, style="bold" if line.endswith(":") else None, soft_wrap=line.startswith(" "))
 
 
-from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -139,6 +139,8 @@ def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
             )
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
+    if any("\0" in text for text in ([prompt] if isinstance(prompt, str) else (turn["content"] for turn in prompt))):
+        raise DataError(f"{place}: {columns.prompt_key} holds a NUL character; remove it")
     return prompt
 
 

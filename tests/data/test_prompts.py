@@ -84,6 +84,8 @@ def test_the_template_surrounds_the_prompt(tmp_path):
         ("5\n", "a JSON int and no object"),
         ({"prompt": "a \ud800 b", "answer": "1"}, "holds '\\ud800', half a character"),
         ({"prompt": [{"role": "user", "content": "\udc00"}], "answer": "1"}, "holds '\\udc00'"),
+        ({"prompt": "a \0 b", "answer": "1"}, "prompt holds a NUL character"),
+        ({"prompt": [{"role": "user", "content": "\0q"}], "answer": "1"}, "prompt holds a NUL character"),
         ({"prompt": "a", "answer": "1\ud800"}, "holds '\\ud800'"),
         ({"prompt": [{"role": "", "content": "a"}], "answer": "1"}, "without a role"),
         ({"prompt": [{"role": "user", "content": " "}], "answer": "1"}, "no turn says anything"),
