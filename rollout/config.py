@@ -41,7 +41,7 @@ class RolloutConfig:
     distribution."""
 
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
-    """Other `max_new_tokens` (DeepScaleR; Skywork-OR1, section 3.2.2) and `temperature` (Polaris) from a step on. What
+    """Other `max_new_tokens` (as DeepScaleR and Skywork-OR1) and `temperature` (Polaris) from a step on. What
     was sent before is generated again. Evaluations allow the longest."""
 
     servers: PositiveInt = 1

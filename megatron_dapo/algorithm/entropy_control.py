@@ -1,4 +1,4 @@
-"""Adaptive entropy control (Skywork-OR1, arXiv 2505.22312, section 3.2.5).
+"""Adaptive entropy control (Skywork-OR1, arXiv 2505.22312).
 
     alpha_k = c_k if e_k <= target else 0        weight of the entropy bonus in step k
     c_k+1   = c_k + change if e_k < target else c_k - change, within [0, maximum]

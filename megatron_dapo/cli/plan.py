@@ -87,5 +87,3 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
             continue
         for line in lines:
             console.print(line, style="bold" if line.endswith(":") else None, soft_wrap=line.startswith(" "))
-
-
