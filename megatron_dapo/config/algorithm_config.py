@@ -94,8 +94,8 @@ class KLConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EntropyControlConfig:
     target: PositiveFloat | None = None
-    """Entropy to hold, in nats (Skywork-OR1, arXiv 2505.22312: 0.2): a step above it gets no bonus. The weight starts at
-    `entropy_coefficient`. None: and stays there."""
+    """Entropy to hold, in nats (Skywork-OR1, arXiv 2505.22312: 0.2): a step above it gets no bonus. The weight starts
+    at `entropy_coefficient`. None: and stays there."""
 
     change: PositiveFloat = 1e-4
     """A step below the target raises the weight by this, another lowers it."""
