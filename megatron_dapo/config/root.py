@@ -1,7 +1,6 @@
 """The whole config of a run, and the rules that tie its sections together."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,19 +72,25 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
     if entry is not None:
-        unread = f"policy_loss {algorithm.policy_loss} does not read it"
         for name, default in asdict(ClipConfig()).items():
             value = getattr(clip, name)
             if value != default and f"clip.{name}" not in entry.reads:
-                left = json.dumps(default)
-                yield f"algorithm.clip.{name} = {value:g}: {unread}; leave it out, or set it to {left}"
+                left = "null" if default is None else f"{default:g}"
+                yield (
+                    f"algorithm.clip.{name} = {value:g}: policy_loss {algorithm.policy_loss} does not read it; "
+                    f"leave it out, or set it to {left}"
+                )
         for name in sorted(algorithm.loss_options.keys() - entry.options):
-            yield f"algorithm.loss_options.{name}: {unread}; valid: {', '.join(entry.options) or 'none'}"
+            valid = ", ".join(entry.options) or "none"
+            yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
         for name, value in algorithm.loss_options.items():
             if value <= 0:
                 yield f"algorithm.loss_options.{name} = {value:g}: must be above 0"
-        if entry.needs_rollout_log_probs and (mode := algorithm.importance_mode) != "none":
-            yield f"algorithm.importance.mode = {mode}: the loss corrects for the engine by itself; set it to none"
+        if entry.needs_rollout_log_probs and algorithm.importance_mode != "none":
+            yield (
+                f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
+                "corrects for the engine by itself; set it to none"
+            )
     if algorithm.kl.reset_every is not None and algorithm.kl.coefficient == 0:
         yield f"algorithm.kl.reset_every = {algorithm.kl.reset_every}: without kl.coefficient there is no reference"
     control, start = algorithm.entropy_control, algorithm.entropy_coefficient
@@ -103,14 +108,20 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_response, config.model.context_length
     if longest > given:
-        yield f"model.context_length = {given}: prompt and rollout.max_new_tokens together have {longest}; raise it"
+        yield (
+            f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
+            f"{rollout.longest_response}, {longest} tokens together; raise it or lower that"
+        )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
     weights = [source.weight for source in config.data.mixture]
     for number, weight in enumerate(weights):
         if weight / max(weights) / len(weights) < SMALLEST_SHARE:
-            yield f"data.mixture.{number}.weight = {weight:g}: gives less than one prompt in 1e9; leave the file out"
+            yield (
+                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
+                "prompt in 1e9; raise it or leave the file out"
+            )
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s
@@ -139,11 +150,13 @@ def _of_option(word: str) -> Iterator[str]:
         yield f"rollout.extra_args: {word!r} is one word; give the option and its value as two"
         return
     option = word.partition("=")[0].replace("_", "-")
-    why = {name: f"a key decides it; set {key}" for name, key in GOVERNED.items()} | REFUSED
-    found = [name for name in why if option == name or (name.endswith("-") and option.startswith(name))]
-    longer = [name for name in why if name.startswith(option)]  # SGLang takes the beginning of an option for it
-    if found:
-        yield f"rollout.extra_args: {word} cannot be used, remove it: {why[found[0]]}"
+    # SGLang takes the beginning of an option for it.
+    longer = [name for name in (*GOVERNED, *REFUSED) if name.startswith(option)]
+    why = [REFUSED[name] for name in REFUSED if option == name or (name.endswith("-") and option.startswith(name))]
+    if key := GOVERNED.get(option):
+        yield f"rollout.extra_args: {word} is what {key} decides, and the server would obey the former; set {key}"
+    elif why:
+        yield f"rollout.extra_args: {word} cannot be used: {why[0]}; remove it"
     elif longer:
         yield f"rollout.extra_args: {word} may be short for {longer[0].rstrip('-')}; write the option out"
 
@@ -168,8 +181,10 @@ def _of_rollout(config: Config) -> Iterator[str]:
 def _of_run(config: Config) -> Iterator[str]:
     sampling = config.algorithm.dynamic_sampling
     if config.run.mode == "async" and sampling.ahead > sampling.max_staleness:
-        stale = sampling.max_staleness
-        yield f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {stale}; raise that"
+        yield (
+            f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}: "
+            "what is written ahead would expire; raise max_staleness"
+        )
     if config.run.mode == "colocated" and config.rollout.urls:
         yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
     if config.run.mode == "colocated" and config.rollout.weight_sync != "disk":

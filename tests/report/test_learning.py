@@ -74,7 +74,7 @@ def test_the_fit_finds_the_curve_and_its_intervals_hold_it():
 @pytest.mark.parametrize(
     ("hours", "accuracy", "why"),
     [
-        (np.arange(1.0, 8.0), curve(np.arange(1.0, 8.0)), "7 held-out measurements after the first"),
+        (np.arange(1.0, 8.0), curve(np.arange(1.0, 8.0)), "7 measurements of held-out accuracy"),
         (np.arange(1.0, 21.0), np.linspace(0.21, 0.4, 20), "does not show yet where it will end"),
         (np.arange(1.0, 21.0), curve(np.arange(1.0, 21.0), middle=60.0), "does not show yet"),
         (np.arange(1.0, 21.0), np.full(20, 0.2), "does not show yet"),
