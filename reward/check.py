@@ -1,36 +1,51 @@
 """What can be known of verifiers and ground truths before the first response is written."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
 from reward.config import RewardConfig
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, probe, weighted
-from reward.verdict import VerificationRequest, VerifierError
+from reward.verdict import Deferred, VerificationRequest, VerifierError
+
+TRY_S = 10.0
+"""An own verifier is tried on so many seconds of ground truths, the first ones; one of every run at least."""
+
+Truth = tuple[str, str, str]
+"""Place such as `train.jsonl:17`, prompt, ground truth."""
 
 _DONE = b"\nthe verifier can be run\n"
 """What the trying process writes in the end; a module that ends the process does not get so far."""
 
 
-def check_verifiers(names: Mapping[str, str], config: RewardConfig) -> None:
-    """Whether each verifier can be run here. Modules are imported in a process of their own, as the pool does it.
+def check_verifiers(
+    names: Mapping[str, str], config: RewardConfig, truths: Mapping[str, Sequence[Truth]] | None = None
+) -> None:
+    """Whether each verifier can be run here. Modules are imported in a process of their own, as the pool does it, and
+    an own function judges each ground truth as if it were the response, for `TRY_S` seconds.
 
     Args:
         names: verifier -> who names it, such as `reward.verifier` or `train.jsonl:17`.
+        truths: verifier -> what it will have to judge.
 
     Raises:
-        VerifierError: one cannot; the message begins with who names it.
+        VerifierError: one cannot, raises VerifierError for one of them, or has a verdict on none; the message begins
+            with who names it.
     """
-    for name, place in [(part, place) for given, place in names.items() for _, part in weighted(given)]:
+    parts = [(given, part, place) for given, place in names.items() for _, part in weighted(given)]
+    for whole, name, place in parts:
         try:
             entry = find(name)
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
         if entry.remote and config.remote.url is None:
             raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
-        if not entry.remote and not entry.fast and (reason := _why_not(name)):
+        tried_on = () if truths is None or name in VERIFIERS else truths.get(whole, ())
+        if not entry.remote and not entry.fast and (reason := _why_not(name, tried_on)):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
@@ -48,25 +63,43 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 
-def _why_not(name: str) -> str:
-    """Why a verifier cannot be loaded here; empty if it can."""
+def _why_not(name: str, truths: Sequence[Truth]) -> str:
+    """Why a verifier cannot be run here; empty if it can."""
     try:
         tried = subprocess.run(
             [sys.executable, "-m", "reward.check", name],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
+            input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"its import has not ended after {START_LIMIT_S:g} s"
+        return f"its import, or its first verdicts, have not ended after {START_LIMIT_S:g} s"
     if tried.returncode == 0 and _DONE in tried.stdout:
         return ""
     log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
-    return f"its import ended with exit code {tried.returncode}: {log or '(nothing)'}"
+    return f"a trial ended with exit code {tried.returncode}: {log or '(nothing)'}"
+
+
+def _try(name: str, truths: Sequence[Truth]) -> None:
+    from reward.pool.worker import judge  # its imports are for the trying process alone
+
+    verifiers, end, errors = {name: load(name)}, time.monotonic() + TRY_S, []
+    for place, prompt, truth in truths:
+        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+        verdict = judge(request, verifiers)
+        if not isinstance(verdict, Deferred) and verdict.unjudged:
+            raise VerifierError(f"{place}: {verdict.error}")
+        errors.append(None if isinstance(verdict, Deferred) else verdict.error)
+        if time.monotonic() > end:
+            break
+    if errors and all(errors):
+        raise VerifierError(f"no verdict on any of {len(errors)} ground truths; the first, {truths[0][0]}: {errors[0]}")
 
 
 def main() -> None:
-    """Tries the verifier that the argument names. Exit code 0 and `_DONE` written: it can be run here."""
+    """Tries the verifier that the argument names on the `Truth`s of standard input. Exit code 0 and `_DONE` written: it
+    can be run here."""
     try:
         probe(sys.argv[1])
+        _try(sys.argv[1], json.load(sys.stdin))
     except VerifierError as error:
         sys.exit(str(error))
     os.write(1, _DONE)

@@ -61,7 +61,9 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What a verifier returns: a verdict without its timing. Example: Judgement(True, extracted="B", rule="choice")."""
+    """What a verifier returns: a verdict without its timing.
+
+    Example: Judgement(accuracy=True, extracted="B", rule="choice")."""
 
     accuracy: bool
     extracted: str | None

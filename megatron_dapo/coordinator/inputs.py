@@ -1,5 +1,6 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_p
 from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.monitor.weights_and_biases import check_wandb
-from reward.check import check_verifiers
+from reward.check import Truth, check_verifiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
 
 def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[Prompt]) -> None:
     """Whether every verifier that is named can be run here; `places`: who named it."""
+    truths = defaultdict[str, list[Truth]](list)
     for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
-    check_verifiers(places, config.reward)
+        truths[prompt.verifier].append((prompt.place, prompt.text, prompt.answer))
+    check_verifiers(places, config.reward, truths)

@@ -116,6 +116,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
     if config.run.export_at_end:
         first = (*inputs.heldout.prompts, *inputs.prompts.prompts)[0]
         console.note(f"ask the trained model:\n  {ask_command(run_dir.path / 'model', first.text)}")
+    console.note(f"pictures: {run_dir.path / 'curves.png'}; all of them: megatron-dapo report {run_dir.path}")
     return summary
 
 
@@ -133,7 +134,7 @@ def tune_collector() -> None:
 
 
 async def _measure_and_train(context: RunContext, seconds: dict[str, float], began: float) -> dict[str, Any]:
-    config = context.config
+    config, first = context.config, context.progress.rollout_step
 
     @contextmanager
     def measured(name: str) -> Iterator[None]:
@@ -158,7 +159,8 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
     lines = read_metrics(context.run_dir.path)
     for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
         seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
-    seconds["total"] = time.monotonic() - began
+    earlier = sum(line.get("timing/step", 0.0) for line in lines if line["rollout_step"] <= first)  # of earlier starts
+    seconds["total"] = earlier + time.monotonic() - began
     return {
         "rollout_steps": progress.rollout_step,
         "optimizer_steps": progress.optimizer_step,
@@ -234,8 +236,9 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
 
 
 def _examples(inputs: Inputs, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first held-out problems, with the first sampled response before and after. Not picked by outcome."""
-    before, after = answers["before"]["sampled"], answers["after"]["sampled"]
+    """The first held-out problems, with the first response before and after, greedy where that was measured: so does
+    `ask` answer. Not picked by outcome."""
+    before, after = (found.get("greedy") or found["sampled"] for found in (answers["before"], answers["after"]))
     count = min(EXAMPLES, len(before["texts"]))
     return [
         {"prompt": prompt.text, "answer": prompt.answer}

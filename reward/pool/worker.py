@@ -41,7 +41,7 @@ def main() -> None:
                 if _imports(jobs[0], verifiers):
                     _limit_memory(memory_mb)
                 send(READY)
-            send([_judge(job, verifiers) for job in jobs])
+            send([judge(job, verifiers) for job in jobs])
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -59,12 +59,13 @@ def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
         return symbolic.prepare()
     if job.verifier in verifiers:
         return False
-    with suppress(VerifierError):  # `_judge` tries again, and says why not
+    with suppress(VerifierError):  # `judge` tries again, and says why not
         verifiers[job.verifier] = load(job.verifier)
     return True
 
 
-def _judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
+def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
+    """The job's verdict; an error of the verifier is one too. `verifiers`: those that are loaded, by name."""
     judged: Judgement | Deferred | bool
     start = time.perf_counter()
     try:

@@ -85,6 +85,32 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
     assert (shown.held_out, shown.notes[1:]) == ({}, [])
 
 
+def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkeypatch):
+    async def two_more_steps(context, progress):
+        return SimpleNamespace(rollout_step=4, optimizer_step=4)
+
+    monkeypatch.setattr(run, "train", two_more_steps)
+    monkeypatch.setattr(run.time, "monotonic", lambda: 130.0)
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["evaluation.path=null"])
+    config = replace(config, run=replace(config.run, export_at_end=False))
+    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None, vocab_size=0)
+    folder = RunDir(tmp_path / "run", resume=False)
+    folder.write_json(run.BEFORE, {"before": {}, "baseline": None})
+    lines = [{"rollout_step": step, "timing/step": 50.0, "timing/update": 40.0} for step in (1, 2, 3, 4)]
+    lines = [line | {"tokens/generated": 1, "tokens/trained": 1} for line in lines]
+    monkeypatch.setattr(run, "read_metrics", lambda path: lines)
+    context = SimpleNamespace(
+        config=config,
+        progress=SimpleNamespace(rollout_step=2, optimizer_step=2),
+        run_dir=folder,
+        inputs=SimpleNamespace(heldout=heldout),
+        writer=SimpleNamespace(show=lambda at, figures: None),
+    )
+    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0))["seconds"]
+    folder.close()
+    assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40)
+
+
 def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_path, monkeypatch):
     synced, sync = set(), os.fsync
 

@@ -122,6 +122,9 @@ def test_summary_has_held_out_accuracies_with_intervals(whole):
             assert 0 <= figures["low"] <= figures["accuracy"] <= figures["high"] <= 1
     assert summary["seconds"]["training"] > 0
     assert len(summary["examples"]) == 3
+    lines = [json.loads(line) for line in (whole / "evaluations" / "after" / "problems.jsonl").read_text().splitlines()]
+    greedy = [line["correct"] for line in lines if line["way"] == "greedy"]  # as `ask` answers
+    assert [[example["after_correct"]] for example in summary["examples"]] == greedy[:3]
 
 
 def test_the_ledger_accounts_for_every_prompt(whole):

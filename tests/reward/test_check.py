@@ -2,6 +2,7 @@
 
 import pytest
 
+from reward import check
 from reward.check import check_ground_truth, check_verifiers
 from reward.config import RemoteConfig, RewardConfig
 from reward.registry import load
@@ -49,6 +50,48 @@ def test_a_module_that_ends_its_process_is_a_reason(tmp_path, monkeypatch):
     with pytest.raises(VerifierError, match=r"(?s)reward\.verifier = leaves_at_once:f: .*exit code 1: .*bye"):
         check_verifiers({"leaves_at_once:f": "reward.verifier"}, RewardConfig())
     check_verifiers({"talks:judge": "reward.verifier"}, RewardConfig())
+
+
+TRIED = {
+    "truths": """
+from reward.verdict import Judgement, VerifierError
+def judge(request):
+    if not request.ground_truth.isdigit():
+        raise VerifierError(f"ground truth {request.ground_truth!r} is no integer")
+    return Judgement(accuracy=request.response == request.ground_truth, extracted=request.response, rule="own")
+""",
+    "boom": "def judge(request): raise ValueError('boom')",
+    "sometimes": "def judge(request): return 1 / int(request.ground_truth) > 0",
+    "a_dict": "def judge(request): return {'score': 1.0}",
+    "hangs": "import time\ndef judge(request): time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "truths", "reason"),
+    [
+        ("truths", ["1", "2"], ""),
+        ("truths", ["1", "seven"], "rows:2: ground truth 'seven' is no integer"),
+        ("boom", ["1", "2"], "no verdict on any of 2 ground truths; the first, rows:1: ValueError: boom"),
+        ("boom", [], ""),
+        ("sometimes", ["0", "1"], ""),
+        ("a_dict", ["1"], "returned dict, not a Judgement or a bool"),
+        ("hangs", ["1"], "have not ended after 5 s"),
+    ],
+)
+def test_an_own_verifier_is_tried_on_the_ground_truths_it_will_have(module, truths, reason, tmp_path, monkeypatch):
+    (tmp_path / f"own_{module}.py").write_text(TRIED[module])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "START_LIMIT_S", 5.0 if module == "hangs" else 60.0)
+    name = f"robust + 0.5 * own_{module}:judge"
+    rows = [(f"rows:{number}", "a prompt", truth) for number, truth in enumerate(truths, 1)]
+    if not reason:
+        check_verifiers({name: "reward.verifier"}, RewardConfig(), {name: rows})
+        return
+    with pytest.raises(VerifierError) as error:
+        check_verifiers({name: "reward.verifier"}, RewardConfig(), {name: rows})
+    assert str(error.value).startswith(f"reward.verifier = own_{module}:judge: ")
+    assert reason in str(error.value)
 
 
 def test_a_service_with_an_address_is_not_asked():
