@@ -1,24 +1,22 @@
 """What can be known of verifiers and ground truths before the first response is written."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from reward.config import RewardConfig
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
-from reward.registry import VERIFIERS, find, load, probe, weighted
-from reward.verdict import Deferred, VerificationRequest, VerifierError
+from reward.registry import VERIFIERS, find, load, weighted
+from reward.verdict import VerificationRequest, VerifierError
 
-TRY_S = 10.0
+TRY_S = 5.0
 """An own verifier is tried on so many seconds of ground truths, the first ones; one of every run at least."""
 
 Truth = tuple[str, str, str]
 """Place such as `train.jsonl:17`, prompt, ground truth."""
 
-_DONE = b"\nthe verifier can be run\n"
+DONE = b"\nthe verifier can be run\n"
 """What the trying process writes in the end; a module that ends the process does not get so far."""
 
 
@@ -67,43 +65,12 @@ def _why_not(name: str, truths: Sequence[Truth]) -> str:
     """Why a verifier cannot be run here; empty if it can."""
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", "reward.check", name],
+            [sys.executable, "-m", "reward.pool.trial", name],
             input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"its import, or its first verdicts, have not ended after {START_LIMIT_S:g} s"
-    if tried.returncode == 0 and _DONE in tried.stdout:
+    if tried.returncode == 0 and DONE in tried.stdout:
         return ""
     log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
     return f"a trial ended with exit code {tried.returncode}: {log or '(nothing)'}"
-
-
-def _try(name: str, truths: Sequence[Truth]) -> None:
-    from reward.pool.worker import judge  # its imports are for the trying process alone
-
-    verifiers, end, errors = {name: load(name)}, time.monotonic() + TRY_S, []
-    for place, prompt, truth in truths:
-        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
-        verdict = judge(request, verifiers)
-        if not isinstance(verdict, Deferred) and verdict.unjudged:
-            raise VerifierError(f"{place}: {verdict.error}")
-        errors.append(None if isinstance(verdict, Deferred) else verdict.error)
-        if time.monotonic() > end:
-            break
-    if errors and all(errors):
-        raise VerifierError(f"no verdict on any of {len(errors)} ground truths; the first, {truths[0][0]}: {errors[0]}")
-
-
-def main() -> None:
-    """Tries the verifier that the argument names on the `Truth`s of standard input. Exit code 0 and `_DONE` written: it
-    can be run here."""
-    try:
-        probe(sys.argv[1])
-        _try(sys.argv[1], json.load(sys.stdin))
-    except VerifierError as error:
-        sys.exit(str(error))
-    os.write(1, _DONE)
-
-
-if __name__ == "__main__":
-    main()
