@@ -1,7 +1,8 @@
 """An OpenAI-compatible chat endpoint whose every reply is kept: asked again, the same question costs nothing.
 
-A reply is on the disk before anybody reads it. When the asking ends early, those under way are lost, at most
-`concurrency` of them, and asked for again.
+A reply is on the disk before anybody reads it. When the asking ends early, for an error or Ctrl-C, no further question
+is sent, and the replies under way are waited for and kept. Only a kill or a crash loses those under way, at most
+`concurrency` of them: what they would have said nobody knows, and they are asked for again.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,9 @@ class ChatEndpoint:
         self._deadline_s = deadline_s
         self._free = asyncio.Semaphore(concurrency)
         self._replies = _read_journal(journal)
+        self._asked: dict[str, asyncio.Task[str]] = {}
+        self._under_way = 0
+        self._ending = False
         self._path, self._journal = journal, journal.open("ab", buffering=0)
         self.questions = 0
         """Requests sent by this object, repetitions after a failure included."""
@@ -70,19 +75,35 @@ class ChatEndpoint:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
-        self._journal.close()
+        self._ending = True
+        if self._under_way:
+            print(f"waiting for {self._under_way} replies under way; Ctrl-C drops them", file=sys.stderr)
+        try:
+            await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        finally:
+            await self._session.close()
+            self._journal.close()
 
     async def ask(self, messages: Messages) -> str:
-        """The reply; one that is known is not asked for again. Raises EndpointError."""
+        """The reply. One that is known, or under way, is not asked for again. Raises EndpointError."""
         body = {"model": self._model, "messages": messages} | self._settings
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        if key not in self._replies:
-            async with self._free:
+        if key in self._replies:
+            return self._replies[key]
+        if key not in self._asked:
+            self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
+        return await asyncio.shield(self._asked[key])
+
+    async def _fetch(self, key: str, body: dict[str, Any]) -> str:
+        async with self._free:
+            try:
                 reply = await self._persist(body)
                 self._keep(key, reply)
-            self._replies[key] = reply
-        return self._replies[key]
+            except (EndpointError, OSError):
+                self._ending = True  # before the next question takes this one's place
+                raise
+        self._replies[key] = reply
+        return reply
 
     def _keep(self, key: str, reply: str) -> None:
         """Returns when the reply is on the disk. After a failure nothing more is written: half a line stays last."""
@@ -100,12 +121,17 @@ class ChatEndpoint:
     async def _persist(self, body: dict[str, Any]) -> str:
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:
+            if self._ending:
+                raise EndpointError(f"{self._url}: not asked, for the asking ends")
+            self._under_way += 1
             try:
                 return await self._attempt(body)
             except (TimeoutError, aiohttp.ClientError, _Refused) as error:
                 if time.monotonic() - began + pause > self._deadline_s:
                     reason = f"{type(error).__name__}: {error}".removeprefix("_Refused: ")
                     raise EndpointError(f"{self._url}: {reason} (tried for {time.monotonic() - began:.0f} s)") from None
+            finally:
+                self._under_way -= 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

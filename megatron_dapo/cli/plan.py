@@ -3,14 +3,15 @@
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markdown import Markdown
+from rich.table import Table
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
@@ -83,7 +84,20 @@ def _print(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Chang
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH)
     for in_table, lines in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
         if in_table:
-            console.print(Markdown("\n".join(lines)))
+            console.print(_table(lines))
             continue
         for line in lines:
             console.print(line, style="bold" if line.endswith(":") else None, soft_wrap=line.startswith(" "))
+
+
+def _table(lines: Iterator[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    first, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    for at, head in enumerate(first):
+        table.add_column(head, overflow="fold", justify="left" if at == 0 or "what" in head else "right")
+    for row in rows:
+        if row == ["-"]:
+            table.add_section()
+        else:
+            table.add_row(*row, style="bold" if row[0] == "all" else None)
+    return table

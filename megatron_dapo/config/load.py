@@ -119,14 +119,22 @@ def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
     sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
     if not isinstance(sampling, dict):
         return
-    if isinstance(sampling.get("enabled"), bool) and "filter" not in sampling:
-        section = ("algorithm", "dynamic_sampling")
+    section = ("algorithm", "dynamic_sampling")
+    if isinstance(sampling.get("enabled"), bool):
+        old = (*section, "enabled")
+        if "filter" in sampling:
+            raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
         sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
-        lines[(*section, "filter")] = lines.pop((*section, "enabled"), _place(section, lines))
-    past = [sampling[name] for name in ("caution", "margin") if name in sampling]
-    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past):
+        lines[(*section, "filter")] = lines.pop(old, _place(section, lines))
+    past = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
+    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past.values()):
         caution, margin = (sampling.pop(name, 0.0) for name in ("caution", "margin"))
         sampling["surplus"] = -float(caution) if caution else float(margin)
+    elif past:
+        where = (*section, next(iter(past)))
+        raise ConfigError(
+            f"{_place(where, lines)}: {'.'.join(where)}: is surplus now; set it to -caution, or to margin"
+        )
     if sampling.get("filter") is False:
         sampling["filter"] = "off"
 
@@ -165,7 +173,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         text = path.read_text(encoding="utf-8")
         node, tree = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
         lines: Lines = {}
-        for where, key, _ in _entries(node):
+        for where, key, _ in _entries(node) if isinstance(tree, dict) else ():
             place = f"{path}:{key.start_mark.line + 1}"
             if where in lines:
                 raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")

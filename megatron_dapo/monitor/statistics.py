@@ -144,7 +144,7 @@ def mean_with_interval(values: np.ndarray, samples: int) -> Estimate:
     variance = float(values.var(ddof=1)) / problems if problems > 1 else 0.0
     # All alike or one problem: the data say nothing about how alike the answers are. Assume: quite alike.
     independent = float(problems)
-    if variance > 0:
+    if np.ptp(values) > 1e-12:  # the variance of equal numbers is not always 0
         independent = min(mean * (1 - mean) / variance, float(problems * samples))
     low, high = wilson(mean, independent)
     return Estimate(value=mean, low=low, high=high)

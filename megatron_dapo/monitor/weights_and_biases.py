@@ -1,10 +1,14 @@
 """Metrics to Weights & Biases as well, where `monitor.wandb.mode` asks for it; no code is sent, and text only where
 `monitor.wandb.samples` asks for it."""
 
+import importlib.util
+import netrc
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
@@ -25,14 +29,16 @@ def check_wandb(config: WandbConfig) -> None:
     """
     if config.mode == "off":
         return
-    try:
-        import wandb
-    except ImportError:
-        how = "pip install 'megatron-dapo[wandb]', or set monitor.wandb.mode=off"
-        raise ConfigError(f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; {how}") from None
-    if config.mode == "online" and not wandb.login(prompt=False, verify=False):
-        how = "run `wandb login`, set WANDB_API_KEY, or set monitor.wandb.mode=offline and `wandb sync` it later"
-        raise ConfigError(f"monitor.wandb.mode = online: no key; {how}")
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
+            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
+        )
+    if config.mode == "online" and not _has_key():
+        raise ConfigError(
+            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
+            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
+        )
 
 
 class WandbMirror:
@@ -87,3 +93,13 @@ class WandbMirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._run.finish(exit_code=int(kind is not None))
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -108,7 +108,10 @@ class Run:
             wrong = "no object" if not isinstance(content, dict) else misshapen(name, text)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except OSError as error:
+            self.notes.append(f"{name} cannot be read and is left out: {error.strerror}.")
+            return {}
+        except (ValueError, yaml.YAMLError) as error:
             content, wrong = {}, str(error).splitlines()[0]
         if wrong:
             self.notes.append(f"{name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")

@@ -13,7 +13,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 ALLOWED, READING, LOCKING = json.loads(Path(__file__).with_name("system_calls.json").read_text("ascii")).values()
@@ -25,8 +25,6 @@ _SECCOMP_MODE_FILTER, _PROT_EXEC = 2, 4
 _ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: errno 1, EPERM
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock
-_RULE_PATH_BENEATH, _READ_FILE, _READ_FOLDER = 1, 4, 8
 _NO_READING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -56,25 +54,6 @@ def die_with_parent() -> None:
 def hide_memory() -> None:
     """Keeps other processes of the same user from reading this one's memory and descriptors below /proc."""
     _prctl(_PR_SET_DUMPABLE, 0)
-
-
-def read_only_below(paths: Iterable[str]) -> None:
-    """Has the kernel refuse to open any file or folder that is not one of `paths` or below one, by Landlock. Does
-    nothing where the kernel has none (before Linux 5.13, or switched off).
-
-    Raises:
-        LockError: the kernel has it and does not take the rules.
-    """
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    ruleset = call(_CREATE_RULESET, struct.pack("Q", _READ_FILE | _READ_FOLDER), ctypes.c_size_t(8), 0)
-    if ruleset < 0:
-        return
-    for path in filter(os.path.exists, paths):
-        rights = _READ_FILE | _READ_FOLDER if os.path.isdir(path) else _READ_FILE
-        call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, struct.pack("=Qi", rights, os.open(path, os.O_PATH)), 0)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    if call(_RESTRICT_SELF, ruleset, 0) != 0:
-        raise LockError(f"Landlock is refused (errno {ctypes.get_errno()})")
 
 
 def lock(also: Mapping[str, int] | None = None) -> None:

@@ -291,21 +291,21 @@ def test_the_config_of_an_old_run_is_read(file, old, new):
 )
 def test_caution_and_margin_are_read_of_an_old_run_and_refused_elsewhere(file, stored, surplus):
     path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
-    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm\.dynamic_sampling\.caution: no such key"):
+    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm\.dynamic_sampling\.caution: .* surplus"):
         load_config(path)
-    with pytest.raises(ConfigError, match=r"override .*dynamic_sampling\.margin: no such key"):
+    with pytest.raises(ConfigError, match=r"override .*dynamic_sampling\.margin: .* surplus"):
         load_config(file(), ["algorithm.dynamic_sampling.margin=1"])
     path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
     path.with_name("ledger.jsonl").touch()
     assert load_config(path).algorithm.dynamic_sampling.surplus == surplus
-    with pytest.raises(ConfigError, match="no such key"):
+    with pytest.raises(ConfigError, match="surplus"):
         load_config(path, ["algorithm.dynamic_sampling.surplus=1", "algorithm.dynamic_sampling.margin=1"])
 
 
 def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
     path = file("algorithm: {dynamic_sampling: {enabled: false}}\n")
     assert f"filter: 'off'  # {path}:5\n" in dump_config(*load_with_sources(path))
-    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm.dynamic_sampling.enabled: no such key"):
+    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm.dynamic_sampling.enabled is filter's old name"):
         load_config(path, ["algorithm.dynamic_sampling.filter=drop"])
 
 

@@ -77,8 +77,6 @@ def test_an_exception_is_an_answer(error):
         "import os\nos.kill(os.getppid(), 0)",
         "import os\nos.close(os.dup(1))",
         "open(f'/proc/self/mem', 'r+b')",
-        "assert open('MARK').read()",
-        "import os\nos.listdir('/home')",
     ],
 )
 def test_tests_may_compute_and_read_and_nothing_else(tests, tmp_path):
@@ -104,13 +102,12 @@ def test_tests_hold_no_descriptor_of_their_judge():
     [
         "import math, random, time, unittest.mock, colorsys\ntime.sleep(0.01)\nassert math.isclose(add(0.1, 0.2), 0.3)",
         "from datetime import datetime\nassert add(1, datetime.strptime('2', '%d').day) == 3",
-        "from pathlib import Path\nimport os\nassert add(Path('MARK').read_text(), '!') == 'here!' and os.listdir()",
+        "from pathlib import Path\nimport os\nassert add(Path('MARK').read_text(), '!') == 'here!' and os.listdir('/')",
         "import numpy as np\nnp.testing.assert_allclose(add(1.0, 2.0), 3.0)",
     ],
 )
 def test_tests_may_import_what_is_installed(tests, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as in the pool: no process of it may start a thread
-    monkeypatch.chdir(tmp_path)
     mark = tmp_path / "mark"
     mark.write_text("here")
     assert right(ADD, tests=tests.replace("MARK", str(mark)))
