@@ -95,7 +95,7 @@ def not_seen(config: Config) -> list[str]:
     try:
         check_verifiers(verifiers | {config.reward.verifier: "reward.verifier"}, config.reward)
     except VerifierError as error:
-        notes.append(f"{error}. If it is so on the nodes too, set PYTHONPATH to its folder before this command")
+        notes.append(f"on this machine: {error}")
     return notes
 
 
