@@ -27,7 +27,7 @@ def status(
 ) -> None:
     """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms.
 
-    A run that has not begun is waited for, and one under Slurm over requeueing until it is finished."""
+    --follow waits for a run that has not begun, and goes on over Slurm's requeueing until the run is finished."""
     screen = Console(highlight=False, soft_wrap=True)
     with suppress(KeyboardInterrupt):
         while _show(screen, run, clear=follow) and follow:
