@@ -30,7 +30,7 @@ def doctor(
     from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.doctor import config_checks
     from megatron_dapo.doctor.examine import examine, findings_of
-    from megatron_dapo.doctor.probing import Facts, failed
+    from megatron_dapo.doctor.probing import IN_A_JOB, Facts, failed, warning
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
     if dry_run and config is None:
@@ -49,9 +49,11 @@ def doctor(
         loaded = None if config is None else with_local_paths(load_config(config, overrides or []))
     except ConfigError as error:
         show("config", failed(str(error), "correct the config as the message says"))
-    for name, finding in examine(Facts(loaded)):
+    for name, finding in examine(facts := Facts(loaded)):
         show(name, finding)
-    if dry_run and config is not None and loaded is not None and not counts["fail"]:
+    if dry_run and facts.elsewhere:
+        show("dry run", warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", IN_A_JOB))
+    elif dry_run and config is not None and loaded is not None and not counts["fail"]:
         console.print("dry run: starting trainer and servers")
         for finding in findings_of(config_checks.dry_run(config, overrides or [], loaded)):
             show("dry run", finding)

@@ -1,5 +1,6 @@
 """`megatron-dapo slurm`: the batch script of a run."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,7 @@ def slurm(
 ) -> None:
     """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
     from megatron_dapo.slurm.forecast import warning_and_notes
-    from megatron_dapo.slurm.script import SlurmOptions, batch_script
+    from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen
 
     options = SlurmOptions(
         gpus_per_node=gpus_per_node,
@@ -37,12 +38,13 @@ def slurm(
         container=container,
         mounts=mounts,
         setup=tuple(setup or ()),
+        python_path=tuple(os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(":") if one),
     )
     words = overrides or []
     loaded = load_config(config, words)
-    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0)
+    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0, time_s=limit_s(time))
     text = batch_script(config, words, loaded, options, warn)
-    for note in notes:
+    for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)
     (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     if out is None:

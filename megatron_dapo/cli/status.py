@@ -14,7 +14,7 @@ from megatron_dapo.cluster.heartbeat import FILE, INTERVAL_S, Heartbeat, read_he
 from megatron_dapo.monitor.console import QUIET_S, RECENT, duration, step_line
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.report.liveness import liveness, lock_holder
-from megatron_dapo.report.source import ReportError, Run
+from megatron_dapo.report.source import RUN_FILES, ReportError, Run
 from megatron_dapo.storage.run_dir import newest_step
 
 SILENT_S = 600.0
@@ -23,17 +23,32 @@ SILENT_S = 600.0
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Again and again, until it is finished.")] = False,
 ) -> None:
-    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms."""
+    """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms.
+
+    --follow waits for a run that has not begun, and goes on over Slurm's requeueing until the run is finished."""
     screen = Console(highlight=False, soft_wrap=True)
     with suppress(KeyboardInterrupt):
         while _show(screen, run, clear=follow) and follow:
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
+def _job_log(folder: Path) -> str:
+    """Where the newest Slurm job says why it ended; empty without one."""
+    logs = sorted((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime)
+    return f"what its job says: {logs[-1]}" if logs else ""
+
+
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
-    """Whether the run goes on, or may. `clear`: a terminal first."""
+    """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a
+    terminal first."""
+    if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
+        job = _job_log(folder) or "its job waits in the queue, or was not submitted"
+        if not clear:
+            raise ReportError(f"{folder}: no run has begun there; {job}")
+        screen.print(f"{folder}: no run has begun there yet; {job}")
+        return True
     beat = read_heartbeat(folder)
     try:
         run = Run(folder)
@@ -45,7 +60,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     if clear:  # everything is read: what follows is there at once
         screen.clear()
     _print(screen, "run", [str(folder.resolve())])
-    _print(screen, "state", [state.text], "bold green" if state.alive else "bold")
+    job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
+    _print(screen, "state", [state.text, *filter(None, [job])], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
     if beat is not None and beat.waits:
         age = duration(max(0.0, time.time() - beat.written))
@@ -61,8 +77,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
     if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
-        return state.alive or time.time() - beat.written < SILENT_S
-    return state.alive
+        return state.alive or bool(job) or time.time() - beat.written < SILENT_S
+    return state.alive or bool(job)
 
 
 def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:

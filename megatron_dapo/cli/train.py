@@ -8,7 +8,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ def _run(config: Config, console: Console) -> None:
     # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
     from megatron_dapo.coordinator.inputs import read_inputs
     from megatron_dapo.data.hub import with_local_paths
-    from megatron_dapo.storage.run_dir import RunDir, has_run
+    from megatron_dapo.storage.run_dir import STOP_FILE, RunDir, has_run
 
+    forget_stop(Path(config.run.dir, STOP_FILE), console)
     if not config.run.resume and has_run(Path(config.run.dir)):
         RunDir(config.run.dir, resume=False).close()  # says whose run that is
     config = with_local_paths(config, Path(config.run.dir, "config.yaml") if config.run.resume else None)
@@ -107,6 +108,14 @@ def _run(config: Config, console: Console) -> None:
     asyncio.run(until_stopped())
 
 
+def forget_stop(file: Path, console: Console) -> None:
+    """Remove a request to stop from before this start. The batch script's, which holds the job's number, counts."""
+    with suppress(FileNotFoundError):
+        if (job := file.read_text().strip()) == "" or job != os.environ.get("SLURM_JOB_ID"):
+            file.unlink()
+            console.note(f"removed {file}: it was made before this start; it stops a run that is at work")
+
+
 def save_on_signals(stop: "asyncio.Future[None]", task: "asyncio.Task[Any]", console: Console) -> None:
     """From now on the first stop signal asks the run to save and stop; a second one cancels everything."""
 
@@ -114,7 +123,10 @@ def save_on_signals(stop: "asyncio.Future[None]", task: "asyncio.Task[Any]", con
         if stop.done():
             task.cancel()
             return
-        console.note(f"{number.name}: stopping; what was trained is saved first, a second signal ends at once")
+        saved = "what was trained is saved first, a second signal ends at once"
+        if number is signal.SIGTERM and "SLURM_JOB_ID" in os.environ:
+            saved = "scancel leaves no time to save: the file `stop` in the run directory stops a job saved"
+        console.note(f"{number.name}: stopping; {saved}")
         stop.set_result(None)
 
     for number in heeded_signals():

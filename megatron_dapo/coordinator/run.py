@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.cluster.waits import Waits
@@ -27,10 +25,7 @@ from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import AXES, read_metrics
 from megatron_dapo.storage.durable import sync_tree
-from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError, newest_step
-
-STOP_FILE = "stop"
-"""File in the run directory whose appearance stops the run, like a signal."""
+from megatron_dapo.storage.run_dir import STOP_FILE, CheckpointDamaged, RunDir, RunDirError, newest_step
 
 STOP_FILE_INTERVAL_S = 1.0
 
@@ -220,14 +215,8 @@ def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
 
 
 async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:
-    """Ask the run to stop when `file` appears: a batch script reaches a run in a container by no other way.
-
-    One from before this process began was meant for an earlier run and is removed. A younger one counts: a job may be
-    warned while its run still reads its data.
-    """
-    with suppress(FileNotFoundError):
-        if file.stat().st_mtime < psutil.Process().create_time():
-            file.unlink()
+    """Ask the run to stop when `file` appears: a batch script reaches a run in a container by no other way. One that
+    came while the run read its data counts; `train` has removed an earlier one."""
     while not file.exists():
         await asyncio.sleep(STOP_FILE_INTERVAL_S)
     if not stop.done():

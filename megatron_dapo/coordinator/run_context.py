@@ -102,7 +102,8 @@ async def start_run(run: RunBase) -> RunContext:
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
     if config.run.resume:
-        run.console.note(f"resuming after rollout step {progress.rollout_step}")
+        if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
+            run.console.note(f"resuming after rollout step {progress.rollout_step}")
         ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))

@@ -107,6 +107,9 @@ def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """What the processes of this machine need against what it can give."""
     config = facts.given
+    if facts.elsewhere and not facts.gpus:
+        yield passed("not looked at: the processes are to run on other machines")
+        return
     hf, available = HFModelConfig.load(Path(config.model.path)), psutil.virtual_memory().available
     processes = min(needed_gpus(config), len(facts.gpus) or sys.maxsize)
     needed = needed_host_memory(config, hf, processes=processes, on_gpu=bool(facts.gpus))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_dapo.doctor.probing import IMPORT_DEADLINE_S, Facts, Finding, failed, needed_gpus, passed, run, warning
+from megatron_dapo.doctor.probing import IMPORT_DEADLINE_S, IN_A_JOB, Facts, Finding, failed, passed, run, warning
 
 INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
 _IMPORT_FIX = (
@@ -29,7 +29,6 @@ _LOST = {
 def check_gpus(facts: Facts) -> Iterator[Finding]:
     """How many there are, whether they suffice, and what is in the way of using them."""
     config, gpus, answer = facts.config, facts.gpus, facts.nvidia_smi
-    needed = 0 if config is None or "RAY_ADDRESS" in os.environ else needed_gpus(config)  # other nodes share the run
     if answer is not None and not gpus:
         said = f"{answer.output}\n{answer.error}".strip()
         if "No devices were found" not in said:  # as on a login node
@@ -40,13 +39,15 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}" if gpus else "none"
     if not gpus and config is not None and config.actor.device == "cuda":
         yield failed("none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
-    elif not gpus and needed > 2 * (cores := len(os.sched_getaffinity(0))):
-        found = f"none, and {needed} processes of trainer and servers are too many for {cores} cores"
-        fix = "run it where the GPUs are: megatron-dapo slurm writes the job; or lower actor.layout and rollout.servers"
-        yield failed(found, fix)
-    elif gpus and needed > len(gpus):
-        fix = "lower actor.layout or rollout.servers, or join a Ray cluster (RAY_ADDRESS)"
-        yield failed(f"{shown}; trainer and servers need {needed}", fix)
+    elif not gpus and facts.elsewhere:
+        cores = f"too many for {len(os.sched_getaffinity(0))} cores"
+        found = f"none, and {facts.elsewhere} processes of trainer and servers are {cores}"
+        here = facts.given.actor.device == "cpu" or "SLURM_JOB_ID" in os.environ  # else as on a login node
+        yield failed(found, "lower actor.layout and rollout.servers") if here else warning(found, IN_A_JOB)
+    elif gpus and facts.elsewhere and (group := facts.largest_group) > len(gpus):
+        yield failed(f"{shown}; a tensor-parallel group of {group} stands on one node", "give this job all its GPUs")
+    elif facts.elsewhere:
+        yield warning(f"{shown}; trainer and servers need {facts.elsewhere} more, on other nodes", IN_A_JOB)
     else:
         yield passed(shown)
     if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:

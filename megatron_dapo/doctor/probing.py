@@ -22,6 +22,10 @@ ASK_DEADLINE_S = 30.0
 IMPORT_DEADLINE_S = 180.0
 """Libraries of gigabytes, perhaps from a network file system."""
 
+IN_A_JOB = "look at one of its nodes by `srun --nodes=1 --gpus-per-node=8 megatron-dapo doctor CONFIG.yaml`; "
+IN_A_JOB += "make the first job short (megatron-dapo slurm CONFIG.yaml run.rollout_steps=1)"
+"""What to do where the run needs more GPUs than this machine has."""
+
 _REAP_S = 2.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _TORCH = """
@@ -171,11 +175,24 @@ class Facts:
         return self.config is None or not self.config.rollout.urls
 
     @property
+    def elsewhere(self) -> int:
+        """GPUs that other nodes must bring; without any here all, if its cores are too few for them."""
+        if self.config is None or "RAY_ADDRESS" in os.environ:
+            return 0
+        needed, cores = needed_gpus(self.config), len(os.sched_getaffinity(0))
+        return needed - len(self.gpus) if needed > (len(self.gpus) or 2 * cores) else 0
+
+    @property
+    def largest_group(self) -> int:
+        """GPUs of the run's largest tensor-parallel group, which stands on one node."""
+        return max(self.given.actor.layout.tensor, self.given.rollout.tensor_parallel if self.own_servers else 1)
+
+    @property
     def several_nodes(self) -> bool:
         """The run is on more nodes than this one."""
         if "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1"):
             return True
-        return self.config is not None and 0 < len(self.gpus) < needed_gpus(self.config)
+        return bool(self.gpus) and self.elsewhere > 0
 
     @cached_property
     def torch(self) -> dict[str, Any]:

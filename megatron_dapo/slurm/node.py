@@ -116,8 +116,8 @@ def lead(job: Job, arguments: list[str]) -> int:
 
 def _run(job: Job, arguments: list[str], **variables: str) -> int:
     """Exit code of `megatron-dapo ARGUMENTS`, which ends with this process."""
-    if (job.folder.parents[1] / "stop").exists():  # the run itself would take it for an earlier one's
-        print("told to stop before the run began", flush=True)
+    if (stop := job.folder.parents[1] / "stop").exists():
+        print(f"{stop} is there: told to stop before the run began", flush=True)
         return ExitCode.CONTINUE
     command = [sys.executable, "-m", "megatron_dapo.cli.main", *arguments]
     ending, environment = partial(end_with, os.getpid()), os.environ | variables

@@ -13,6 +13,8 @@ import jinja2
 
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.plan.scenario import share_gpus
+from reward.check import check_verifiers
+from reward.verdict import VerifierError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,9 @@ class SlurmOptions:
     mounts: str | None = None
     """None: what the config names, the run directory and the current folder."""
     setup: tuple[str, ...] = ()
-    """Shell lines before the run starts: "module load cuda"."""
+    """Shell lines before the run starts: "module load cuda". One that fails ends the job."""
+    python_path: tuple[str, ...] = ()
+    """Folders of PYTHONPATH, for a verifier of one's own."""
 
 
 def limit_s(time: str) -> int | None:
@@ -75,15 +79,32 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     return [size - free for free in room if free < size]
 
 
-def mounted(config: Config, *others: Path) -> str:
-    """`FROM:TO,...` of `others` and of model and data that are there, each under its own name. What a link leads to is
-    mounted too: a model's folder may hold nothing but links."""
-    model, data = Path(config.model.path), config.data
+def named_paths(config: Config) -> list[str]:
+    """Model, data and key file, as the config names them."""
+    data = config.data
     given = (config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file)
-    texts = [text for text in (*given, *(part.path for part in data.mixture)) if text]
+    return [text for text in (*given, *(part.path for part in data.mixture)) if text]
+
+
+def not_seen(config: Config) -> list[str]:
+    """Notes on what the config names and this machine does not see, or cannot run; the nodes may."""
+    paths = [Path(text).absolute() for text in named_paths(config) if not text.startswith("hf://")]
+    away = [path for path in paths if not os.path.exists(path) and not any(path.parent.glob(path.name))]
+    notes = [f"{path}: not seen from this machine; every node must see it" for path in dict.fromkeys(away)]
+    verifiers = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
+    try:
+        check_verifiers(verifiers | {config.reward.verifier: "reward.verifier"}, config.reward)
+    except VerifierError as error:
+        notes.append(f"on this machine: {error}")
+    return notes
+
+
+def mounted(config: Config, *others: Path) -> str:
+    """`FROM:TO,...` of `others`, model and data, seen here or not, each under its own name. What a link leads to is
+    mounted too: a model's folder may hold nothing but links."""
+    model, texts = Path(config.model.path), named_paths(config)
     paths = [Path(text) for text in texts if not text.startswith("hf://")]
-    named = {path for path in paths if path.exists()}
-    named |= {path.parent for path in paths if not path.exists() and any(path.parent.glob(path.name))}  # shards
+    named = {path.parent if not os.path.exists(path) and set(path.name) & set("*?[") else path for path in paths}
     if len(paths) < len(texts):
         cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
         cache.mkdir(parents=True, exist_ok=True)
@@ -139,7 +160,8 @@ def batch_script(
     # Of a run on one node only its GPUs, with their part of the cores; else whole nodes.
     gpus = used[0] if nodes == 1 and options.gpus_per_node else options.gpus_per_node
     cpus = max(1, options.cpus_per_node * gpus // options.gpus_per_node) if gpus else options.cpus_per_node
-    mounts = options.mounts or (mounted(config, cwd, run_dir, config_file) if options.container else "")
+    others = (cwd, run_dir, config_file, *map(Path, options.python_path))
+    mounts = options.mounts or (mounted(config, *others) if options.container else "")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True

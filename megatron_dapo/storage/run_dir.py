@@ -26,6 +26,9 @@ OWN_NAMES = ("model", "weights", "checkpoints", "references", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
+STOP_FILE = "stop"
+"""Its appearance stops the run, like a signal. Empty: the user's; else the number of the Slurm job that made it."""
+
 WRITABLE = "choose a directory that can be written"
 
 

@@ -181,3 +181,63 @@ def test_following_a_run(tmp_path, capsys, monkeypatch, stop):
     assert ("state       finished" in text) == (stop != "a key")
     assert passed == [QUIET_S] * 3, "a log gets a few lines, a terminal many"
     assert "\x1b" not in text
+
+
+def followed(folder, monkeypatch, *changes) -> None:
+    """`status --follow`, where each of `changes` happens in a pause; then a key ends it."""
+    left = list(changes)
+
+    def sleep(seconds):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop(0)()
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    status_command(folder, follow=True)
+
+
+def test_a_run_in_the_queue_is_waited_for(tmp_path, capsys, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ReportError, match="no run has begun there; its job waits in the queue"):
+        status_command(tmp_path)
+
+    def write(**changes):
+        write_lines(tmp_path / "status.json", [asdict(beat(written=time.time(), host="node-9", **changes))])
+
+    followed(tmp_path, monkeypatch, write, lambda: write(state="finished"))
+    text = capsys.readouterr().out
+    assert text.index("no run has begun there yet") < text.index("running, process 7") < text.index("finished")
+
+
+def test_a_job_that_ended_before_its_run_began_has_a_log_that_says_why(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for number, job in enumerate((12, 9)):
+        (tmp_path / "logs" / f"slurm-{job}.log").touch()
+        os.utime(tmp_path / "logs" / f"slurm-{job}.log", (number, number))
+    with pytest.raises(ReportError, match=f"no run has begun there; what its job says: {tmp_path}/logs/slurm-9.log"):
+        status_command(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["stopped", "running", "failed"])
+def test_a_run_under_slurm_is_followed_over_the_queue(state, tmp_path, capsys, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "slurm-7.log").touch()
+
+    def write(**changes):
+        write_lines(tmp_path / "status.json", [asdict(beat(host="node-9", **changes))])
+
+    write(state=state, written=time.time() - 4000)
+    goes_on = lambda: write(written=time.time())  # noqa: E731
+    followed(tmp_path, monkeypatch, goes_on, lambda: write(state="finished", written=time.time()))
+    states = [line for line in capsys.readouterr().out.splitlines() if line.startswith("state")]
+    assert len(states) == 3
+    assert "running, process 7" in states[1]
+    assert "finished" in states[2]
+
+
+def test_a_dead_run_under_slurm_names_the_log_of_its_job(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "slurm-7.log").touch()
+    write_lines(tmp_path / "status.json", [asdict(beat())])
+    status_command(tmp_path)
+    assert f"what its job says: {tmp_path}/logs/slurm-7.log" in capsys.readouterr().out

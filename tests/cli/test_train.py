@@ -1,7 +1,9 @@
 """`megatron-dapo train` before there is a run."""
 
+import asyncio
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,3 +49,47 @@ def test_a_stop_signal_while_data_and_parts_are_read_means_continue_me(number, t
     shown = " ".join(capfd.readouterr().out.split())
     assert f"{number.name}: stopped before the run began; continue with: megatron-dapo train" in shown
     assert {each: signal.getsignal(each) for each in before} == before
+
+
+@pytest.mark.parametrize(
+    ("content", "job", "kept"),
+    [("", None, False), ("", "7", False), ("7\n", "7", True), ("6\n", "7", False), ("7\n", None, False)],
+    ids=["mine", "mine under Slurm", "this job's", "another job's", "a job's, by hand now"],
+)
+def test_a_file_stop_from_before_the_start_is_removed_but_for_the_warning_of_this_job(
+    content, job, kept, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    file = tmp_path / "stop"
+    said = []
+    train.forget_stop(file, SimpleNamespace(note=said.append))
+    assert said == []
+    file.write_text(content)
+    train.forget_stop(file, SimpleNamespace(note=said.append))
+    assert file.exists() == kept
+    assert [f"removed {file}" in line for line in said] == [True] * (not kept)
+
+
+@pytest.mark.parametrize(
+    ("job", "number", "words"),
+    [(None, signal.SIGTERM, "saved first"), ("7", signal.SIGUSR1, "saved first"), ("7", signal.SIGTERM, "no time")],
+)
+def test_what_a_signal_promises(job, number, words, monkeypatch):
+    """scancel's SIGTERM reaches Ray and the ranks too: nothing can be saved."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    said = []
+
+    async def signalled():
+        stop = asyncio.get_running_loop().create_future()
+        train.save_on_signals(stop, asyncio.current_task(), SimpleNamespace(note=said.append))
+        signal.raise_signal(number)
+        await asyncio.wait_for(stop, 5)
+
+    asyncio.run(signalled())
+    (line,) = said
+    assert line.startswith(f"{number.name}: stopping; ")
+    assert words in line

@@ -5,8 +5,6 @@ import os
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
-
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import run
 from megatron_dapo.coordinator.run import export_model, stop_on_file
@@ -36,14 +34,6 @@ def stopped_by(file, monkeypatch, *, appears: bool) -> bool:
 
 def test_a_file_that_appears_stops_the_run(tmp_path, monkeypatch):
     assert stopped_by(tmp_path / "stop", monkeypatch, appears=True)
-
-
-def test_one_that_was_there_before_the_process_is_of_an_earlier_run(tmp_path, monkeypatch):
-    file = tmp_path / "stop"
-    file.touch()
-    os.utime(file, (psutil.Process().create_time() - 5,) * 2)
-    assert not stopped_by(file, monkeypatch, appears=False)
-    assert not file.exists()
 
 
 def test_one_that_came_while_the_process_read_its_data_counts(tmp_path, monkeypatch):

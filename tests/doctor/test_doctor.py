@@ -100,6 +100,17 @@ def test_a_config_that_is_none_is_a_fault():
     assert "algorithm.group_size" in answer.stdout
 
 
+def test_a_dry_run_that_needs_other_nodes_is_not_made(monkeypatch, tmp_path):
+    """As on a login node: the guide's command. Its model and data are not here, which fails."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(config_checks, "dry_run", lambda *_: pytest.fail("it cannot run here"))
+    shown = doctor(str(RECIPES / "h100_32.yaml"), f"run.dir={tmp_path}/run", "--dry-run").stdout
+    assert "warning dry run: not made: it needs 32 GPUs of other nodes" in shown
+    assert "warning GPUs: none" in shown
+
+
 def test_a_dry_run_needs_a_config():
     assert doctor("--dry-run").exit_code == 2
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.doctor import gpu_checks, probing
+from megatron_dapo.doctor import config_checks, gpu_checks, probing
 from megatron_dapo.doctor.probing import Facts, Status, gpus_of
 from megatron_dapo.plan.scenario import changed
 from tests.doctor.conftest import GPU, MODULES, NO_DRIVER, TORCH
@@ -50,12 +50,41 @@ def test_on_a_good_node_everything_passes(machine, config):
 # GPUs
 
 
-def test_too_few_gpus_fail_unless_other_nodes_share_the_run(machine, config):
+def test_gpus_that_other_nodes_bring_are_no_failure(machine, config):
+    """But a tensor-parallel group stands on one node."""
     machine.program("nvidia-smi", f"#!/bin/sh\necho '{GPU}'\n")
     machine.module("torch", TORCH.replace("return 8", "return 1"))
-    assert "need 8" in only(machine, config)[2]
+    status, _, found, _ = only(machine, config)
+    assert (status, found.partition("; ")[2]) == (FAIL, "a tensor-parallel group of 4 stands on one node")
+    alone = {"actor.layout.tensor": 1, "actor.layout.sequence_parallel": False}
+    status, _, found, fix = only(machine, changed(config, alone))
+    assert (status, found.partition("; ")[2]) == (WARNING, "trainer and servers need 4 more, on other nodes")
+    assert "srun --nodes=1 --gpus-per-node=8 megatron-dapo doctor" in fix
     machine.set(RAY_ADDRESS="10.0.0.1:6379")
     assert machine.problems(config) == []
+
+
+def test_a_node_of_a_larger_run_passes_but_for_what_it_does_not_have(machine):
+    """Four such nodes: what the guide runs by srun."""
+    recipe = load_config(RECIPES / "h100_32.yaml")
+    assert [(status, name) for status, name, _ in machine.problems(recipe)] == [(WARNING, "GPUs")]
+
+
+def test_a_login_node_checks_what_it_can_and_a_node_of_a_job_must_have_gpus(machine, monkeypatch):
+    recipe = load_config(RECIPES / "h100_32.yaml")
+    (machine.programs / "nvidia-smi").unlink()
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    status, name, found, _ = only(machine, recipe)
+    assert (status, name) == (WARNING, "GPUs")
+    assert "32 processes of trainer and servers are too many for 2 cores" in found
+    [memory] = config_checks.check_host_memory(machine.facts(recipe))
+    assert memory.status is PASS, "its processes are to run elsewhere"
+    machine.set(SLURM_JOB_ID="7")
+    assert only(machine, recipe)[0] is FAIL
+    cpu = changed(recipe, {"actor.device": "cpu", "actor.layout.tensor": 1, "actor.layout.sequence_parallel": False})
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert only(machine, cpu)[0] is FAIL, "no node brings it cores"
 
 
 def test_servers_that_someone_else_runs_need_no_gpu_and_no_kernels_here(machine, config):

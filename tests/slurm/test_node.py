@@ -127,3 +127,10 @@ def test_cores_that_a_step_does_not_get_are_named(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(node.os, "environ", given)
     node.main()
     assert "8192 cores were asked for, and this step may use" in capsys.readouterr().err
+
+
+def test_a_run_that_is_told_to_stop_before_it_begins_names_the_file(tmp_path, capsys):
+    (tmp_path / "stop").touch()
+    job = node.Job(rank=0, nodes=1, folder=tmp_path / "slurm" / "7.0", deadline_s=1.0)
+    assert node._run(job, ["train"]) == 75
+    assert f"{tmp_path}/stop is there" in capsys.readouterr().out

@@ -62,6 +62,7 @@ def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
     until(lambda: "going back into the queue" in text(log), 300, log, slurm)
     assert "2 node(s) have joined Ray" in text(log)
+    assert "resuming" not in text(log), "the first start"
     until(lambda: re.search(r"resuming after rollout step [1-9]", text(log)), 600, log, slurm)
     until(lambda: state(job, slurm) == "COMPLETED", 600, log, slurm)
 
@@ -86,16 +87,36 @@ def test_a_run_that_does_not_fit_says_why_before_anything_loads(slurm, tmp_path)
     until(lambda: not of_run(run_dir), 30, log, slurm)
 
 
-def test_a_run_on_one_node_starts_its_own_ray_as_on_any_machine(slurm, tmp_path):
-    script, run_dir = write_script(tmp_path, "run.rollout_steps=1", "actor.layout.tensor=1")
+def test_a_run_on_one_node_starts_its_own_ray_and_the_file_stop_ends_its_job_for_good(slurm, tmp_path):
+    script, run_dir = write_script(tmp_path, "actor.layout.tensor=1", "--setup=echo setup of $SLURM_JOB_ID")
     assert "#SBATCH --nodes=1" in script.read_text()
     job = submit(script, slurm)
     log = run_dir / "logs" / f"slurm-{job}.log"
-    until(lambda: state(job, slurm) == "COMPLETED", 600, log, slurm)
+    until(lambda: f"step 1/{STEPS}" in text(log), 600, log, slurm)
+    (run_dir / "stop").touch()
+    until(lambda: state(job, slurm) == "FAILED", 300, log, slurm)
+    assert f"setup of {job}" in text(log)
+    assert "resuming" not in text(log), "the first start"
+    assert f"{run_dir}/stop is there: stopping" in text(log)
+    assert f"stopped by {run_dir}/stop, so not going back into the queue" in text(log)
+    until(lambda: not of_run(run_dir), 30, log, slurm)
+
+    again = submit(script, slurm)
+    log = run_dir / "logs" / f"slurm-{again}.log"
+    until(lambda: state(again, slurm) == "COMPLETED", 600, log, slurm)
+    assert re.search(r"resuming after rollout step [1-9]", text(log))
     assert (run_dir / "summary.json").exists()
-    assert not (run_dir / "slurm").exists()
+    assert not (run_dir / "slurm" / f"{again}.0").exists()
     assert "cores were asked for" not in text(log)
     until(lambda: not of_run(run_dir), 30, log, slurm)
+
+
+def test_a_setup_line_that_fails_ends_the_job(slurm, tmp_path):
+    script, run_dir = write_script(tmp_path, "--setup=module load no-such-module")
+    job = submit(script, slurm)
+    log = run_dir / "logs" / f"slurm-{job}.log"
+    until(lambda: state(job, slurm) == "FAILED", 60, log, slurm)
+    assert "a --setup line failed with exit code 127: module load no-such-module" in text(log)
 
 
 PROBE = """#!/bin/sh

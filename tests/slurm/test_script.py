@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.slurm.node import Job, NodeError
-from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, used_of_nodes
+from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen, used_of_nodes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "qwen2.5_32b").glob("*.yaml"))
@@ -144,6 +144,72 @@ def test_a_container_holds_model_and_data_wherever_they_are(image, tmp_path, mon
     assert "--container-mounts=/data:/data" in script(container="image.sqsh", mounts="/data:/data")
 
 
+def test_a_container_gets_what_only_the_nodes_see(tmp_path, monkeypatch):
+    """And the folders in which a verifier is looked for."""
+    monkeypatch.chdir(tmp_path)
+    overrides = ["model.path=/not/here/model", "data.path=/not/here/rows-*.parquet", "evaluation.path=/away/aime.jsonl"]
+    text = script(overrides=[*overrides, "run.dir=run"], container="image", python_path=("/own/rules",))
+    (mounts,) = [word for word in step_of(text) if word.startswith("--container-mounts=")]
+    places = {pair.partition(":")[0] for pair in mounts.removeprefix("--container-mounts=").split(",")}
+    assert {"/not/here", "/away/aime.jsonl", "/own/rules", str(tmp_path)} <= places
+    assert "\nexport PYTHONPATH=/own/rules\n" in text
+
+
+def test_what_this_machine_does_not_see_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    given = [
+        "model.path=/not/here/model",
+        "data.path=a.js*",
+        "evaluation.path=b.jsonl",
+        "reward.verifier=no_rule:judge",
+    ]
+    model, heldout, verifier = not_seen(load_config(QUICKSTART, given))
+    assert model == "/not/here/model: not seen from this machine; every node must see it"
+    assert heldout.startswith(f"{tmp_path}/b.jsonl: ")
+    assert verifier.startswith("on this machine: reward.verifier = no_rule:judge: ")
+    assert "PYTHONPATH" in verifier
+    monkeypatch.chdir(ROOT)
+    assert not_seen(load_config(QUICKSTART)) == []
+
+
+def test_the_command_takes_over_the_folders_of_its_own_verifiers(tmp_path, monkeypatch):
+    (tmp_path / "my rules").mkdir()
+    (tmp_path / "my rules" / "my_rule.py").write_text("def judge(request):\n    return None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"my rules::{ROOT}")
+    words = ["slurm", str(QUICKSTART), "run.dir=run", "reward.verifier=my_rule:judge"]
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert f"export PYTHONPATH='{tmp_path}/my rules:{ROOT}'\n" in done.stdout
+    assert "my_rule" not in done.stderr, "it can be run here"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "said"),
+    [
+        (("echo ${NOT_SET}ready", "module() { return 0; }", "module load cuda"), 0, "ready"),
+        (("false | true", "[ -d / ] && echo there"), 0, "there"),
+        (("export A=it\\'s", "module load cuda", "echo went on"), 2, "failed with exit code 127: module load cuda"),
+        (("(exit 75)  # its 'own' code",), 2, "failed with exit code 75: (exit 75)  # its 'own' code"),
+    ],
+)
+def test_setup_lines_run_as_at_a_prompt_and_one_that_fails_ends_the_job(lines, code, said, tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "scontrol"):
+        (programs / name).write_text('#!/bin/sh\necho "$0"\n')
+        (programs / name).chmod(0o755)
+    text = script(overrides=[f"run.dir={tmp_path}/run"], setup=lines)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout
+    assert ("srun" in done.stdout) == (code == 0)
+    assert "scontrol" not in done.stdout
+    assert "went on" not in done.stdout
+
+
 def test_a_node_that_srun_did_not_start_says_so(tmp_path):
     with pytest.raises(NodeError, match="SLURM_JOB_ID is not set"):
         Job.of(tmp_path, 1.0, {})
@@ -230,6 +296,27 @@ def test_a_warning_reaches_the_run_and_one_of_an_earlier_job_does_not(job, tmp_p
     assert "left over" not in job(75, "[ -e stop ] && echo left over")
     warn = "kill -USR1 $PPID; for _ in {1..100}; do [ -e stop ] && { echo seen; break; }; read -t 0.1 <> <(:); done"
     assert "seen" in job(75, warn)
+
+
+def test_the_users_file_stop_ends_the_job_for_good_and_the_warning_does_not(job, tmp_path):
+    stop = tmp_path / "run" / "stop"
+    save = "mkdir -p checkpoints; date +%N > checkpoints/latest"
+    assert "requeue 7" in job(75, f"echo 7 > stop; {save}"), "the script's own, which holds the job's number"
+    assert "requeue 7" in job(75, save)
+    assert not stop.exists()
+    shown = job(75, f"touch stop; kill -USR1 $PPID; {save}")
+    assert "requeue 7" not in shown, "also where the time limit comes near while it saves"
+    assert f"stopped by {stop}" in shown
+
+
+def test_a_job_that_waits_in_the_queue_again_is_ended_by_the_users_file_too(job, tmp_path):
+    save = "mkdir -p checkpoints; date +%N > checkpoints/latest"
+    assert "requeue 7" in job(75, save)
+    (tmp_path / "run" / "stop").touch()
+    shown = job(75, "echo started")
+    assert "started" not in shown
+    assert "requeue" not in shown
+    assert "submit the script again" in shown
 
 
 def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
