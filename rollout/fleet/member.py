@@ -30,6 +30,8 @@ class Timing:
     """Between two questions to a server's scheduler: the HTTP process alone answers /health."""
     scheduler_deadline_s: float = 180.0
     """For its answer, which comes between two forward passes."""
+    load_interval_s: float = 5.0
+    """Between two questions to a server for the use of its KV cache and the length of its queue."""
     control_deadline_s: float = 30.0
     """For pause, continue, abort and flush."""
     load_deadline_s: float = 1800.0

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollout.errors import (
 )
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.weight_update import Publisher
 from rollout.wire.client import ServerInfo
 
@@ -49,6 +51,7 @@ class Supervisor:
     """Deadline of each start of a server, the first one and restarts."""
     fp32_head: bool
     """The trainer's."""
+    statistics: ServerStatistics
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Not set while the memory is the trainer's."""
@@ -235,6 +238,7 @@ class Supervisor:
     async def _until_failure(self, member: Member) -> str:
         """Checks the server until it has to be restarted; returns why."""
         scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
+        sampling = asyncio.ensure_future(self._sample(member))
         failed = 0
         try:
             while True:
@@ -260,6 +264,7 @@ class Supervisor:
                 await asyncio.sleep(self.timing.probe_interval_s)
         finally:
             scheduler.cancel()
+            sampling.cancel()
 
     async def _until_scheduler_fails(self, member: Member) -> str:
         while True:
@@ -270,6 +275,13 @@ class Supervisor:
             except (ServerUnavailable, ServerRefused) as error:
                 if not member.busy_calls and member.last_answer < asked:
                     return f"its scheduler does not answer: {error}"
+
+    async def _sample(self, member: Member) -> None:
+        """Asks the server for its load. One that does not tell, such as one of `rollout.urls`, is none the worse."""
+        while True:
+            await asyncio.sleep(self.timing.load_interval_s)
+            with suppress(ServerUnavailable, ServerRefused):
+                self.statistics.sampled(await member.client.load(self.timing.probe_deadline_s))
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""

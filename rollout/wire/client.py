@@ -48,6 +48,16 @@ class ServerInfo:
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLoad:
+    """What a server is occupied with: ServerLoad(kv_use=0.83, waiting=12)"""
+
+    kv_use: float
+    """Share of its KV cache that running responses hold."""
+    waiting: int
+    """Requests that wait inside it for room."""
+
+
 class SglangClient:
     """Calls to one server. Every call has a deadline, and ends in its result or one of two errors.
 
@@ -159,6 +169,13 @@ class SglangClient:
                 streams=bool(answer.get("incremental_streaming_output", False)),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
+
+    async def load(self, deadline_s: float) -> ServerLoad:
+        """Answered by its HTTP process, from what the scheduler has left in shared memory after its last batch."""
+        async with self._json("/v1/loads?include=core", None, deadline_s) as answer:
+            ranks = answer["loads"]
+            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+            return ServerLoad(kv_use=max(float(rank["token_usage"]) for rank in ranks), waiting=waiting)
 
     async def weight_label(self) -> str:
         """The server's name of its weights."""
