@@ -280,8 +280,13 @@ class Supervisor:
         """Asks the server for its load. One that does not tell, such as one of `rollout.urls`, is none the worse."""
         while True:
             await asyncio.sleep(self.timing.load_interval_s)
+            kv_use = None
             with suppress(ServerUnavailable, ServerRefused):
-                self.statistics.sampled(await member.client.load(self.timing.probe_deadline_s))
+                load = await member.client.load(self.timing.probe_deadline_s)
+                self.statistics.sampled(load)
+                kv_use = load.kv_use
+            if not self.config.deterministic:  # where requests go is no matter of how fast servers answer there
+                self.balancer.told(member, kv_use)
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""
