@@ -48,7 +48,7 @@ class RolloutFleet:
     """The servers in the order of `engines`, each with its state, once `start` was called."""
 
     async def start(self, deadline_s: float) -> None:
-        """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
+        """Starts the engines and returns when every one answers, or enough of them (`rollout.start_quorum`).
 
         A server that is restarted later has `deadline_s` too.
 

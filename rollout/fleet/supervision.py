@@ -7,6 +7,7 @@ must be idle: its scheduler crashes on a release while a request runs. On a CPU 
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -27,12 +28,10 @@ from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.weight_update import Publisher
-from rollout.wire.client import ServerInfo
+from rollout.wire.client import SPECULATIVE, ServerInfo
 
 _POLL_S = 0.25
 
-SERVERS_PER_MISSING = 10
-"""A fleet starts without one server of so many. A smaller fleet needs all."""
 LATE_FACTOR = 2.0
 """The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
 
@@ -77,7 +76,8 @@ class Supervisor:
             ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
         """
         self._may_start.set()
-        began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
+        count, began = len(self.members), time.monotonic()
+        may_miss = math.floor(count - count * self.config.start_quorum + 1e-6)
         tasks = {asyncio.ensure_future(self._start(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
         pending, patience_s = set(tasks), None
@@ -218,7 +218,7 @@ class Supervisor:
                 f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
-        if info.altered:
+        if info.altered and not (self.config.speculative.on and info.altered == SPECULATIVE):
             raise ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
             )

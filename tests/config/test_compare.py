@@ -36,7 +36,9 @@ UNRELATED = """
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
     algorithm.dynamic_sampling.surplus algorithm.dynamic_sampling.ahead
     rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
+    rollout.start_quorum
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
+    rollout.speculative.method rollout.speculative.draft_model rollout.speculative.draft_tokens
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
