@@ -5,13 +5,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig, automatic_mode
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
@@ -45,6 +46,14 @@ class Config:
     def longest_prompt(self) -> int:
         """Tokens of a prompt, at most."""
         return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_response
+
+    @property
+    def importance_mode(self) -> Literal["none", "truncated", "masked"]:
+        """`algorithm.importance.mode`, with what `auto` stands for."""
+        algorithm = self.algorithm
+        if algorithm.importance.mode == "auto" and self.rollout.speculative.on:
+            return automatic_mode(algorithm.policy_loss, 1)
+        return algorithm.importance_mode
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -168,7 +177,7 @@ def _of_speculative(config: Config) -> Iterator[str]:
     if rollout.urls:
         yield f"{what}: the servers of rollout.urls are started by somebody else; set method to none"
     corrects = (entry := LOSSES.get(config.algorithm.policy_loss)) is not None and entry.needs_rollout_log_probs
-    if config.algorithm.importance_mode == "none" and not corrects:
+    if config.importance_mode == "none" and not corrects:
         yield f"{what}: what checks the tokens rounds otherwise; set algorithm.importance.mode to truncated or masked"
 
 

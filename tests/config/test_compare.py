@@ -155,3 +155,14 @@ def test_diff_loads_strictly(write):
         diff(write("one.yaml", "algorithm: {clip: {hihg: 0.2}}\n"), "paper")
     with pytest.raises(ConfigError, match="name at least one config file"):
         diff("paper", "paper")
+
+
+def test_auto_corrects_for_tokens_that_were_proposed(write):
+    proposed = ["rollout.speculative.method=ngram", "model.dtype=bfloat16"]
+    fresh = "algorithm.dynamic_sampling.max_staleness=0"
+    path = write("a.yaml")
+    plain, drafted = load_config(path, [fresh]), load_config(path, [fresh, *proposed])
+    assert (plain.importance_mode, drafted.importance_mode) == ("none", "truncated")
+    assert load_config(path, [*proposed, "algorithm.importance.mode=masked"]).importance_mode == "masked"
+    assert [each.key for each in departures(flatten_config(plain))] == []
+    assert [each.key for each in departures(flatten_config(drafted))] == ["algorithm.importance.mode"]
