@@ -27,6 +27,26 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SpeculativeConfig:
+    """Speculative decoding, on GPUs: several tokens are proposed cheaply and checked in one pass. They are drawn from
+    the model's distribution, but computed in another order, so the importance correction must be on."""
+
+    method: Literal["none", "ngram", "eagle", "eagle3"] = "none"
+    """Who proposes. `ngram`: earlier text of the responses. `eagle`, `eagle3`: a draft model."""
+
+    draft_model: Annotated[str, Field(min_length=1)] | None = None
+    """Its folder. It is not trained: as the model changes, fewer of its tokens are accepted. Weight verification leaves
+    it out."""
+
+    draft_tokens: PositiveInt | None = None
+    """Tokens proposed at a time. None: SGLang's choice."""
+
+    @property
+    def on(self) -> bool:
+        return self.method != "none"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     """Section `rollout`: the SGLang servers and how responses are sampled."""
 
@@ -45,7 +65,11 @@ class RolloutConfig:
     was sent before is generated again. Evaluations allow the longest."""
 
     servers: PositiveInt = 1
-    """SGLang servers to start, unless `urls` names running ones. Of ten or more, one in ten may start late."""
+    """SGLang servers to start, unless `urls` names running ones."""
+
+    start_quorum: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the servers that must be up, rounded up, for the run to begin once the others take twice as long. These
+    join later, with the weights of that time."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs per server (processes, on a CPU)."""
@@ -63,7 +87,7 @@ class RolloutConfig:
     means each node's own."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first started server; the others use the ports after it. 0: free ports."""
+    """Port of the first started server; the others use the ports after it. 0: free ports, of 20000 to 32767."""
 
     max_running_requests: PositiveInt = 256
     """Responses that one server decodes at a time."""
@@ -76,6 +100,8 @@ class RolloutConfig:
 
     deterministic: bool = False
     """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
+
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
@@ -107,7 +133,7 @@ class RolloutConfig:
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
-    verified (speculative decoding, quantization, LoRA)."""
+    verified (quantization, LoRA)."""
 
     @property
     def longest_response(self) -> int:

@@ -78,6 +78,10 @@ class ServedPart:
     tokens: int
     weight_version: int
     finish_reason: FinishReason
+    cached_tokens: int | None = None
+    """Of the prompt, found in the server's prefix cache; None: it does not say."""
+    retractions: int | None = None
+    """How often the response lost its place because the KV cache was full; None: it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

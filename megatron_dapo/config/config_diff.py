@@ -78,7 +78,8 @@ def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
     meant = dict(flat)
     if meant.get("algorithm.importance.mode") == "auto":
         loss, stale = meant.get("algorithm.policy_loss"), meant.get("algorithm.dynamic_sampling.max_staleness")
-        meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or 0)
+        proposed = meant.get("rollout.speculative.method", "none") != "none"
+        meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or proposed)
     if meant.get("run.mode") == "colocated":
         meant["run.mode"] = "sync"
     if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):

@@ -106,6 +106,7 @@ async def learn(
             publish_checkpoint = await context.checkpoints.begin(progress, wait=last)
     seconds = timer.seconds()
     metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
+    metrics |= context.fleet.statistics.take()
     if coefficient is not None:
         metrics["entropy_coefficient"] = weight
     write_records(context, metrics, batch.admission)

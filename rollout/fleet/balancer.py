@@ -1,5 +1,9 @@
-"""Which server gets which request: urgent requests first, each to the server with the fewest in flight, groups
-together. None is sent while weights change."""
+"""Which server gets which request: urgent requests first, each to the server with the least to do, groups together.
+None is sent while weights change.
+
+The least to do: the emptiest KV cache where all servers tell, since a long response takes more of it than a short one;
+else the fewest requests in flight.
+"""
 
 import asyncio
 from bisect import insort
@@ -33,6 +37,8 @@ class Balancer:
         self.limit = limit
         self._window = max(MIN_WINDOW, WINDOW_PER_SERVER * len(members))
         self._open = True
+        self._request_use: float | None = None
+        """KV cache that a request takes, mean; None: not every server tells how much it uses."""
         self._ended: RolloutError | None = None
         self._waiting: list[_Waiter] = []
         """By priority, then by arrival."""
@@ -68,6 +74,20 @@ class Balancer:
         """Gives a place back."""
         member.in_flight -= 1
         self.dispatch()
+
+    def told(self, member: Member, kv_use: float | None) -> None:
+        """Notes what part of its KV cache the server uses now; None: it does not tell."""
+        member.kv_use, member.in_flight_then = kv_use, member.in_flight
+        serving = [each for each in self.members if each.serving]
+        uses = [each.kv_use for each in serving if each.kv_use is not None]
+        mean = sum(uses) / max(1, sum(each.in_flight_then for each in serving))
+        self._request_use = mean if mean and len(uses) == len(serving) else None
+
+    def _load(self, member: Member) -> float:
+        """In requests: what it used when it was last asked, and those that came or went since."""
+        if self._request_use is None or member.kv_use is None:
+            return member.in_flight
+        return member.kv_use / self._request_use + member.in_flight - member.in_flight_then
 
     def close(self) -> None:
         """No request starts from now on."""
@@ -114,7 +134,7 @@ class Balancer:
     def _match(self, free: list[Member]) -> tuple[int, Member] | None:
         """The next waiting request, by index, and its server: the first one whose group is at a free server, or at no
         server that serves; else the first one that may use a free server. None if all that wait avoid what is free."""
-        idlest = min(free, key=lambda member: member.in_flight)
+        idlest = min(free, key=self._load)
         fallback: tuple[int, Member] | None = None
         blocked_group: str | None = None  # most often the next request is of the same group: skipped without a search
         for index, waiter in enumerate(islice(self._waiting, self._window)):
@@ -125,7 +145,7 @@ class Balancer:
                 others = [member for member in free if member is not waiter.avoid]
                 if not others:
                     continue
-                at_group, best = None, min(others, key=lambda member: member.in_flight)
+                at_group, best = None, min(others, key=self._load)
             if at_group in free:
                 return index, at_group
             if at_group is None or not at_group.serving:

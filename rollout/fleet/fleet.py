@@ -11,6 +11,7 @@ from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.request_loop import RequestLoop
+from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.supervision import Supervisor
 from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.generation import Generation, GenerationRequest, ServedPart
@@ -41,11 +42,13 @@ class RolloutFleet:
     """What the servers ask for; None: nothing."""
     observe: Callable[[ServedPart], None] = lambda part: None
     """Gets every answer of a server to a request."""
+    statistics: ServerStatistics = field(default_factory=ServerStatistics, init=False)
+    """What the servers say of their work; the caller takes it."""
     members: tuple[Member, ...] = field(default=(), init=False)
     """The servers in the order of `engines`, each with its state, once `start` was called."""
 
     async def start(self, deadline_s: float) -> None:
-        """Starts the engines and returns when every one answers. Of ten or more, one in ten may come later.
+        """Starts the engines and returns when every one answers, or enough of them (`rollout.start_quorum`).
 
         A server that is restarted later has `deadline_s` too.
 
@@ -61,9 +64,9 @@ class RolloutFleet:
         self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
-        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self.observe)
+        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self._served)
         supervisor = self._supervisor = Supervisor(
-            config, timing, self.members, balancer, publisher, self.report, deadline_s, self.fp32_head
+            config, timing, self.members, balancer, publisher, self.report, deadline_s, self.fp32_head, self.statistics
         )
         try:
             await supervisor.start_all()
@@ -131,6 +134,10 @@ class RolloutFleet:
         """Tokens that the servers have drawn since the start, with those that they have streamed of running responses;
         running responses; seconds since the oldest of these was asked for."""
         return self._requests.load()
+
+    def _served(self, part: ServedPart) -> None:
+        self.statistics.served(part)
+        self.observe(part)
 
     async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`.

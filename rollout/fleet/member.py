@@ -30,6 +30,8 @@ class Timing:
     """Between two questions to a server's scheduler: the HTTP process alone answers /health."""
     scheduler_deadline_s: float = 180.0
     """For its answer, which comes between two forward passes."""
+    load_interval_s: float = 5.0
+    """Between two questions to a server for the use of its KV cache and the length of its queue."""
     control_deadline_s: float = 30.0
     """For pause, continue, abort and flush."""
     load_deadline_s: float = 1800.0
@@ -75,6 +77,9 @@ class Member:
         self.weight_version = 0
         self.weight_label: str | None = None
         self.info: ServerInfo | None = None
+        self.kv_use: float | None = None
+        """Share of its KV cache in use when it was last asked; None: it does not tell."""
+        self.in_flight_then = 0
         self.last_answer = 0.0
         """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
         probes are late."""

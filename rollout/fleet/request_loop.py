@@ -179,6 +179,8 @@ class RequestLoop:
                 tokens=reply.token_ids.size,
                 weight_version=version,
                 finish_reason=reply.finish_reason,
+                cached_tokens=reply.cached_tokens,
+                retractions=reply.retractions,
             )
             self.observe(part)
         return failure

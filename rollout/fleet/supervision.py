@@ -7,8 +7,10 @@ must be idle: its scheduler crashes on a release while a request runs. On a CPU 
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,12 @@ from rollout.errors import (
 )
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.weight_update import Publisher
-from rollout.wire.client import ServerInfo
+from rollout.wire.client import SPECULATIVE, ServerInfo
 
 _POLL_S = 0.25
 
-SERVERS_PER_MISSING = 10
-"""A fleet starts without one server of so many. A smaller fleet needs all."""
 LATE_FACTOR = 2.0
 """The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
 
@@ -49,6 +50,7 @@ class Supervisor:
     """Deadline of each start of a server, the first one and restarts."""
     fp32_head: bool
     """The trainer's."""
+    statistics: ServerStatistics
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Not set while the memory is the trainer's."""
@@ -74,7 +76,8 @@ class Supervisor:
             ServerStartError: names each server that is not ready, with the tail of its log. `ServerUnfit`: the first.
         """
         self._may_start.set()
-        began, may_miss = time.monotonic(), len(self.members) // SERVERS_PER_MISSING
+        count, began = len(self.members), time.monotonic()
+        may_miss = math.floor(count - count * self.config.start_quorum + 1e-6)
         tasks = {asyncio.ensure_future(self._start(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
         pending, patience_s = set(tasks), None
@@ -215,7 +218,7 @@ class Supervisor:
                 f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
-        if info.altered:
+        if info.altered and not (self.config.speculative.on and info.altered == SPECULATIVE):
             raise ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
             )
@@ -235,6 +238,7 @@ class Supervisor:
     async def _until_failure(self, member: Member) -> str:
         """Checks the server until it has to be restarted; returns why."""
         scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
+        sampling = asyncio.ensure_future(self._sample(member))
         failed = 0
         try:
             while True:
@@ -260,6 +264,7 @@ class Supervisor:
                 await asyncio.sleep(self.timing.probe_interval_s)
         finally:
             scheduler.cancel()
+            sampling.cancel()
 
     async def _until_scheduler_fails(self, member: Member) -> str:
         while True:
@@ -270,6 +275,18 @@ class Supervisor:
             except (ServerUnavailable, ServerRefused) as error:
                 if not member.busy_calls and member.last_answer < asked:
                     return f"its scheduler does not answer: {error}"
+
+    async def _sample(self, member: Member) -> None:
+        """Asks the server for its load. One that does not tell, such as one of `rollout.urls`, is none the worse."""
+        while True:
+            await asyncio.sleep(self.timing.load_interval_s)
+            kv_use = None
+            with suppress(ServerUnavailable, ServerRefused):
+                load = await member.client.load(self.timing.probe_deadline_s)
+                self.statistics.sampled(load)
+                kv_use = load.kv_use
+            if not self.config.deterministic:  # where requests go is no matter of how fast servers answer there
+                self.balancer.told(member, kv_use)
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""

@@ -21,7 +21,11 @@ READ_AHEAD = 1 << 24
 """Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
 server-sent event may be twice as long: 800,000 tokens."""
 
-_ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
+SPECULATIVE = "speculative_algorithm"
+_ALTERING = ("quantization", "torchao_config", "enable_lora", "cpu_offload_gb", SPECULATIVE)
+_DRAFT = "draft."
+"""Beginning of the names that SGLang gives to a draft model's tensors among a server's checksums."""
+
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PLAIN = {"Content-Type": "application/json"}
@@ -45,7 +49,18 @@ class ServerInfo:
     streams: bool = False
     """Whether it can stream a response in segments that do not repeat each other."""
     altered: str = ""
-    """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
+    """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given, or it has others
+    beside them (`speculative_algorithm`); empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLoad:
+    """What a server is occupied with: ServerLoad(kv_use=0.83, waiting=12)"""
+
+    kv_use: float
+    """Share of its KV cache that running responses hold."""
+    waiting: int
+    """Requests that wait inside it for room."""
 
 
 class SglangClient:
@@ -160,6 +175,13 @@ class SglangClient:
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 
+    async def load(self, deadline_s: float) -> ServerLoad:
+        """Answered by its HTTP process, from what the scheduler has left in shared memory after its last batch."""
+        async with self._json("/v1/loads?include=core", None, deadline_s) as answer:
+            ranks = answer["loads"]
+            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+            return ServerLoad(kv_use=max(float(rank["token_usage"]) for rank in ranks), waiting=waiting)
+
     async def weight_label(self) -> str:
         """The server's name of its weights."""
         async with self._json("/model_info") as answer:
@@ -231,9 +253,15 @@ class SglangClient:
         await self._succeed("/destroy_weights_update_group", {"group_name": group_name})
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
-        """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
+        """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server. A
+        draft model's, which gets no weights, are left out."""
         async with self._json("/weights_checker", {"action": "checksum"}, deadline_s) as answer:
-            return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
+            return {
+                _tensor_rank(rank["parallelism_info"]): {
+                    name: digest for name, digest in rank["checksums"].items() if not name.startswith(_DRAFT)
+                }
+                for rank in answer["ranks"]
+            }
 
     async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
         async with self._json(path, body, deadline_s) as answer:

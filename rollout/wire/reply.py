@@ -48,6 +48,10 @@ class Reply:
     """The server's name of its weights when it answered."""
     total: int | None = None
     """Tokens of the whole response up to here, as the server counts them; None: it does not say."""
+    cached_tokens: int | None = None
+    """Of the prompt, found in the server's prefix cache."""
+    retractions: int | None = None
+    """How often the response had to wait again because the KV cache was full."""
 
 
 class StreamedError(Exception):
@@ -96,6 +100,8 @@ class Segment(msgspec.Struct, gc=False):
     """Why there is no segment."""
     code: int = 0
     """HTTP status of the error; the answer itself began with 200."""
+    cached_tokens: int | None = None
+    retractions: int | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -106,6 +112,8 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[_Token] | None = None
     weight_version: str | int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
 
 
 class _Error(msgspec.Struct):
@@ -211,6 +219,8 @@ def _segment(answer: _Answer) -> Segment:
         finish=meta.finish_reason,
         weight_version=meta.weight_version,
         total=meta.completion_tokens,
+        cached_tokens=meta.cached_tokens,
+        retractions=meta.num_retractions,
     )
 
 
@@ -232,7 +242,15 @@ def _reply(segment: Segment) -> tuple[Reply, bool]:
         raise ValueError(f"the response was ended by {finish.matched!r}")
     reason = FinishReason.ABORT if finish is None else FinishReason(finish.type)
     label = None if segment.weight_version is None else str(segment.weight_version)
-    reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=reason, weight_label=label, total=segment.total)
+    reply = Reply(
+        token_ids=ids,
+        log_probs=log_probs,
+        finish_reason=reason,
+        weight_label=label,
+        total=segment.total,
+        cached_tokens=segment.cached_tokens,
+        retractions=segment.retractions,
+    )
     return reply, finish is not None
 
 

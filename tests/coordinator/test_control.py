@@ -18,6 +18,7 @@ from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from megatron_dapo.storage.run_dir import RunDir
+from rollout.fleet.server_statistics import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
 from tests.coordinator.test_stages import Calls
 
@@ -100,6 +101,7 @@ def train(tmp_path, monkeypatch):
             sampler=SimpleNamespace(record_trained=lambda *_: None, snapshot=lambda step: state),
             checkpoints=SimpleNamespace(begin=begin),
             handover=SimpleNamespace(to_trainer=lambda: asyncio.sleep(0)),
+            fleet=SimpleNamespace(statistics=ServerStatistics()),
         )
         now = progress or Progress(rollout_step=0, optimizer_step=0, weight_version=0, sampler=state)
 

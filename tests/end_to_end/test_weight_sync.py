@@ -17,7 +17,7 @@ SMALL = (
     "run.export_at_end=false",
     "rollout.sync_bucket_mb=1",
 )
-TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s")
+TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s", "servers/")
 
 
 def finished_run(folder: Path, transport: str) -> list[dict]:

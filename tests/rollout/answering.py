@@ -30,6 +30,8 @@ class Answer:
             "output_token_logprobs": drawn,
             "weight_version": label,
             "completion_tokens": total,
+            "cached_tokens": 3,
+            "num_retractions": 2,
         }
         answer = {"output_ids": [entry[1] for entry in drawn], "meta_info": meta}
         return frame(segment_of(answer)) if self.packed else orjson.dumps(answer)

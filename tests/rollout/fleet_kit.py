@@ -21,6 +21,7 @@ FAST = Timing(
     failed_probes=2,
     scheduler_interval_s=0.1,
     scheduler_deadline_s=0.8,
+    load_interval_s=0.05,
     control_deadline_s=2.0,
     load_deadline_s=10.0,
     first_backoff_s=0.05,

@@ -30,6 +30,11 @@ LINGERS_S = 0.02
 class StandIn:
     """Engine: the server runs in the test's own event loop."""
 
+    has_draft = False
+    """Whether it has a draft model, whose tensors are among its checksums."""
+    load: tuple[float, int] | None = None
+    """Share of its KV cache in use and requests that wait, as /v1/loads tells; None: it knows no such route."""
+
     def __init__(self, *, seconds_a_token: float = 0.0, weights: Path | None = None) -> None:
         self.ours = True
         self.seconds_a_token = seconds_a_token
@@ -115,6 +120,7 @@ class StandIn:
             web.get("/health", self._health),
             web.get("/server_info", self._info),
             web.get("/model_info", self._model_info),
+            web.get("/v1/loads", self._loads),
             web.post("/generate", self._generate),
             web.post("/abort_request", self._abort),
             web.post("/pause_generation", self._pause),
@@ -169,6 +175,12 @@ class StandIn:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        if self.load is None:
+            return web.Response(status=404)
+        core = {"dp_rank": 0, "token_usage": self.load[0], "num_waiting_reqs": self.load[1]}
+        return web.json_response({"loads": [core]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -291,6 +303,7 @@ class StandIn:
             checksums = dict(expected_checksums(self.loaded, INFO)[0])
         if self.corrupt is not None:
             checksums[self.corrupt] = "0" * 16
+        checksums |= {"draft.model.norm.weight": "1" * 16} if self.has_draft else {}
         rank = {"tp_rank": 0}
         ranks = [{"parallelism_info": [rank] if self.newer_checker else rank, "checksums": checksums}]
         return web.json_response({"success": True, "ranks": ranks})

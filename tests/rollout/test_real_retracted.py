@@ -9,6 +9,7 @@ import torch
 
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import Timing
 from rollout.generation import Generation, GenerationRequest, SamplingParams
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec
@@ -46,7 +47,8 @@ def test_no_token_is_doubled_where_a_response_lost_its_place(tmp_path: Path) -> 
         return await fleet.generate(one)
 
     async def work() -> None:
-        fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=VOCABULARY, report=print)
+        often = Timing(load_interval_s=0.2)
+        fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=VOCABULARY, report=print, timing=often)
         try:
             await fleet.start(START_S)
             answers = asyncio.gather(*(later(fleet, index * 0.05, one) for index, one in enumerate(asked)))
@@ -60,6 +62,11 @@ def test_no_token_is_doubled_where_a_response_lost_its_place(tmp_path: Path) -> 
             await fleet.close()
         assert [answer.token_ids.size for answer in drawn] == [TOKENS] * len(asked)
         assert_log_probs(model, asked, drawn)
+        told = fleet.statistics.take()
+        assert told["servers/retractions"] > 0
+        assert 0.5 < told["servers/kv_use"] < told["servers/kv_use_max"] <= 1
+        assert told["servers/queue_max"] > 0
+        assert 0 < told["servers/prefix_hits"] < 1
         assert {version for answer in drawn for version in answer.weight_versions.tolist()} >= {0, 3}
 
     asyncio.run(work())

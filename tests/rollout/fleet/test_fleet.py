@@ -295,6 +295,17 @@ def test_a_server_that_takes_far_longer_than_the_others_comes_later() -> None:
     run(test)
 
 
+def test_every_server_may_be_asked_for() -> None:
+    async def test() -> None:
+        servers = [StandIn() for _ in range(10)]
+        servers[4].start_fails = True
+        fleet = RolloutFleet(RolloutConfig(start_quorum=1.0), servers, vocab_size=9, report=print, timing=FAST)
+        with pytest.raises(ServerStartError, match="1 of 10 servers did not start"):
+            await fleet.start(0.5)
+
+    run(test)
+
+
 @pytest.mark.parametrize("setting", [{"quantization": "fp8"}, {"speculative_algorithm": "EAGLE"}])
 def test_one_server_whose_weights_could_not_be_verified_ends_the_start(setting: dict[str, str]) -> None:
     async def test() -> None:

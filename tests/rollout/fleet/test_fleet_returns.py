@@ -1,6 +1,7 @@
 """Servers that come late, or come back: what is awaited, what is not, and that they come side by side."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,17 @@ def test_a_server_that_never_starts_is_tried_for_ever() -> None:
     assert pauses[0] == FAST.first_backoff_s
     assert pauses == sorted(pauses)
     assert pauses[-1] == FAST.longest_backoff_s
+
+
+def test_half_of_the_servers_may_begin_and_the_others_join_with_the_newest_weights(folders: list[Path]) -> None:
+    async def test() -> None:
+        servers, reports = [StandIn() for _ in range(3)], list[str]()
+        servers[2].may_start.clear()
+        async with fleet_of(*servers, reports=reports, start_quorum=0.5) as fleet:
+            assert "the run begins without 1 of 3 servers" in reports
+            await fleet.publish(folders[0], 1)
+            servers[2].may_start.set()
+            await until(lambda: fleet.members[2].state == "ready")
+            assert servers[2].label == "1"
+
+    run(test)
