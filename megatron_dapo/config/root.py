@@ -108,7 +108,7 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_continuation, config.model.context_length
     if longest > given:
-        phrase = "" if rollout.thinking_end is None else " and thinking_end, a token a byte"
+        phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
             f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"

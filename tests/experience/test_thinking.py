@@ -139,7 +139,12 @@ class Thinking(Script):
 
 
 def test_evaluations_are_interrupted_too_and_count_drawn_tokens(text, tmp_path):
-    keys = ["rollout.thinking_budget=1", "rollout.thinking_end='Answer:'", "evaluation.greedy=false"]
+    keys = [
+        "data.max_prompt_tokens=50",
+        "rollout.thinking_budget=1",
+        "rollout.thinking_end='Answer:'",
+        "evaluation.greedy=false",
+    ]
     config, script = load_config(QUICKSTART / "dapo.yaml", ["evaluation.samples=2", *keys]), Thinking()
     evaluator = Evaluator(
         config,
