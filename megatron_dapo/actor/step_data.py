@@ -63,16 +63,14 @@ class Responses:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
 
     def _check_given(self) -> None:
-        starts, ends, owners = self.given_starts, self.given_starts + self.given_lengths, self._given_owners
-        sequences = exclusive_sum(self.sequence_lengths)
-        if (
-            starts.shape != self.given_lengths.shape
-            or (owners == len(self)).any()
-            or (starts < (sequences + self.prompt_lengths)[owners]).any()
-            or (ends > (sequences + self.sequence_lengths)[owners]).any()
-            or (self.given_lengths < 1).any()
-            or (starts[1:] < ends[:-1]).any()
-        ):
+        starts, lengths, owners = self.given_starts, self.given_lengths, self._given_owners
+        ok = starts.shape == lengths.shape and bool((owners < len(self)).all() and (lengths > 0).all())
+        if ok:
+            responses = exclusive_sum(self.sequence_lengths) + self.prompt_lengths
+            ends = np.cumsum(self.sequence_lengths, dtype=np.int64)[owners]
+            ends[:-1] = np.minimum(ends[:-1], starts[1:])
+            ok = bool((responses[owners] <= starts).all() and (starts + lengths <= ends).all())
+        if not ok:
             raise ValueError("Responses: given tokens must lie in responses, in runs that ascend and do not overlap")
         if (self.response_lengths < 1).any():
             raise ValueError(f"Responses: response {self.response_lengths.argmin()} holds given tokens alone")

@@ -174,23 +174,16 @@ def _of_rollout(config: Config) -> Iterator[str]:
     for number, stage in enumerate(rollout.stages):
         if stage.max_new_tokens is None and stage.temperature is None:
             yield f"rollout.stages.{number}: changes nothing; set its max_new_tokens or temperature, or remove it"
-    yield from _of_thinking(rollout)
+    budget, phrase = rollout.thinking_budget, rollout.thinking_end
+    if budget is None and (phrase or rollout.thinking_mark):
+        yield "rollout.thinking_end, thinking_mark: without rollout.thinking_budget nothing reads them; set that too"
+    if budget is not None and phrase is None:
+        yield f"rollout.thinking_budget = {budget}: with what text does the thinking end? set rollout.thinking_end too"
+    if budget is not None and budget >= (shortest := rollout.shortest_limit):
+        yield f"rollout.thinking_budget = {budget}: must be below max_new_tokens = {shortest}, for what comes after it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
-
-
-def _of_thinking(rollout: RolloutConfig) -> Iterator[str]:
-    budget = rollout.thinking_budget
-    if budget is None:
-        for name in ("thinking_end", "thinking_mark"):
-            if getattr(rollout, name) is not None:
-                yield f"rollout.{name}: nothing reads it without rollout.thinking_budget; set that too, or leave it out"
-        return
-    if rollout.thinking_end is None:
-        yield f"rollout.thinking_budget = {budget}: with what text does the thinking end? set rollout.thinking_end too"
-    if budget >= (shortest := rollout.shortest_limit):
-        yield f"rollout.thinking_budget = {budget}: must be below max_new_tokens = {shortest}, for what comes after it"
 
 
 def _of_run(config: Config) -> Iterator[str]:

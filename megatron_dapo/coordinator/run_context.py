@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -129,13 +129,9 @@ async def start_run(run: RunBase) -> RunContext:
     @cache
     def sampling(weight_version: int) -> SamplingParams:
         at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
-        return SamplingParams(
-            max_new_tokens=at.max_new_tokens,
-            temperature=at.temperature,
-            top_p=at.top_p,
-            stop_token_ids=inputs.text.stop_token_ids,
-            thinking=thinking,
-        )
+        stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
+        drawn = SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
+        return replace(drawn, thinking=thinking)
 
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     stages = [stage.from_step for stage in config.rollout.stages]

@@ -101,11 +101,8 @@ class Evaluator:
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
         self._answered = 0
         self.stop_token_ids = text.stop_token_ids
-        common = SamplingParams(
-            max_new_tokens=config.rollout.longest_response,
-            stop_token_ids=text.stop_token_ids,
-            thinking=thinking_limit(config.rollout, text),
-        )
+        limit, thinking = config.rollout.longest_response, thinking_limit(config.rollout, text)
+        common = SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids, thinking=thinking)
         wanted = config.evaluation
         sampled = replace(common, temperature=wanted.temperature, top_p=wanted.top_p)
         self.modes = [DecodingMode(name="sampled", sampling=sampled, samples=wanted.samples)]

@@ -43,24 +43,19 @@ class Response:
     _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn so far."""
-        return sum(reply.token_ids.size for reply, _ in self.parts)
-
-    @property
-    def drawn_ids(self) -> np.ndarray:
-        """int32 [T]: these tokens."""
+    def drawn(self) -> np.ndarray:
+        """int32 [T]: the tokens drawn so far."""
         return np.concatenate([np.zeros(0, np.int32), *(reply.token_ids for reply, _ in self.parts)])
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:
         """`Generation.given`, so far: the phrase that ends the thinking, behind `budget` drawn tokens. It follows from
         the drawn tokens alone, and is found out once."""
-        thinking = self.request.sampling.thinking
-        if thinking is None or self.drawn < thinking.budget:
+        thinking, drawn = self.request.sampling.thinking, self.drawn
+        if thinking is None or drawn.size < thinking.budget:
             return ()
         if self._given is None:
-            thought = self.drawn_ids[: thinking.budget]
+            thought = drawn[: thinking.budget]
             stopped = thought.size > 0 and int(thought[-1]) in self.request.sampling.stop_token_ids
             self._given = () if stopped or thinking.ended(thought) else ((thinking.budget, len(thinking.end_ids)),)
         return self._given
@@ -68,7 +63,7 @@ class Response:
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [C]: what stands behind the prompt so far."""
-        ids, thinking = self.drawn_ids, self.request.sampling.thinking
+        ids, thinking = self.drawn, self.request.sampling.thinking
         return np.insert(ids, thinking.budget, thinking.end_ids) if thinking is not None and self.given else ids
 
     @property
@@ -78,12 +73,12 @@ class Response:
 
     @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - self.drawn
+        return self.request.sampling.max_new_tokens - self.drawn.size
 
     @property
     def stretch(self) -> int:
         """Tokens to ask for: all that are left, or those up to the budget of thinking."""
-        thinking, drawn = self.request.sampling.thinking, self.drawn
+        thinking, drawn = self.request.sampling.thinking, self.drawn.size
         return thinking.budget - drawn if thinking is not None and drawn < thinking.budget else self.tokens_left
 
     @property
@@ -94,7 +89,7 @@ class Response:
         if not self.parts:
             return None
         reply, thinking = self.parts[-1][0], self.request.sampling.thinking
-        at_budget = thinking is not None and self.drawn == thinking.budget and reply.token_ids.size > 0
+        at_budget = thinking is not None and self.drawn.size == thinking.budget and reply.token_ids.size > 0
         if reply.finish_reason is FinishReason.STOP or (reply.finish_reason is FinishReason.LENGTH and not at_budget):
             return reply.finish_reason
         if self.tokens_left <= 0:  # the limit counts before the stop token, as in a server

@@ -314,28 +314,6 @@ def test_select_keeps_what_was_given():
         at += length
 
 
-def test_given_tokens_by_hand():
-    pairs = [([5, 6], [7, 8, 2]), ([9], [3, 3, 2])]
-    arrays = [(np.array(prompt, np.int32), np.array(response, np.int32)) for prompt, response in pairs]
-    responses = Responses.of(arrays, [[(1, 1)], [(0, 2)]])
-    assert (responses.given_starts.tolist(), responses.given_lengths.tolist()) == ([3, 6], [1, 2])
-    assert (responses.response_lengths.tolist(), responses.num_response_tokens) == ([2, 1], 3)
-    packed = pack_micro_batch(responses, np.array([0, 1]), ONE_RANK)
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 3, 3, 2]
-    assert (packed.rows.tolist(), packed.targets.tolist()) == ([1, 3, 7], [7, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("starts", "lengths"),
-    [([1], [1]), ([4], [2]), ([7], [1]), ([3, 3], [1, 1]), ([3], [0]), ([2, 6], [1, 1]), ([3], [2, 1]), ([9], [1])],
-    ids=str,
-)
-def test_given_tokens_that_no_response_holds_are_refused(starts, lengths):
-    runs = {"given_starts": np.array(starts, np.int64), "given_lengths": np.array(lengths, np.int64)}
-    with pytest.raises(ValueError, match="given tokens"):
-        replace(responses_of(([5, 6], [7, 8, 2]), ([9], [2])), **runs)
-
-
 def test_read_only_arrays_are_welcome():
     responses = random_responses(3, 5)
     for name in ("token_ids", "sequence_lengths", "prompt_lengths"):

@@ -332,8 +332,8 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
             "two begin at the same",
         ),
         (["rollout.thinking_budget=9"], "rollout.thinking_budget = 9: with what text does the thinking end?"),
-        (["rollout.thinking_end=x"], "rollout.thinking_end: nothing reads it without rollout.thinking_budget"),
-        (["rollout.thinking_mark=x"], "rollout.thinking_mark: nothing reads it without rollout.thinking_budget"),
+        (["rollout.thinking_end=x"], "thinking_mark: without rollout.thinking_budget nothing reads them"),
+        (["rollout.thinking_mark=x"], "thinking_mark: without rollout.thinking_budget nothing reads them"),
         (["rollout.thinking_budget=20480", "rollout.thinking_end=x"], "must be below max_new_tokens = 20480"),
         (
             ["rollout.thinking_budget=8000", "rollout.thinking_end=x", f"rollout.stages={AT_8000}"],

@@ -170,9 +170,9 @@ def test_evaluations_are_interrupted_too_and_count_drawn_tokens(text, tmp_path):
 def test_answers_of_an_evaluation_without_a_budget_are_not_mixed_with_others(tmp_path):
     with response_log(tmp_path, {"seed": None}):  # of an earlier version
         pass
-    with response_log(tmp_path, {"seed": None, "thinking": None}):
+    with response_log(tmp_path, {"seed": None, "thinking_budget": None}):
         pass
-    with pytest.raises(EvaluationError, match="thinking = None"), response_log(tmp_path, {"thinking": [9, "x", None]}):
+    with pytest.raises(EvaluationError, match="thinking_budget = None"), response_log(tmp_path, {"thinking_budget": 9}):
         pass
 
 
