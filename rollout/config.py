@@ -64,6 +64,17 @@ class RolloutConfig:
     """Other `max_new_tokens` (as DeepScaleR and Skywork-OR1) and `temperature` (Polaris) from a step on. What
     was sent before is generated again. Evaluations allow the longest."""
 
+    thinking_budget: PositiveInt | None = None
+    """Sampled tokens after which a response that still thinks is given `thinking_end`; it goes on up to
+    `max_new_tokens` (ScaleRL, arXiv 2510.13786). Also in evaluations. None: no thinking is interrupted."""
+
+    thinking_end: Annotated[str, Field(pattern=r"\S")] | None = None
+    """Text that ends the thinking. Its tokens are context alone: no loss, no statistic and no length counts them."""
+
+    thinking_mark: Annotated[str, Field(min_length=1)] | None = None
+    """A response with this text in its first `thinking_budget` tokens has ended its thinking by itself. None:
+    `thinking_end` without the space around it."""
+
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones."""
 
@@ -139,6 +150,17 @@ class RolloutConfig:
     def longest_response(self) -> int:
         """`max_new_tokens` of the stage that allows most."""
         return max([self.max_new_tokens, *(stage.max_new_tokens or 0 for stage in self.stages)])
+
+    @property
+    def shortest_limit(self) -> int:
+        """`max_new_tokens` of the stage that allows least."""
+        return min(self.at_step(step).max_new_tokens for step in (1, *(stage.from_step for stage in self.stages)))
+
+    @property
+    def longest_continuation(self) -> int:
+        """Tokens behind a prompt, at most: `longest_response`, and those of `thinking_end`, which have a byte or more
+        each."""
+        return self.longest_response + len((self.thinking_end or "").encode())
 
     def at_step(self, step: int) -> "RolloutConfig":
         """With the values that hold in rollout step `step`."""

@@ -1,9 +1,10 @@
 """The messages of the fleet: what a caller sends and what it gets back.
 
-Legend of shapes: P prompt tokens, T response tokens.
+Legend of shapes: P prompt tokens, T response tokens: those that the model drew; C >= T tokens behind the prompt, with
+those that were given to it in between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +20,18 @@ class FinishReason(StrEnum):
     """`max_new_tokens` were drawn: truncated."""
     ABORT = "abort"
     """The server stopped early. The fleet continues such a response; callers never see one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ThinkingLimit:
+    """Forced interruption of thinking (ScaleRL, arXiv 2510.13786): a response that has drawn `budget` tokens and still
+    thinks is given `end_ids`, and goes on behind them up to `max_new_tokens` drawn ones."""
+
+    budget: int
+    """Drawn tokens, fewer than `max_new_tokens`."""
+    end_ids: tuple[int, ...]
+    ended: Callable[[np.ndarray], bool]
+    """Whether int32 [budget] drawn tokens have ended their thinking by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +50,7 @@ class SamplingParams:
     """Besides the end-of-text tokens of the model's own config, which always stop."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens; the log-probs include it. -inf is not possible, -1e9 forbids a token."""
+    thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,9 +110,16 @@ class Generation:
 
     request_id: str
     token_ids: np.ndarray
-    """int32 [T], a matched stop token included."""
+    """int32 [C], a matched stop token included."""
     log_probs: np.ndarray
     """float32 [T], of the sampled tokens at the request's temperature."""
     weight_versions: np.ndarray
     """int32 [T], the version of the weights that drew each token."""
     finish_reason: FinishReason
+    given: tuple[tuple[int, int], ...] = ()
+    """Runs of `token_ids` that were given and not drawn, ascending: (first, tokens) each. C = T + their tokens."""
+
+    @property
+    def drawn(self) -> int:
+        """T: the response's length."""
+        return len(self.log_probs)

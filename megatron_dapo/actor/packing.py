@@ -13,6 +13,8 @@ Two sequences of 5 and 2 tokens, prompts of 2 and 1, without context parallel:
 With context parallel of size c each sequence is padded to a multiple of 2c and cut into 2c pieces; rank r holds the
 pieces r and 2c - 1 - r (Megatron's zigzag), so that causal attention costs every rank the same.
 
+Tokens that were given within a response have no row: they are input alone.
+
 R responses of a message, S of them in one micro-batch, N response tokens of all R.
 """
 
@@ -109,10 +111,12 @@ def pack_micro_batch(
     No indices: one short sequence of token 0 without response tokens. The model runs on it as on any other, so that the
     ranks stay in step, and its loss is a sum over nothing.
     """
-    lengths = responses.sequence_lengths[indices].astype(np.int64)
-    prompts = responses.prompt_lengths[indices].astype(np.int64)
+    chosen = responses.select(indices)
+    lengths, prompts, drawn = (
+        each.astype(np.int64) for each in (chosen.sequence_lengths, chosen.prompt_lengths, chosen.response_lengths)
+    )
     if not len(lengths):
-        lengths, prompts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        lengths, prompts, drawn = np.ones(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))
     # Sequence parallel cuts the row into equal parts too: what is missing is padding after the last sequence.
     parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)
@@ -120,11 +124,14 @@ def pack_micro_batch(
     starts = exclusive_sum(occupied)
 
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
+    is_target = np.zeros(len(row), dtype=bool)
+    is_target[ranges(starts + prompts, lengths - prompts)] = True
     if len(indices):
-        source = exclusive_sum(responses.sequence_lengths)[indices]
-        row[ranges(starts, lengths)] = responses.token_ids[ranges(source, lengths)]
+        where = ranges(starts, lengths)
+        row[where] = chosen.token_ids
+        is_target[where[ranges(chosen.given_starts, chosen.given_lengths)]] = False
     positions = ranges(np.zeros_like(occupied), occupied)
-    predictors = ranges(starts + prompts - 1, lengths - prompts)
+    predictors = np.flatnonzero(is_target) - 1
     targets = row[predictors + 1]
     places = np.arange(len(predictors))
 
@@ -143,8 +150,8 @@ def pack_micro_batch(
         targets=targets,
         places=places,
         columns=responses.response_token_indices(indices),
-        sequence_index=np.repeat(np.arange(len(lengths)), lengths - prompts),
-        response_lengths=lengths - prompts,
+        sequence_index=np.repeat(np.arange(len(lengths)), drawn),
+        response_lengths=drawn,
     )
 
 

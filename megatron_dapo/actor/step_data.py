@@ -4,7 +4,8 @@ an update.
 Everything is a flat numpy array, response after response without padding, so that a message crosses Ray's object
 store without a copy. Such arrays are read-only, and nothing here writes to them. No torch, no Megatron in this file.
 
-R responses of a message, N response tokens of all of them together.
+R responses of a message, N response tokens of all of them together: tokens that the policy drew. Tokens that were
+*given* to it within a response (the phrase that ends its thinking) are context, as the prompt is: no column has them.
 """
 
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
@@ -36,9 +37,18 @@ class Responses:
     prompt_lengths: np.ndarray
     """int32 [R]: at least 1, for the first response token is predicted from the prompt's last one."""
 
+    given_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [K]: where in `token_ids` each run of given tokens starts, ascending; none in a prompt. With 8 given in the
+    example above, given_starts [3] and given_lengths [1]: N = 3 response tokens, 7, 2, 2."""
+
+    given_lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [K]: tokens of each run."""
+
     def __post_init__(self) -> None:
         for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
             _check_array("Responses", name, getattr(self, name), np.int32)
+        for name in ("given_starts", "given_lengths"):
+            _check_array("Responses", name, getattr(self, name), np.int64)
         total, given = int(self.sequence_lengths.sum(dtype=np.int64)), len(self.token_ids)
         if self.sequence_lengths.shape != self.prompt_lengths.shape or total != given:
             raise ValueError(
@@ -48,16 +58,43 @@ class Responses:
         bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
         if bad.size:
             raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
+        self._check_given()
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
 
+    def _check_given(self) -> None:
+        starts, lengths, owners = self.given_starts, self.given_lengths, self._given_owners
+        ok = starts.shape == lengths.shape and bool((owners < len(self)).all() and (lengths > 0).all())
+        if ok:
+            responses = exclusive_sum(self.sequence_lengths) + self.prompt_lengths
+            ends = np.cumsum(self.sequence_lengths, dtype=np.int64)[owners]
+            ends[:-1] = np.minimum(ends[:-1], starts[1:])
+            ok = bool((responses[owners] <= starts).all() and (starts + lengths <= ends).all())
+        if not ok:
+            raise ValueError("Responses: given tokens must lie in responses, in runs that ascend and do not overlap")
+        if (self.response_lengths < 1).any():
+            raise ValueError(f"Responses: response {self.response_lengths.argmin()} holds given tokens alone")
+
     @classmethod
-    def of(cls, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Responses":
-        """Of token ids of prompts and of the response to each."""
+    def of(
+        cls, pairs: Sequence[tuple[np.ndarray, np.ndarray]], given: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> "Responses":
+        """Of token ids of prompts and of the response to each.
+
+        Args:
+            given: for each response (first token, tokens) of each run in it that was given; none: all were drawn.
+        """
+        lengths = np.array([len(prompt) + len(response) for prompt, response in pairs], np.int32)
+        prompts = np.array([len(prompt) for prompt, _ in pairs], np.int32)
+        starts = exclusive_sum(lengths) + prompts
+        runs = [(int(starts[at]) + first, tokens) for at, each in enumerate(given) for first, tokens in each]
+        given_starts, given_lengths = np.array(runs, np.int64).reshape(-1, 2).T
         return cls(
             token_ids=np.concatenate([ids for pair in pairs for ids in pair]).astype(np.int32),
-            sequence_lengths=np.array([len(prompt) + len(response) for prompt, response in pairs], np.int32),
-            prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], np.int32),
+            sequence_lengths=lengths,
+            prompt_lengths=prompts,
+            given_starts=given_starts,
+            given_lengths=given_lengths,
         )
 
     def __len__(self) -> int:
@@ -66,7 +103,13 @@ class Responses:
     @property
     def response_lengths(self) -> np.ndarray:
         """int32 [R]: response tokens of each."""
-        return self.sequence_lengths - self.prompt_lengths
+        given = np.bincount(self._given_owners, self.given_lengths, minlength=len(self)).astype(np.int32)
+        return self.sequence_lengths - self.prompt_lengths - given
+
+    @property
+    def _given_owners(self) -> np.ndarray:
+        """int64 [K]: which response each run of given tokens is in; R: none."""
+        return np.searchsorted(np.cumsum(self.sequence_lengths, dtype=np.int64), self.given_starts, side="right")
 
     @property
     def num_response_tokens(self) -> int:
@@ -77,10 +120,16 @@ class Responses:
         """The responses at `indices` [any number], in that order."""
         lengths = self.sequence_lengths[indices]
         starts = exclusive_sum(self.sequence_lengths)[indices]
+        owners = self._given_owners
+        first = np.searchsorted(owners, indices)
+        runs = np.searchsorted(owners, indices, side="right") - first
+        kept = ranges(first, runs)
         return Responses(
             token_ids=self.token_ids[ranges(starts, lengths)],
             sequence_lengths=lengths,
             prompt_lengths=self.prompt_lengths[indices],
+            given_starts=self.given_starts[kept] + np.repeat(exclusive_sum(lengths) - starts, runs),
+            given_lengths=self.given_lengths[kept],
         )
 
     def response_token_indices(self, indices: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ class Config:
     @property
     def longest_prompt(self) -> int:
         """Tokens of a prompt, at most."""
-        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_response
+        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_continuation
 
     @property
     def importance_mode(self) -> Literal["none", "truncated", "masked"]:
@@ -76,7 +76,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     if clip.dual is not None and clip.dual <= 1 + clip.high:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
     overlong = algorithm.overlong
-    shortest = min(rollout.at_step(step).max_new_tokens for step in (1, *(stage.from_step for stage in rollout.stages)))
+    shortest = rollout.shortest_limit
     if overlong.shape != "none" and overlong.buffer >= shortest:
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
@@ -115,11 +115,12 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_response, config.model.context_length
+    longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_continuation, config.model.context_length
     if longest > given:
+        phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}, {longest} tokens together; raise it or lower that"
+            f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
@@ -206,6 +207,13 @@ def _of_rollout(config: Config) -> Iterator[str]:
     for number, stage in enumerate(rollout.stages):
         if stage.max_new_tokens is None and stage.temperature is None:
             yield f"rollout.stages.{number}: changes nothing; set its max_new_tokens or temperature, or remove it"
+    budget, phrase = rollout.thinking_budget, rollout.thinking_end
+    if budget is None and (phrase or rollout.thinking_mark):
+        yield "rollout.thinking_end, thinking_mark: without rollout.thinking_budget nothing reads them; set that too"
+    if budget is not None and phrase is None:
+        yield f"rollout.thinking_budget = {budget}: with what text does the thinking end? set rollout.thinking_end too"
+    if budget is not None and budget >= (shortest := rollout.shortest_limit):
+        yield f"rollout.thinking_budget = {budget}: must be below max_new_tokens = {shortest}, for what comes after it"
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"

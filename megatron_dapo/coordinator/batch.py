@@ -120,9 +120,9 @@ def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config:
 
 def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
     """Prompts and responses of the groups, flat, group after group."""
-    return Responses.of(
-        [(each.prompt_ids, response.generation.token_ids) for each in groups for response in each.responses]
-    )
+    everyone = [(group.prompt_ids, response.generation) for group in groups for response in group.responses]
+    pairs = [(prompt, generation.token_ids) for prompt, generation in everyone]
+    return Responses.of(pairs, [generation.given for _, generation in everyone])
 
 
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:

@@ -11,6 +11,7 @@ from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
+from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_verifiers
 
@@ -38,6 +39,7 @@ def read_inputs(config: Config) -> Inputs:
             f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
         )
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
+    thinking_limit(config.rollout, text)  # refused here, before a server starts
     prompts, heldout = read_problems(config, text)
     return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
 

@@ -24,6 +24,7 @@ from megatron_dapo.storage.run_dir import RunDir, RunDirError
 KEPT = (
     *("run.seed", "data.order", "algorithm.group_size", "model.path"),
     *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
+    *("rollout.thinking_budget", "rollout.thinking_end", "rollout.thinking_mark"),
 )
 """Keys that the ledger and the carried groups rest on."""
 

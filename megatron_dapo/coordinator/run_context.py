@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
+from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
@@ -124,11 +125,14 @@ async def start_run(run: RunBase) -> RunContext:
     bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
 
+    thinking = thinking_limit(config.rollout, inputs.text)
+
     @cache
     def sampling(weight_version: int) -> SamplingParams:
         at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
         stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
-        return SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
+        drawn = SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
+        return replace(drawn, thinking=thinking)
 
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     stages = [stage.from_step for stage in config.rollout.stages]

@@ -89,6 +89,8 @@ def step_metrics(
         "tokens_per_second/train": int(trained) / max(seconds["update"], 1e-9),
     }
     metrics |= _response_metrics(admission.judged)
+    if config.rollout.thinking_budget is not None:
+        metrics["interrupted_fraction"] = _mean(admission.judged, lambda response: response.interrupted)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= update_metrics(updates)
     if correction is not None:
@@ -154,6 +156,7 @@ def write_samples(
                 "reward_shaped": response.reward_shaped,
                 **({"rewards": response.verdict.rewards} if response.verdict.rewards else {}),
                 "finish_reason": response.generation.finish_reason,
+                **({"interrupted": True} if response.interrupted else {}),
             }
             file.write(json.dumps(line) + "\n")
             lines.append(line)
@@ -268,7 +271,7 @@ def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float
 
 
 def _length(response: ScoredResponse) -> int:
-    return len(response.generation.token_ids)
+    return response.generation.drawn
 
 
 def _accuracy(response: ScoredResponse) -> bool:

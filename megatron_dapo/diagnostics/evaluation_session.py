@@ -110,6 +110,7 @@ class EvaluationSession:
             "temperature": config.evaluation.temperature,
             "top_p": config.evaluation.top_p,
             "max_new_tokens": config.rollout.longest_response,
+            **{f"thinking_{key}": getattr(config.rollout, f"thinking_{key}") for key in ("budget", "end", "mark")},
             "stop_token_ids": list(self.evaluator.stop_token_ids),
             "seed": config.run.seed if config.rollout.deterministic else None,
             "verifiers": sorted({prompt.verifier for prompt in self.evaluator.prompts}),

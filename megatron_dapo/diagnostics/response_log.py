@@ -87,7 +87,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         replace_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         return
     for key, now in json.loads(json.dumps(settings)).items():
-        if key not in before or before[key] != now:
+        if before.get(key) != now:
             raise EvaluationError(
                 f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
                 "remove that folder"

@@ -127,11 +127,14 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
     beside = Path(config.run.dir).resolve().parent
     beside.mkdir(parents=True, exist_ok=True)
     tokens, group = min(_DRY_RUN_TOKENS, config.rollout.max_new_tokens), min(4, config.algorithm.group_size)
+    budget = config.rollout.thinking_budget
+    thinking = "" if budget is None else f"rollout.thinking_budget={min(budget, tokens // 2)}"
     keys = f"""
         run.rollout_steps=1 run.resume=false run.resume_step=null run.max_restarts=0
         run.export_at_end=false algorithm.prompts_per_step=2 algorithm.group_size={group}
         algorithm.mini_batch_responses={group} algorithm.overlong.buffer={max(1, tokens // 2)}
         algorithm.dynamic_sampling.filter=off rollout.max_new_tokens={tokens} rollout.stages=[]
+        {thinking}
         evaluation.limit=1 evaluation.samples=1 evaluation.every=0
     """
     with tempfile.TemporaryDirectory(dir=beside, prefix=".doctor-") as folder:

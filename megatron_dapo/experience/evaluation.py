@@ -15,6 +15,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
+from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.statistics import (
     Accuracy,
@@ -99,7 +100,8 @@ class Evaluator:
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
         self._answered = 0
         self.stop_token_ids = text.stop_token_ids
-        common = SamplingParams(max_new_tokens=config.rollout.longest_response, stop_token_ids=text.stop_token_ids)
+        limit, thinking = config.rollout.longest_response, thinking_limit(config.rollout, text)
+        common = SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids, thinking=thinking)
         wanted = config.evaluation
         sampled = replace(common, temperature=wanted.temperature, top_p=wanted.top_p)
         self.modes = [DecodingMode(name="sampled", sampling=sampled, samples=wanted.samples)]
@@ -182,7 +184,7 @@ class Evaluator:
         (judged,), (verdict,) = await self._responder.judge(place, prompt, [ids])
         return Answer(
             text=judged.response,
-            tokens=int(ids.size),
+            tokens=int(versions.size),
             truncated=parts[-1].finish_reason is FinishReason.LENGTH,
             correct=verdict.accuracy,
             extracted=verdict.extracted,
@@ -195,17 +197,18 @@ class Evaluator:
         sampling = request.sampling
         if forbid is None:
             return [await self._responder.generate(place, request)]
-        alone = replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN})
+        alone = replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN}, thinking=None)
         first = await self._responder.generate(place, replace(request, sampling=alone))
         # Both conditions: what is cut off after its only token can still have ended with it.
         stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
         if stopped or sampling.max_new_tokens <= 1:
             return [first]
+        thinking = sampling.thinking and replace(sampling.thinking, budget=sampling.thinking.budget - 1)
         rest = replace(
             request,
             request_id=f"{request.request_id}rest.",
             prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
-            sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1),
+            sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1, thinking=thinking),
         )
         return [first, await self._responder.generate(place, rest)]
 

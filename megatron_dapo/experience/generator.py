@@ -171,7 +171,7 @@ class GroupGenerator:
             raw[at] = raw[at] if verdict.reward is None else verdict.reward
         shaped = shaped_rewards(
             raw,
-            torch.tensor([len(answer.token_ids) for answer in answers]),
+            torch.tensor([answer.drawn for answer in answers]),
             shape=overlong.shape,
             max_length=longest,
             buffer=overlong.buffer,

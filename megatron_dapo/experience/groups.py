@@ -35,6 +35,11 @@ class ScoredResponse:
         """Whether the server cut the response off at its limit."""
         return self.generation.finish_reason is FinishReason.LENGTH
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether its thinking was ended by `rollout.thinking_budget`."""
+        return bool(self.generation.given)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredGroup:
@@ -57,7 +62,7 @@ class ScoredGroup:
     @property
     def tokens(self) -> int:
         """Response tokens of the whole group."""
-        return sum(len(response.generation.token_ids) for response in self.responses)
+        return sum(response.generation.drawn for response in self.responses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,6 +91,7 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
         {
             "request_id": response.generation.request_id,
             "tokens": len(response.generation.token_ids),
+            "given": response.generation.given,
             "finish_reason": response.generation.finish_reason,
             "verdict": asdict(response.verdict),
         }
@@ -102,9 +103,11 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
 
 
 def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray]) -> tuple[ScoredGroup, ...]:
-    lengths = [response["tokens"] for entry in entries for response in entry["responses"]]
+    responses = [response for entry in entries for response in entry["responses"]]
+    lengths = {key: [_drawn(response) for response in responses] for key in ARRAYS}
+    lengths["token_ids"] = [response["tokens"] for response in responses]
     prompts = _split(arrays["prompt_ids"], [entry["prompt_tokens"] for entry in entries])
-    generated = zip(*(_split(arrays[key], lengths) for key in ARRAYS), strict=True)
+    generated = zip(*(_split(arrays[key], lengths[key]) for key in ARRAYS), strict=True)
     return tuple(
         ScoredGroup(
             **{key: entry[key] for key in GROUP},
@@ -115,6 +118,11 @@ def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray])
     )
 
 
+def _drawn(entry: dict[str, Any]) -> int:
+    """Drawn tokens of a response: all in what an earlier version wrote."""
+    return int(entry["tokens"]) - sum(tokens for _, tokens in entry.get("given", ()))
+
+
 def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(lengths, dtype=int))[:-1]
 
@@ -122,7 +130,8 @@ def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray]) -> ScoredResponse:
     """`arrays`: its part of each of ARRAYS."""
     reason, generated = FinishReason(entry["finish_reason"]), dict(zip(ARRAYS, arrays, strict=True))
-    generation = Generation(request_id=entry["request_id"], finish_reason=reason, **generated)
+    given = tuple((first, tokens) for first, tokens in entry.get("given", ()))
+    generation = Generation(request_id=entry["request_id"], finish_reason=reason, given=given, **generated)
     verdict = Verdict(**entry["verdict"])
     earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
     kept = {key: (earlier | entry)[key] for key in RESPONSE}

@@ -40,24 +40,57 @@ class Response:
     request: GenerationRequest
     parts: list[tuple[Reply, int]] = field(default_factory=list)
     """(tokens, weight version that drew them), in order."""
+    _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """int32 [T]: the tokens drawn so far."""
+        return np.concatenate([np.zeros(0, np.int32), *(reply.token_ids for reply, _ in self.parts)])
+
+    @property
+    def given(self) -> tuple[tuple[int, int], ...]:
+        """`Generation.given`, so far: the phrase that ends the thinking, behind `budget` drawn tokens. It follows from
+        the drawn tokens alone, and is found out once."""
+        thinking, drawn = self.request.sampling.thinking, self.drawn
+        if thinking is None or drawn.size < thinking.budget:
+            return ()
+        if self._given is None:
+            thought = drawn[: thinking.budget]
+            stopped = thought.size > 0 and int(thought[-1]) in self.request.sampling.stop_token_ids
+            self._given = () if stopped or thinking.ended(thought) else ((thinking.budget, len(thinking.end_ids)),)
+        return self._given
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [C]: what stands behind the prompt so far."""
+        ids, thinking = self.drawn, self.request.sampling.thinking
+        return np.insert(ids, thinking.budget, thinking.end_ids) if thinking is not None and self.given else ids
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """int32 [P + T]: the prompt, and the tokens drawn so far."""
-        return np.concatenate([self.request.prompt_ids, *(reply.token_ids for reply, _ in self.parts)])
+        """int32 [P + C]: the prompt, and that."""
+        return np.concatenate([self.request.prompt_ids, self.token_ids])
 
     @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - sum(reply.token_ids.size for reply, _ in self.parts)
+        return self.request.sampling.max_new_tokens - self.drawn.size
+
+    @property
+    def stretch(self) -> int:
+        """Tokens to ask for: all that are left, or those up to the budget of thinking."""
+        thinking, drawn = self.request.sampling.thinking, self.drawn.size
+        return thinking.budget - drawn if thinking is not None and drawn < thinking.budget else self.tokens_left
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None: it goes on. An aborted part ends it too if it reached the limit, or drew a stop token
-        last: a server that is told to abort between two tokens does not look for one."""
+        last: a server that is told to abort between two tokens does not look for one. Nor does one whose limit was the
+        budget of thinking, at its last token."""
         if not self.parts:
             return None
-        reply = self.parts[-1][0]
-        if reply.finish_reason is not FinishReason.ABORT:
+        reply, thinking = self.parts[-1][0], self.request.sampling.thinking
+        at_budget = thinking is not None and self.drawn.size == thinking.budget and reply.token_ids.size > 0
+        if reply.finish_reason is FinishReason.STOP or (reply.finish_reason is FinishReason.LENGTH and not at_budget):
             return reply.finish_reason
         if self.tokens_left <= 0:  # the limit counts before the stop token, as in a server
             return FinishReason.LENGTH
@@ -68,10 +101,11 @@ class Response:
         """The complete response."""
         return Generation(
             request_id=self.request.request_id,
-            token_ids=np.concatenate([reply.token_ids for reply, _ in self.parts]),
+            token_ids=self.token_ids,
             log_probs=np.concatenate([reply.log_probs for reply, _ in self.parts]),
             weight_versions=np.concatenate([np.full(part.token_ids.size, by, np.int32) for part, by in self.parts]),
             finish_reason=finish_reason,
+            given=self.given,
         )
 
 
@@ -151,7 +185,7 @@ class RequestLoop:
         reply: Reply | None = None
         failure = None
         try:
-            reply = await self._call(member, request, prompt, left, segments)
+            reply = await self._call(member, response, prompt, segments)
             member.last_answer = time.monotonic()
             if reply.finish_reason is FinishReason.ABORT and self.publisher.interruptions == publishes:
                 failure = f"{member.url} ended the response before its end"
@@ -160,7 +194,7 @@ class RequestLoop:
             if member.state is State.READY:  # no new requests until the supervisor has probed it
                 member.enter(State.SUSPECT, failure)
             with suppress(RolloutError):  # what it had streamed, if that can be used
-                reply = self._checked(member, join_segments(segments), left) if segments else None
+                reply = self._checked(member, join_segments(segments), response) if segments else None
         except ServerRefused:
             if not response.parts or left > CONTEXT_RESERVE:
                 raise
@@ -185,19 +219,16 @@ class RequestLoop:
             self.observe(part)
         return failure
 
-    async def _call(
-        self, member: Member, request: GenerationRequest, prompt: np.ndarray, left: int, segments: list[Reply]
-    ) -> Reply:
+    async def _call(self, member: Member, response: Response, prompt: np.ndarray, segments: list[Reply]) -> Reply:
         """A checked answer of the server. Whoever stops waiting for it has the server abort it.
 
         Args:
-            prompt: int32 [P + T], with what was drawn before.
-            left: tokens to draw at most.
+            prompt: int32 [P + C], with what was drawn and given before.
             segments: filled with what the server streams.
         """
         assert member.info is not None
-        rid = uuid.uuid4().hex
-        sampling = replace(request.sampling, max_new_tokens=left)
+        rid, request = uuid.uuid4().hex, response.request
+        sampling = replace(request.sampling, max_new_tokens=response.stretch)
         # Where seeds count, a server uses one fixed seed for all requests without: equal prompts, equal responses.
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
@@ -209,7 +240,7 @@ class RequestLoop:
             await asyncio.wait({call}, timeout=self.config.request_deadline_s)
             if not call.done():  # a server that is merely slow answers the abort with what it has
                 self._abort(member, rid)
-            return self._checked(member, await call, left)
+            return self._checked(member, await call, response)
         except (ServerUnavailable, asyncio.CancelledError):
             self._abort(member, rid)
             raise
@@ -224,22 +255,24 @@ class RequestLoop:
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
 
-    def _checked(self, member: Member, reply: Reply, left: int) -> Reply:
-        """The reply, if it can be used.
+    def _checked(self, member: Member, reply: Reply, response: Response) -> Reply:
+        """The reply, if the response can go on or end with it.
 
         Raises:
             ServerUnavailable: the server has other weights than it was given, or its answer cannot be used.
-            ServerRefused: the server has no room for the `left` tokens that it was asked for.
+            ServerRefused: the server has no room for the tokens that it was asked for.
         """
+        asked, left = response.stretch, response.tokens_left
         if member.weight_label is not None and reply.weight_label not in (None, member.weight_label):
             problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
             member.enter(State.DOWN, problem)
             raise ServerUnavailable(f"{member.url}: {problem}")
         try:
-            check_reply(reply, asked=left, vocab_size=self.vocab_size)
+            check_reply(reply, asked=asked, vocab_size=self.vocab_size)
         except ValueError as error:
             raise ServerUnavailable(f"{member.url}/generate: cannot use the answer: {error}") from None
-        if reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < left - CONTEXT_RESERVE:
+        short = reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < asked
+        if short and reply.token_ids.size < left - CONTEXT_RESERVE:
             raise ServerRefused(
                 f"{member.url}: cut a response off at {reply.token_ids.size} tokens of {left}: its context or KV cache "
                 "holds no more, and all longer responses would count as truncated; raise model.context_length, "
@@ -250,7 +283,9 @@ class RequestLoop:
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         if request.prompt_ids.size == 0:
             raise ValueError(f"request {request.request_id}: the prompt is empty; give at least one token")
-        others = [*request.sampling.stop_token_ids, *(request.sampling.logit_bias or ())]
+        sampling = request.sampling
+        others = [*sampling.stop_token_ids, *(sampling.logit_bias or ())]
+        others += sampling.thinking.end_ids if sampling.thinking is not None else ()
         ids = np.append(request.prompt_ids, np.array(others, np.int64))
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if outside.size:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,27 @@ def random_responses(seed: int, count: int, longest: int = 23) -> Responses:
         sequence_lengths=lengths,
         prompt_lengths=rng.integers(1, lengths).astype(np.int32),
     )
+
+
+def with_given(responses: Responses, seed: int) -> tuple[Responses, np.ndarray]:
+    """The same with about half of the tokens of each response given, its first or last one also; and which of
+    `token_ids` the policy drew: bool, the same length."""
+    rng = np.random.default_rng(seed)
+    starts = np.cumsum(responses.sequence_lengths) - responses.sequence_lengths
+    drawn = np.zeros(responses.token_ids.size, dtype=bool)
+    for start, length, prompt in zip(starts, responses.sequence_lengths, responses.prompt_lengths, strict=True):
+        drawn[start + prompt : start + length] = rng.random(length - prompt) < 0.5
+        drawn[rng.integers(start + prompt, start + length)] = True
+    given_starts, given_lengths = [], []
+    for start, length, prompt in zip(starts, responses.sequence_lengths, responses.prompt_lengths, strict=True):
+        for place in range(start + prompt, start + length):
+            if not drawn[place] and (place == start + prompt or drawn[place - 1]):
+                given_starts.append(place)
+                given_lengths.append(0)
+            if not drawn[place]:
+                given_lengths[-1] += 1
+    runs = {"given_starts": np.array(given_starts, np.int64), "given_lengths": np.array(given_lengths, np.int64)}
+    return replace(responses, **runs), drawn
 
 
 plans = st.tuples(
@@ -227,8 +249,12 @@ def test_zigzag_by_hand():
     ids=str,
 )
 @pytest.mark.parametrize("indices", [[0, 3, 4, 9], [7], []], ids=str)
-def test_context_ranks_together_hold_each_response_token_once(layout, indices):
+@pytest.mark.parametrize("some_given", [False, True])
+def test_context_ranks_together_hold_each_response_token_once(layout, indices, some_given):
     responses = random_responses(1, 10)
+    drawn = np.ones(responses.token_ids.size, dtype=bool)
+    if some_given:
+        responses, drawn = with_given(responses, 5)
     indices = np.array(indices, dtype=np.int64)
     shards = [pack_micro_batch(responses, indices, layout, context_rank=rank) for rank in range(layout.context)]
     starts = np.cumsum(responses.sequence_lengths) - responses.sequence_lengths
@@ -236,6 +262,7 @@ def test_context_ranks_together_hold_each_response_token_once(layout, indices):
         (tuple(responses.token_ids[starts[i] : starts[i] + at]), int(responses.token_ids[starts[i] + at]))
         for i in indices
         for at in range(responses.prompt_lengths[i], responses.sequence_lengths[i])
+        if drawn[starts[i] + at]
     ]
     row = np.zeros(shards[0].sequence_bounds[-1], dtype=np.int64)
     held = [
@@ -256,6 +283,12 @@ def test_context_ranks_together_hold_each_response_token_once(layout, indices):
             found[int(place)] = (tuple(row[start : positions[local] + 1]), int(target))
     assert [found[place] for place in range(len(expected))] == expected
     assert np.array_equal(shards[0].columns, responses.response_token_indices(indices))
+    of_each = np.add.reduceat(
+        drawn & (np.arange(drawn.size) >= np.repeat(starts + responses.prompt_lengths, responses.sequence_lengths)),
+        starts,
+    )
+    assert np.array_equal(responses.response_lengths, of_each)
+    assert np.array_equal(shards[0].response_lengths, of_each[indices] if len(indices) else [0])
 
 
 def test_select_keeps_each_response_whole():
@@ -265,6 +298,20 @@ def test_select_keeps_each_response_whole():
     expected = np.concatenate([responses.token_ids[ends[i] - responses.sequence_lengths[i] : ends[i]] for i in (4, 1)])
     assert np.array_equal(chosen.token_ids, expected)
     assert np.array_equal(chosen.prompt_lengths, responses.prompt_lengths[[4, 1]])
+
+
+def test_select_keeps_what_was_given():
+    responses, drawn = with_given(random_responses(2, 6), 1)
+    chosen = responses.select(np.array([4, 1, 5]))
+    marked = np.ones(chosen.token_ids.size, dtype=bool)
+    for start, length in zip(chosen.given_starts, chosen.given_lengths, strict=True):
+        marked[start : start + length] = False
+    starts = np.cumsum(responses.sequence_lengths) - responses.sequence_lengths
+    at = 0
+    for i in (4, 1, 5):
+        prompt, length = responses.prompt_lengths[i], responses.sequence_lengths[i]
+        assert np.array_equal(marked[at + prompt : at + length], drawn[starts[i] + prompt : starts[i] + length])
+        at += length
 
 
 def test_read_only_arrays_are_welcome():

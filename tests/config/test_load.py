@@ -322,6 +322,9 @@ def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
         load_config(path, ["algorithm.dynamic_sampling.filter=drop"])
 
 
+AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
@@ -340,6 +343,19 @@ def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
         (
             ["rollout.stages=[{from_step: 3, temperature: 1.1}, {from_step: 3, temperature: 1.2}]"],
             "two begin at the same",
+        ),
+        (["rollout.thinking_budget=9"], "rollout.thinking_budget = 9: with what text does the thinking end?"),
+        (["rollout.thinking_end=x"], "thinking_mark: without rollout.thinking_budget nothing reads them"),
+        (["rollout.thinking_mark=x"], "thinking_mark: without rollout.thinking_budget nothing reads them"),
+        (["rollout.thinking_budget=20480", "rollout.thinking_end=x"], "must be below max_new_tokens = 20480"),
+        (
+            ["rollout.thinking_budget=8000", "rollout.thinking_end=x", f"rollout.stages={AT_8000}"],
+            "rollout.thinking_budget = 8000: must be below max_new_tokens = 8000",
+        ),
+        (["rollout.thinking_budget=9", "rollout.thinking_end='  '"], "rollout.thinking_end"),
+        (
+            ["rollout.thinking_budget=9", f"rollout.thinking_end={'x' * 9999}"],
+            "and thinking_end, at most a token a byte",
         ),
         (["algorithm.kl.coef=0.1"], "did you mean algorithm.kl.coefficient?"),
         (["algorithm.lr=0.1"], "did you mean actor.optimizer.lr?"),
