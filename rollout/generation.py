@@ -58,6 +58,8 @@ class GenerationRequest:
     """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
     priority: int = 0
     """The smallest goes first where requests wait for a server. An interrupted request keeps its priority."""
+    holdable: bool = False
+    """Whether `RolloutFleet.hold` keeps it back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

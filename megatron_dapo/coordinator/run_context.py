@@ -131,7 +131,10 @@ async def start_run(run: RunBase) -> RunContext:
 
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     stages = [stage.from_step for stage in config.rollout.stages]
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at, stages)
+    # Which tokens an interruption leaves depends on timing, and a deterministic run may not.
+    holding = None if config.rollout.deterministic else fleet
+    algorithm, prompt_at = config.algorithm, generator.prompt_at
+    sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, holding)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

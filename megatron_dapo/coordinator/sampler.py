@@ -9,8 +9,9 @@ The sampler waits for the group at the cursor, however many later ones are finis
 long one. How many prompts to dispatch follows from the groups decided so far, never from which ones finished first, so
 the same run gives the same batches.
 
-What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
-it is finished by then; or, with `max_staleness` = 0, given up at once, since the next step would send it again. With
+What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what is
+unfinished is interrupted then, and goes on in the next step from the tokens that it has. With `max_staleness` = 0 all is
+given up at once, since the next step would send it again; and where timing may decide nothing, its end is awaited. With
 look-ahead so much is dispatched that the next batches are being written while the actor trains, and what is unfinished
 then survives the new weights.
 
@@ -24,7 +25,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
 from megatron_dapo.config import Config
@@ -35,6 +36,14 @@ from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
+
+
+class Holding(Protocol):
+    """What keeps unfinished groups between two batches: `rollout.fleet.fleet.RolloutFleet`."""
+
+    async def hold(self) -> None: ...
+
+    def let_go(self) -> None: ...
 
 
 class OversamplingLimit(RuntimeError):
@@ -97,10 +106,12 @@ class DynamicSampler:
         state: SamplerState,
         prompt_at: Callable[[int], int] = lambda position: position,
         stages: Sequence[int] = (),
+        holding: Holding | None = None,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
-        another way; what was sent before is then generated again."""
-        self._stages = stages
+        another way; what was sent before is then generated again. `holding`: keeps what is unfinished when a batch is
+        full; None: its end is awaited."""
+        self._stages, self._holding = stages, holding
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
         self._history = PromptHistory(config.dynamic_sampling, state.history)
@@ -152,7 +163,7 @@ class DynamicSampler:
         *,
         ahead: int = 0,
     ) -> Admission:
-        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is in flight then.
+        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is drawn then.
 
         Args:
             weight_version: of the servers; it does not change before this returns.
@@ -170,6 +181,8 @@ class DynamicSampler:
         try:
             self._history.begin_step(rollout_step)
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
+            if self._holding is not None:
+                self._holding.let_go()
             batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
             predicted = min(limit, self._needed(wanted, 0, ahead, max(0.0, sampling.surplus)))
             while len(batch.kept) < wanted and batch.decided < limit:
@@ -184,6 +197,9 @@ class DynamicSampler:
                 self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
                 self._skipped = {position for position in self._skipped if position < self._next}
+            elif ahead == 0 and self._holding is not None:
+                if not all(sent.finished for sent in self._flight):
+                    await self._holding.hold()
             elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:

@@ -160,6 +160,7 @@ class GroupGenerator:
             sampling=self._sampling(weight_version),
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
+            holdable=True,
         )
 
     async def _judge(

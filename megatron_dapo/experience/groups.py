@@ -72,7 +72,7 @@ class Admission:
     carried_tokens: int
     """Response tokens of those groups."""
     in_flight: int
-    """Groups past the end of the batch that are still being written; 0 without look-ahead."""
+    """Groups past the end of the batch that are still being written, or were interrupted."""
     expired: int
     """Groups that had become too old when this step began and were generated again."""
     expired_tokens: int

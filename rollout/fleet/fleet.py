@@ -132,6 +132,16 @@ class RolloutFleet:
         running responses; seconds since the oldest of these was asked for."""
         return self._requests.load()
 
+    async def hold(self) -> None:
+        """Interrupts all responses that are drawn and returns when no server draws. Requests that are `holdable`, later
+        ones too, wait with their tokens until `let_go`, whatever is published or released meanwhile; the time counts
+        towards no deadline. Others go on."""
+        await self._publisher.hold()
+
+    def let_go(self) -> None:
+        """Ends `hold`: what was kept back goes on with the weights that the servers hold by now."""
+        self._balancer.let_go()
+
     async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`.
 

@@ -5,7 +5,7 @@
 
 An attempt ends in one of four ways:
   - complete: the reply ends the response.
-  - interrupted: a publish ended it. The response goes on with the new weights; no server failed.
+  - interrupted: a publish or `hold` ended it. The response goes on with the weights of then; no server failed.
   - failed: the server gave no usable answer, or stopped early. What it streamed is kept, the rest is asked for at
     another server, and the failure counts towards `rollout.max_attempts`.
   - refused: the request is wrong, and the error goes to the caller.
@@ -97,7 +97,8 @@ class RequestLoop:
         response = Response(request)
         failures, failed = 0, None
         while True:
-            member = await self.balancer.acquire(request.group_id, request.priority, avoid=failed)
+            priority, holdable = request.priority, request.holdable
+            member = await self.balancer.acquire(request.group_id, priority, avoid=failed, holdable=holdable)
             try:
                 failure = await self._attempt(member, response)
             finally:
@@ -144,7 +145,7 @@ class RequestLoop:
 
     async def _attempt(self, member: Member, response: Response) -> str | None:
         """Asks one server for the rest of the response. Returns why the server did not finish its part; None: it did,
-        or a publish interrupted it."""
+        or it was interrupted."""
         request, prompt, left = response.request, response.prompt_ids, response.tokens_left
         version, publishes, start = member.weight_version, self.publisher.interruptions, time.time()
         segments: list[Reply] = []
@@ -153,7 +154,9 @@ class RequestLoop:
         try:
             reply = await self._call(member, request, prompt, left, segments)
             member.last_answer = time.monotonic()
-            if reply.finish_reason is FinishReason.ABORT and self.publisher.interruptions == publishes:
+            # One that got its place just before an interruption begins within it, while the balancer is closed.
+            interrupted = self.publisher.interruptions != publishes or not self.balancer.is_open
+            if reply.finish_reason is FinishReason.ABORT and not interrupted:
                 failure = f"{member.url} ended the response before its end"
         except ServerUnavailable as error:
             failure = str(error)
