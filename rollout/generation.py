@@ -60,6 +60,8 @@ class GenerationRequest:
     """The smallest goes first where requests wait for a server. An interrupted request keeps its priority."""
     holdable: bool = False
     """Whether `RolloutFleet.hold` keeps it back."""
+    begun: "Generation | None" = None
+    """What was drawn of the response before, by a run that was ended: it goes on from there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,7 +103,8 @@ async def start_run(run: RunBase) -> RunContext:
     stack.callback(ledger.close)
     if config.run.resume:
         run.console.note(f"resuming after rollout step {progress.rollout_step}")
-        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
+        ledger.record(Event.RESUMED, **at, continued=[group.position for group in progress.sampler.unfinished])
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))
     if config.monitor.wandb.mode != "off":
@@ -131,10 +132,12 @@ async def start_run(run: RunBase) -> RunContext:
 
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     stages = [stage.from_step for stage in config.rollout.stages]
-    # Which tokens an interruption leaves depends on timing, and a deterministic run may not.
-    holding = None if config.rollout.deterministic else fleet
+    generator.restore(progress.sampler.unfinished)
+    keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
+    if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
+        keeping = {}
     algorithm, prompt_at = config.algorithm, generator.prompt_at
-    sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, holding)
+    sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

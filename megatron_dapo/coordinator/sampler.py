@@ -9,11 +9,11 @@ The sampler waits for the group at the cursor, however many later ones are finis
 long one. How many prompts to dispatch follows from the groups decided so far, never from which ones finished first, so
 the same run gives the same batches.
 
-What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what is
-unfinished is interrupted then, and goes on in the next step from the tokens that it has. With `max_staleness` = 0 all is
-given up at once, since the next step would send it again; and where timing may decide nothing, its end is awaited. With
-look-ahead so much is dispatched that the next batches are being written while the actor trains, and what is unfinished
-then survives the new weights.
+What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what
+is unfinished is interrupted then, and goes on in the next step from the tokens that it has. With `max_staleness` = 0
+all is given up at once, since the next step would send it again; and where timing may decide nothing, its end is
+awaited. With look-ahead so much is dispatched that the next batches are being written while the actor trains, and what
+is unfinished then survives the new weights.
 
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
 and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
@@ -23,7 +23,7 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
+
+
+MOST_UNFINISHED = 1 << 28
+"""Tokens of unfinished groups in a checkpoint, the first in line: 3 GiB. What is left out is sent again."""
 
 
 class Holding(Protocol):
@@ -69,7 +73,7 @@ class SamplerState:
     pass_rate: PassRate
     carried: tuple[ScoredGroup, ...]
     """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
-    over were in flight: a resumed run sends them again."""
+    over were in flight: a resumed run goes on from what `unfinished` has of them, and sends the others again."""
     sent_with: tuple[int, ...] = ()
     """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
     token's counts."""
@@ -79,6 +83,8 @@ class SamplerState:
     """Positions from cursor on that were passed over."""
     history: Groups = field(default_factory=dict)
     """With `retire_at` or `pools`."""
+    unfinished: tuple[ScoredGroup, ...] = ()
+    """What was drawn of groups in flight, in order: not judged, with the weight version at their dispatch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,11 +113,13 @@ class DynamicSampler:
         prompt_at: Callable[[int], int] = lambda position: position,
         stages: Sequence[int] = (),
         holding: Holding | None = None,
+        unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
         another way; what was sent before is then generated again. `holding`: keeps what is unfinished when a batch is
-        full; None: its end is awaited."""
-        self._stages, self._holding = stages, holding
+        full; None: its end is awaited. `unfinished`: (position, weight version at its dispatch) -> what was drawn of a
+        group; what `state` has of it, `generate` goes on from."""
+        self._stages, self._holding, self._unfinished = stages, holding, unfinished
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
         self._history = PromptHistory(config.dynamic_sampling, state.history)
@@ -123,6 +131,8 @@ class DynamicSampler:
         self._restored = {
             group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
         }
+        self._begun = {group.position: group.weight_version for group in state.unfinished}
+        """Weight versions of the groups in flight that go on."""
         self._flight: deque[_Sent] = deque()
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
@@ -138,7 +148,7 @@ class DynamicSampler:
 
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
-        as carried; those in flight are not in it."""
+        as carried; of those in flight it has what was drawn."""
         finished = [(sent.group.result(), sent.version) for sent in self._flight if sent.finished]
         carried = [*self._restored.values(), *finished]
         for group, _ in carried:
@@ -153,7 +163,16 @@ class DynamicSampler:
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
             sent_with=tuple(version for _, version in carried),
+            unfinished=tuple(self._drawn_of(sent for sent in self._flight if not sent.finished)),
         )
+
+    def _drawn_of(self, flight: Iterable["_Sent"]) -> Iterator[ScoredGroup]:
+        room = MOST_UNFINISHED
+        for sent in flight:
+            group = self._unfinished(sent.position, sent.version)
+            room -= group.tokens if group is not None else 0
+            if group is not None and room >= 0:
+                yield group
 
     async def fill(
         self,
@@ -240,14 +259,17 @@ class DynamicSampler:
         return rate.prompts_to_send(missing, in_flight, 0.0 if ahead else surplus)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
-        """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
-        too old. Returns how many groups that were, and the tokens of the finished ones."""
+        """After a resume, put the carried groups in line, and what was in flight: it goes on from its tokens, or is
+        sent again. Then send again whatever is too old. Returns how many groups that were, and the tokens of the
+        finished ones."""
         end, self._resumed_next = max(self._next, self._resumed_next), 0
         restored, self._restored = self._restored, {}
         for position in range(self._next, end):
             if position in restored:
                 group, version = restored[position]
                 self._flight.append(_Sent(position=position, version=version, group=_already(group)))
+            elif position in self._begun:
+                self._flight.append(self._write_group(position, rollout_step, self._begun.pop(position)))
             elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
                 self._flight.append(self._send(position, rollout_step, weight_version))
         self._next = end
@@ -294,6 +316,9 @@ class DynamicSampler:
 
     def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         self._write(Event.DISPATCHED, position, rollout_step, weight_version)
+        return self._write_group(position, rollout_step, weight_version)
+
+    def _write_group(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         task = asyncio.create_task(self._finish(position, rollout_step, weight_version))
         return _Sent(position=position, version=weight_version, group=task)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reward.verdict import Verdict
+from reward.verdict import Rule, Verdict
 from rollout.generation import FinishReason, Generation
 
 
@@ -34,6 +34,14 @@ class ScoredResponse:
     def truncated(self) -> bool:
         """Whether the server cut the response off at its limit."""
         return self.generation.finish_reason is FinishReason.LENGTH
+
+
+def unjudged(generation: Generation) -> ScoredResponse:
+    """A response of a group that is not finished, as a checkpoint holds it."""
+    verdict = Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED, seconds=0.0, error="unfinished")
+    return ScoredResponse(
+        generation=generation, text="", verdict=verdict, accuracy=False, reward_raw=0.0, reward_shaped=0.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

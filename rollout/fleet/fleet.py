@@ -142,6 +142,11 @@ class RolloutFleet:
         """Ends `hold`: what was kept back goes on with the weights that the servers hold by now."""
         self._balancer.let_go()
 
+    def so_far(self, request_id: str) -> Generation | None:
+        """What was drawn of a response that is under way, with what its server has streamed; None: nothing. It ends by
+        ABORT unless it is complete."""
+        return self._requests.so_far(request_id)
+
     async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`.
 

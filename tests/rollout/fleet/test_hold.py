@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import RolloutError
-from rollout.generation import Generation, GenerationRequest
+from rollout.generation import FinishReason, Generation, GenerationRequest
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -135,5 +135,50 @@ def test_the_end_of_a_run_ends_what_is_kept_back() -> None:
         with pytest.raises(RolloutError, match="closed"):
             await other
         assert len(asyncio.all_tasks()) == 1, "no task is left behind"
+
+    run(test)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_was_drawn_until_now_is_told_and_another_fleet_goes_on_from_it(folders: list[Path], held: bool) -> None:
+    """As of a run that is killed, and one that is resumed with newer weights: no token that was told is drawn again."""
+
+    async def test() -> None:
+        first, other = (StandIn(seconds_a_token=0.01) for _ in range(2))
+        first.stream_interval = other.stream_interval = 4
+        async with fleet_of(first, stream_every=4) as fleet:
+            await fleet.publish(folders[0], 3)
+            assert fleet.so_far("r") is None
+            asked = asyncio.ensure_future(fleet.generate(training("r", tokens=60)))
+            await until(lambda: first.segments >= 2)
+            if held:
+                await fleet.hold()
+            drawn = fleet.so_far("r")
+            assert drawn is not None
+            assert drawn.finish_reason is FinishReason.ABORT
+            check_tokens(drawn, 1, drawn.token_ids.size)
+            assert drawn.token_ids.size >= 8
+            asked.cancel()
+            await asyncio.wait([asked])
+            assert fleet.so_far("r") is None
+        async with fleet_of(other, stream_every=4) as fleet:
+            await fleet.publish(folders[1], 5)
+            asked = asyncio.ensure_future(fleet.generate(replace(training("r", tokens=60), begun=drawn)))
+            await until(lambda: other.segments >= 2)
+            now = fleet.so_far("r")
+            whole = await asked
+            assert now is not None
+            for one in (now, whole):
+                check_tokens(one, 1, one.token_ids.size)
+                before = drawn.token_ids.size
+                assert set(one.weight_versions[:before]) == {3}
+                assert set(one.weight_versions[before:]) == {5}
+            assert len(other.prompts[0]) == 1 + drawn.token_ids.size
+            assert whole.token_ids.size == 60
+            # One that was complete is not asked for again, whatever ended it.
+            again = await fleet.generate(replace(training("r", tokens=99), begun=replace(whole, finish_reason="stop")))
+            assert again.finish_reason == "stop"
+            check_tokens(replace(again, weight_versions=whole.weight_versions), 1, 60)
+            assert len(other.prompts) == 1
 
     run(test)
